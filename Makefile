@@ -1,0 +1,91 @@
+# The command face of sft_play: `make` lists the targets; each that needs the environment makes it first.
+
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+.DEFAULT_GOAL := help
+.SUFFIXES:
+
+# Values stay values. Make would expand `$` in a command-line variable when it hands it to a recipe, so that
+# SET='$(shell ...)' ran; here each such variable is frozen to its raw text and reaches the program through the
+# environment alone. No recipe holds the text of a variable that a user can set: it names shell variables.
+override define FREEZE
+override $(1) := $$(value $(1))
+export $(1)
+endef
+$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(eval $(call FREEZE,$(name)))))
+
+# Shell text, expanded by /bin/sh. `override` so that nobody replaces it by a variable of the same name.
+override PY := $${VENV:-.venv}/bin/python
+override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
+override PROGRAM := $(PATHS) && exec "$(PY)" -m sft_play
+override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
+override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
+
+# Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
+override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.13, python3.12, python3.11). \
+Install Python 3.11 to 3.13, or name one: make setup PYTHON=/path/to/python3
+override define ANY_PYTHON
+for python in .venv/bin/python "$$PYTHON" python3 python3.13 python3.12 python3.11; do \
+  if "$$python" -EsSB -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
+    exec "$$python" -EsSB $(1); \
+  fi; \
+done; echo '$(NO_PYTHON)' >&2; exit 2
+endef
+
+##@ Setup
+help: ## Show this help
+	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
+	  /^[a-z]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-10s %s\n", name, $$0}' Makefile
+setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
+	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
+lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
+	@$(call ANY_PYTHON,scripts/lock.py)
+
+##@ Train
+train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
+	@$(PROGRAM) train
+resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
+	@$(PROGRAM) resume
+
+##@ Plan
+plan: setup ## Predict memory and choose batch and accumulation for CONFIG (HARDWARE=2xH200, JSON=1, OUT=FILE)
+	@$(PROGRAM) plan
+
+##@ Develop
+test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
+	@$(PATHS) && exec "$(PY)" -c '$(PYTEST)'
+lint: setup ## Check style, format and types (ruff, mypy)
+	@"$(PY)" -m ruff check .
+	@"$(PY)" -m ruff format --check .
+	@"$(PY)" -m mypy
+format: setup ## Sort imports and format the code (ruff)
+	@"$(PY)" -m ruff check --select I --fix .
+	@"$(PY)" -m ruff format .
+generate: setup ## Renew generated files: configs/reference.yaml, configs/run.schema.json, sft_play/starter/data
+	@$(PROGRAM) generate
+clean: ## Remove caches and build leftovers (never .venv, outputs or data)
+	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info
+	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+##@ Variables (from the command line or the environment)
+#: CONFIG=FILE             the run's configuration
+#: SET='a.b=1; c=x'        settings that replace those of CONFIG
+#: RUN=NAME                the run that `resume` continues
+#: HARDWARE=2xH200         plan for this machine instead of the present one
+#: JSON=1  OUT=FILE        plan: print JSON; write it to FILE
+#: NPROC=N  GPUS=0,1       number of processes; which GPUs
+#: STRATEGY=NAME           how the model is spread over GPUs
+#: DEEPSPEED_CONFIG=FILE   DeepSpeed's own configuration
+#: TB_HOST=HOST TB_PORT=N  where TensorBoard listens
+#: TRACE=1                 show Python's traceback with an error message
+#: TESTS='ARGUMENTS'       arguments for pytest
+#: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
+#: VENV=PATH               use this environment of yours; it is never built or changed
+#: TORCH=X.Y.Z             lock: move torch to this version
+
+##@ Examples
+#: make train
+#: make plan CONFIG=configs/run_starter.yaml HARDWARE=2xH200
+#: make train CONFIG=my.yaml SET='train.epochs=1'
+#: make test TESTS='tests/test_makefile.py -k help'
+
+.PHONY: help setup lock train resume plan test lint format generate clean

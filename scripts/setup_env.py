@@ -1,0 +1,344 @@
+"""Builds the checkout's .venv from the pinned versions, or says in one message why it cannot.
+
+`make` runs this before every target that needs the environment; it is silent and quick when nothing is to do.
+It reads two variables of the environment: VENV (an environment of the user's: only looked at) and PYTHON (the
+Python to build with). Standard library only, and nothing newer than Python 3.6: an old Python may run this
+file, either to find a newer one or to say that one is needed. All output goes to stderr, so that
+`make plan JSON=1 > plan.json` stays clean even when it builds first.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
+LOCK_FILE = ".venv.lock"  # beside .venv, since .venv itself is emptied for a new build
+OLDEST, NEWEST = (3, 11), (3, 13)  # as `requires-python` in pyproject.toml
+RANGE = f"Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+PYTHONS = ("python3", "python3.13", "python3.12", "python3.11")
+
+# Runs in the Python in question, so it has to work in every Python, 2 included. The base executable matters:
+# python3 may be that of an activated .venv, which the build empties.
+PROBE = """
+import sys
+try:
+    import ensurepip, venv
+    pip = 1
+except ImportError:
+    pip = 0
+base = getattr(sys, "_base_executable", None) or sys.executable
+print("%d %d %d %s" % (sys.version_info[0], sys.version_info[1], pip, base))
+"""
+
+# These would lead pip away from .venv, or make's own flags into a package's build.
+MISLEADING = (
+    *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN"),
+    *("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"),
+)
+
+Version = Tuple[int, int]
+Runner = Callable[[Sequence[str], Path], int]
+
+
+class Python(NamedTuple):
+    """What a Python on this machine says about itself."""
+
+    path: str  # of the base executable, also when it was asked inside an environment
+    version: Version
+    has_pip: bool  # whether it can make environments with pip in them
+
+
+class SetupError(Exception):
+    """A problem that the user can solve; its text is the whole message."""
+
+
+def say(text: str) -> None:
+    """One progress line on stderr, visible at once."""
+    print("[setup] " + text, file=sys.stderr, flush=True)
+
+
+def show(version: Version) -> str:
+    """(3, 11) as 3.11."""
+    return f"{version[0]}.{version[1]}"
+
+
+# What is pinned
+
+
+def meaningful(text: str) -> List[str]:
+    """The lines that are neither blank nor a comment, without the space around them."""
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def dependency_lines(pyproject: str) -> List[str]:
+    """The part of pyproject.toml that decides what gets installed (no TOML reader before Python 3.11)."""
+    kept = []
+    table, in_dependencies = "", False
+    for line in meaningful(pyproject):
+        if line.startswith("[") and not in_dependencies:
+            table = line
+        elif line.startswith("dependencies"):
+            in_dependencies = True
+        whole = table in ("[build-system]", "[project.optional-dependencies]", "[project.scripts]")
+        if whole or in_dependencies or line.startswith("requires-python"):
+            kept.append(line)
+        if line.endswith("]"):
+            in_dependencies = False
+    return kept
+
+
+def digest(root: Path, version: Version) -> str:
+    """What identifies a build: the pins, the Python version, and the place (scripts in a venv name it)."""
+    lock = (root / "requirements.lock").read_text(encoding="utf-8")
+    pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
+    parts = [str(root), show(version), *meaningful(lock), "--", *dependency_lines(pyproject)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+# What is there
+
+
+def live_version(venv: Path) -> Optional[Version]:
+    """The version of .venv/bin/python now (a system upgrade may change it), None if it is broken."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        return None
+    if Path(sys.executable).parent.resolve() == python.parent.resolve():
+        return sys.version_info[:2]  # it is what runs us: no need to start it again
+    found = probe(str(python))
+    return found.version if found else None
+
+
+def ready_text(root: Path, version: Version) -> str:
+    """What the stamp says when .venv is complete."""
+    return f"ready {digest(root, version)} python {show(version)}\n"
+
+
+def is_ready(root: Path, venv: Path, wanted: Optional[Python]) -> bool:
+    """Whether .venv is complete, from the present pins, and of the Python that was asked for (if any)."""
+    try:
+        stamp = (venv / STAMP).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    if not stamp.startswith("ready "):
+        return False
+    version = live_version(venv)
+    if version is None or (wanted is not None and wanted.version != version):
+        return False
+    return stamp == ready_text(root, version)
+
+
+def refuse_foreign(venv: Path) -> None:
+    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it."""
+    if not os.path.lexists(str(venv)) or (venv / STAMP).is_file():
+        return
+    if venv.is_dir() and not any(venv.iterdir()):
+        return
+    raise SetupError(
+        f"{venv} was not built by this project (it has no {STAMP}), so it stays as it is.\n"
+        "  To use it as it is:   make TARGET VENV=.venv\n"
+        "  To have one built:    mv .venv .venv.mine   and run make again"
+    )
+
+
+def check_own(venv: str) -> None:
+    """Raises unless VENV, an environment of the user's, has a Python; nothing in it is changed."""
+    python = Path(venv) / "bin" / "python"
+    if python.is_file() and os.access(str(python), os.X_OK):
+        return
+    hint = " (a ~ inside quotes is not expanded: write $HOME)" if venv.startswith("~") else ""
+    raise SetupError(
+        f"VENV={venv} was asked for, but there is no program {python.absolute()}{hint}.\n"
+        "  Name the folder of an environment that has bin/python, or leave VENV out: "
+        "make then builds and uses .venv"
+    )
+
+
+# Which Python
+
+
+def probe(command: str) -> Optional[Python]:
+    """What a Python says about itself, None if it does not answer."""
+    try:
+        answer = subprocess.run(
+            [command, "-EsSB", "-c", PROBE],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        ).stdout
+        major, minor, has_pip, path = os.fsdecode(answer).strip().split(" ", 3)
+        return Python(path, (int(major), int(minor)), has_pip == "1")
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None  # not there, not executable, a pyenv shim without a version, or no Python at all
+
+
+def supported(python: Python) -> bool:
+    """Whether the project runs on this version."""
+    return OLDEST <= python.version <= NEWEST
+
+
+def named_python(command: str) -> Python:
+    """The Python that PYTHON= names; raises when it is missing or unsuitable."""
+    python = probe(command)
+    if python is None:
+        found = "nothing there answers as Python"
+    elif not supported(python):
+        found = "that is Python " + show(python.version)
+    elif not python.has_pip:
+        raise SetupError(without_pip("PYTHON=" + command, python))
+    else:
+        return python
+    raise SetupError(
+        f"PYTHON={command} was asked for, but {found}; this project needs {RANGE}.\n"
+        f"  Name another one (PYTHON=/path/to/python{show(NEWEST)}), leave PYTHON out to search PATH, "
+        "or use an environment you have (VENV=/path)"
+    )
+
+
+def search_python(names: Sequence[str] = PYTHONS) -> Python:
+    """The first suitable Python on PATH; raises with what was found instead."""
+    found = [(name, python) for name in names for python in [probe(name)] if python is not None]
+    fitting = [(name, python) for name, python in found if supported(python)]
+    for _, python in fitting:
+        if python.has_pip:
+            return python
+    if fitting:
+        raise SetupError(without_pip(*fitting[0]))
+    versions = ", ".join(f"{name} is {show(python.version)}" for name, python in found)
+    raise SetupError(
+        f"This project needs {RANGE}. Looked on PATH for {', '.join(names)}; "
+        f"found: {versions or 'none of them'}.\n"
+        f"  Install one of these versions, name one (make setup PYTHON=/path/to/python{show(NEWEST)}), "
+        "or use an environment you have (VENV=/path)"
+    )
+
+
+def without_pip(name: str, python: Python) -> str:
+    """The message for a Python that cannot make environments (Debian ships that part separately)."""
+    version = show(python.version)
+    return (
+        f"{name} is Python {version} ({python.path}), but it lacks the venv or ensurepip module that "
+        "builds .venv.\n"
+        f"  On Debian or Ubuntu: apt install python3-venv (or python{version}-venv). Otherwise name another "
+        "Python (PYTHON=/path) or an environment you have (VENV=/path)"
+    )
+
+
+# Building
+
+
+def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The environment for pip: the user's proxies and indexes stay, what leads it out of .venv goes."""
+    kept = {name: value for name, value in environ.items() if name not in MISLEADING}
+    kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    return kept
+
+
+def run_visibly(command: Sequence[str], root: Path) -> int:
+    """The exit code of a command whose output the user sees, on stderr."""
+    # close_fds=False: the command inherits the build lock, so that a pip that outlives us still holds it.
+    env = clean_environ(os.environ)
+    done = subprocess.run(list(command), cwd=str(root), env=env, stdout=sys.stderr, close_fds=False)
+    return done.returncode
+
+
+def build_steps(venv: Path, python: Python) -> List[Tuple[str, List[str]]]:
+    """Title and command of each step, in order."""
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    # setuptools goes first, at its pin, because the project is built without isolation: an isolated build
+    # would fetch a setuptools that nobody pinned.
+    return [
+        ("creating .venv", [python.path, "-I", "-m", "venv", str(venv)]),
+        ("installing setuptools", [*pip, "--quiet", "setuptools"]),
+        ("installing the pinned packages", [*pip, "--no-build-isolation", "--editable", ".[dev]"]),
+    ]
+
+
+def empty(venv: Path) -> None:
+    """An empty .venv, marked as ours from the first moment on: an interrupted build can then be repaired."""
+    venv.mkdir(exist_ok=True)
+    (venv / STAMP).write_text("building\n", encoding="utf-8")
+    for entry in list(venv.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(str(entry))
+        elif entry.name != STAMP:
+            entry.unlink()
+
+
+def build(root: Path, venv: Path, python: Python, run: Runner) -> None:
+    """A complete .venv with its stamp; raises when a step fails, and the next call starts afresh."""
+    start = time.monotonic()
+    say(f"building .venv with Python {show(python.version)} ({python.path}); this takes minutes, once")
+    empty(venv)
+    for title, command in build_steps(venv, python):
+        say(f"{time.monotonic() - start:3.0f} s: {title}")
+        code = run(command, root)
+        if code != 0:
+            raise SetupError(failed(title, code, root))
+    (venv / STAMP).write_text(ready_text(root, python.version), encoding="utf-8")
+    say(f"{time.monotonic() - start:3.0f} s: .venv is ready")
+
+
+def failed(title: str, code: int, root: Path) -> str:
+    """The message for a step that failed; its own output stands above."""
+    free = shutil.disk_usage(str(root)).free / 1e9
+    return (
+        f"{title} ended with exit code {code}; the lines above say why.\n"
+        f"  Check the network, pip's settings and the disk ({free:.0f} GB free; CUDA's torch needs 8), "
+        "then run make again: it repairs .venv"
+    )
+
+
+@contextlib.contextmanager
+def build_lock(root: Path) -> Iterator[None]:
+    """Held by one make at a time; a second one says that it waits."""
+    with (root / LOCK_FILE).open("a") as file:
+        os.set_inheritable(file.fileno(), True)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another make that builds .venv")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly) -> None:
+    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
+    if environ.get("VENV"):
+        check_own(environ["VENV"])
+        return
+    venv = root / ".venv"
+    refuse_foreign(venv)
+    wanted = named_python(environ["PYTHON"]) if environ.get("PYTHON") else None
+    if is_ready(root, venv, wanted):
+        return
+    with build_lock(root):
+        refuse_foreign(venv)
+        if not is_ready(root, venv, wanted):  # another make may have built it while we waited
+            build(root, venv, wanted or search_python(), run)
+
+
+def main(root: Path = ROOT) -> int:
+    """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
+    try:
+        ensure(root, os.environ)
+    except SetupError as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; the next make repairs .venv")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Intent: strict YAML to a frozen `RunConfig`; the only place with defaults."""

@@ -1,0 +1,137 @@
+"""The leaves of `RunConfig` as a table: path, default, owner, docstring, and what a value must be.
+
+Everything that lists options (error messages, the reference, the tests) reads this table.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from sft_play.config.schema import OWNER, RunConfig, Section
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option: `path` is dotted, `default` is plain data, `expects` completes "expected …"."""
+
+    path: str
+    default: Any
+    required: bool
+    owner: str
+    doc: str
+    expects: str
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every leaf by its dotted path, in the order of the schema."""
+    return {leaf.path: leaf for leaf in _walk(RunConfig, "")}
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Every section by its dotted path; the root is the empty path."""
+    return {"": RunConfig, **dict(_sections(RunConfig, ""))}
+
+
+def _sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, field in model.model_fields.items():
+        inner = _section_type(field)
+        if inner is not None:
+            yield prefix + name, inner
+            yield from _sections(inner, f"{prefix}{name}.")
+
+
+def _walk(model: type[Section], prefix: str) -> Iterator[Leaf]:
+    for name, field in model.model_fields.items():
+        inner = _section_type(field)
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.")
+        else:
+            yield _leaf(prefix + name, field)
+
+
+def _section_type(field: FieldInfo) -> type[Section] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _leaf(path: str, field: FieldInfo) -> Leaf:
+    extra = field.json_schema_extra
+    owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return Leaf(
+        path=path,
+        default=None if default is PydanticUndefined else plain(default),
+        required=field.is_required(),
+        owner=owner,
+        doc=(field.description or "").strip(),
+        expects=expects(field.annotation, tuple(field.metadata)),
+    )
+
+
+def plain(value: Any) -> Any:
+    """A default as JSON knows it: tuples as lists."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
+    """What a value of this annotation must be, in words: `auto or a whole number of at least 1`."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        inner, *more = get_args(kind)
+        found: list[Any] = []
+        for item in more:
+            found += item.metadata if isinstance(item, FieldInfo) else [item]
+        return expects(inner, tuple(found))
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(expects(option, limits) for option in get_args(kind)))
+    if origin is Literal:
+        return _choice([str(option) for option in get_args(kind)])
+    if origin is tuple:
+        return "a list" if len(get_args(kind)) != 2 or get_args(kind)[1] is not ... else _list_of(get_args(kind)[0])
+    if origin is dict:
+        return "a mapping of words to words"
+    return _WORDS.get(kind, str(kind)) + _limits(limits, number=kind in (int, float))
+
+
+def _list_of(inner: Any) -> str:
+    return f"a list of {expects(inner).removeprefix('a ')}" if inner is not str else "a list of text"
+
+
+def _choice(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else ", ".join(options[:-1]) + " or " + options[-1]
+
+
+def _limits(limits: tuple[Any, ...], *, number: bool) -> str:
+    words = []
+    for limit in limits if number else ():
+        if isinstance(limit, annotated_types.Ge):
+            words.append(f"of at least {limit.ge:g}" if isinstance(limit.ge, float) else f"of at least {limit.ge}")
+        elif isinstance(limit, annotated_types.Gt):
+            words.append(f"above {limit.gt:g}" if isinstance(limit.gt, float) else f"above {limit.gt}")
+        elif isinstance(limit, annotated_types.Lt):
+            words.append(f"below {limit.lt}")
+        elif isinstance(limit, annotated_types.Le):
+            words.append(f"of at most {limit.le}")
+    return (" " + " and ".join(words)) if words else ""
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}

@@ -1,0 +1,280 @@
+"""`RunConfig`: what a user may ask for. One docstring, one owner and one default for every leaf.
+
+The owner is the module that reads the leaf; a test proves that it does and that a change of the leaf changes
+something downstream. `configs/reference.yaml` and `configs/run.schema.json` are generated from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field
+
+OWNER = "owner"
+"""The key under which a leaf's owner stands in its JSON schema."""
+
+
+def leaf(default: Any, *, owner: str, **limits: Any) -> Any:
+    """A leaf with its default, the module that reads it (below `sft_play`), and its limits."""
+    return Field(default, json_schema_extra={OWNER: owner}, **limits)
+
+
+class Section(BaseModel):
+    """Frozen and strict: an unknown key or a value of another type is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
+    )
+
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    name: Name = Field(json_schema_extra={OWNER: "train.model"})
+    """Hub id (`Qwen/Qwen2.5-3B-Instruct`) or local folder (begins with `/`, `.` or `~`, or exists)."""
+
+    revision: Name | None = leaf(None, owner="train.model")
+    """Branch, tag or commit on the hub; null takes the default branch."""
+
+    max_seq_len: int = leaf(2048, owner="plan.plan", ge=8)
+    """Longest training row in tokens; longer rows are cut at the end and counted."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = leaf("auto", owner="plan.precision")
+    """Dtype in which the weights are loaded; auto takes the compute precision."""
+
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = leaf("auto", owner="train.attention")
+    """Attention code; auto takes sdpa where the model has it."""
+
+    mesh_shape: Union[int, tuple[int, ...], tuple[tuple[int, ...], tuple[str, ...]], None] = leaf(
+        None, owner="plan.plan"
+    )
+    """Device mesh, such as `[2, 4]` or `[[2, 4], [fsdp, tp]]`; null lets the plan choose."""
+
+    trust_remote_code: bool = leaf(False, owner="train.model")
+    """Run Python code that the model's folder brings along."""
+
+
+class LoraConfig(Section):
+    """The adapters of `tuning.mode: lora` and `qlora`."""
+
+    r: int = leaf(16, owner="train.model", ge=1)
+    """Rank of the adapters."""
+
+    alpha: int = leaf(32, owner="train.model", ge=1)
+    """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with rsLoRA)."""
+
+    dropout: float = leaf(0.0, owner="train.model", ge=0.0, lt=1.0)
+    """Dropout before the adapter; costs memory per target."""
+
+    target_modules: Union[Literal["auto"], tuple[Name, ...]] = leaf("auto", owner="train.model")
+    """Modules that get an adapter; auto takes every linear layer of the language model, never lm_head."""
+
+    modules_to_save: tuple[Name, ...] = leaf((), owner="train.model")
+    """Modules that are trained whole and saved with the adapter."""
+
+    use_rslora: bool = leaf(False, owner="train.model")
+    """Rank-stabilised scaling (https://huggingface.co/papers/2312.03732)."""
+
+    use_dora: bool = leaf(False, owner="train.model")
+    """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
+
+
+class TuningConfig(Section):
+    """How the model is changed."""
+
+    mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="train.model")
+    """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
+
+    backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="train.model")
+    """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels where they can run."""
+
+    backend_fallback: Literal["bnb"] | None = leaf(None, owner="train.model")
+    """Backend to take, aloud and recorded, when the one that was asked for cannot run; null stops instead."""
+
+    lora: LoraConfig = LoraConfig()
+    """The adapters."""
+
+
+class DataConfig(Section):
+    """What it learns from."""
+
+    train_path: Name = leaf("data/processed/train.jsonl", owner="data.files")
+    """Training rows: JSONL or JSON, plain text, a folder of either, or one saved by `datasets`."""
+
+    val_path: Name | None = leaf("data/processed/val.jsonl", owner="data.files")
+    """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any."""
+
+    test_path: Name | None = leaf("data/processed/test.jsonl", owner="data.files")
+    """Held-out rows for the figures before and after; null uses the validation rows."""
+
+    text_path: Name | None = leaf(None, owner="data.files")
+    """Plain text of `task_mode: cpt_mixed`; train_path holds its chats."""
+
+    text_fraction: float = leaf(0.5, owner="data.dataset", gt=0.0, lt=1.0)
+    """Share of the training sequences of `task_mode: cpt_mixed` that are blocks of plain text."""
+
+    val_fraction: float = leaf(0.0, owner="data.dataset", ge=0.0, le=0.5)
+    """Share of the training rows split off for validation, by content hash, where there is no val_path."""
+
+    columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.formats"})
+    """Names of your columns for the known ones, such as `{prompt: question, completion: reply}`."""
+
+    chat_template: Name | None = leaf(None, owner="train.tokenizer")
+    """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template."""
+
+    loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.render")
+    """assistant: every assistant turn; completion: the last one; all: every token."""
+
+    on_bad_row: Literal["error", "skip"] = leaf("error", owner="data.dataset")
+    """What a row that cannot be used does: stop with the list of them, or be left out and counted."""
+
+
+class TrainConfig(Section):
+    """How long, how fast, with what precision."""
+
+    effective_batch_size: int = leaf(32, owner="plan.batching", ge=1)
+    """Sequences per optimizer step over all GPUs; micro x accumulation x ranks equals it exactly."""
+
+    batch_size: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.batching")
+    """Sequences per GPU and forward pass; auto takes what the memory plan allows."""
+
+    grad_accum: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.batching")
+    """Forward passes per optimizer step; auto is what the effective batch asks for."""
+
+    epochs: float = leaf(1.0, owner="train.trainer", gt=0.0)
+    """Passes over the training rows."""
+
+    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.trainer")
+    """Optimizer steps of the whole run, schedule included; null follows epochs."""
+
+    stop_after_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.callbacks")
+    """End this start after so many steps with a checkpoint, as if its time had run out; resume goes on."""
+
+    learning_rate: Union[Literal["auto"], Annotated[float, Field(gt=0.0)]] = leaf("auto", owner="train.trainer")
+    """Peak learning rate; auto: 2e-4 with adapters, 1e-5 for full."""
+
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = leaf("cosine", owner="train.trainer")
+    """Shape of the learning rate over the run."""
+
+    warmup_steps: float = leaf(0.03, owner="train.trainer", ge=0.0)
+    """Steps of rising learning rate; below 1 it is a share of all steps."""
+
+    weight_decay: float = leaf(0.0, owner="train.trainer", ge=0.0)
+    """AdamW's decay of weights (norms and biases left out)."""
+
+    max_grad_norm: float = leaf(1.0, owner="train.trainer", ge=0.0)
+    """Gradients are scaled down to this norm; 0 leaves them."""
+
+    optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = leaf(
+        "adamw_torch_fused", owner="train.trainer"
+    )
+    """Optimizer, by its name in transformers."""
+
+    bf16: Union[Literal["auto"], bool] = leaf("auto", owner="plan.precision")
+    """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead."""
+
+    fp16: bool = leaf(False, owner="plan.precision")
+    """Compute in float16 with loss scaling."""
+
+    gradient_checkpointing: bool = leaf(True, owner="train.trainer")
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    logging_steps: int = leaf(1, owner="train.trainer", ge=1)
+    """Steps between two lines of metrics."""
+
+    save_steps: Annotated[int, Field(ge=1)] | None = leaf(500, owner="train.trainer")
+    """Steps between two checkpoints; null saves at the end of each epoch."""
+
+    save_total_limit: Annotated[int, Field(ge=1)] | None = leaf(2, owner="train.trainer")
+    """Checkpoints that are kept, the best one not counted; null keeps all."""
+
+    load_best_model_at_end: bool = leaf(False, owner="train.trainer")
+    """Save at every evaluation and end with the best of them instead of the last."""
+
+    metric_for_best_model: Literal["loss", "exact_match"] = leaf("loss", owner="train.trainer")
+    """What "best" means: the lowest evaluation loss or the highest exact match."""
+
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.trainer")
+    """Stop after so many evaluations without a better metric; needs load_best_model_at_end."""
+
+    seed: int = leaf(42, owner="train.trainer", ge=0, lt=2**32)
+    """Seed of adapters, dropout, data order and splits."""
+
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = leaf(
+        ("tensorboard",), owner="train.trainer"
+    )
+    """Trackers, through transformers' own integrations; `[]` for none."""
+
+    dataloader_num_workers: int = leaf(0, owner="train.trainer", ge=0)
+    """Processes that prepare batches; 0 prepares them in the training process."""
+
+    dataloader_pin_memory: bool = leaf(True, owner="train.trainer")
+    """Page-locked batches: faster copies to the GPU; has no effect on a CPU."""
+
+
+class EvalConfig(Section):
+    """How it is judged while it trains."""
+
+    steps: Annotated[int, Field(ge=0)] | None = leaf(None, owner="train.trainer")
+    """Steps between two evaluations; null evaluates at the end of each epoch, 0 never while training."""
+
+    batch_size: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.plan")
+    """Sequences per GPU in evaluation; auto takes the training micro-batch."""
+
+    generate_rows: int = leaf(0, owner="train.exact_match", ge=0)
+    """Held-out rows whose answers are generated and compared word for word; 0 compares none."""
+
+    max_new_tokens: int = leaf(128, owner="train.exact_match", ge=1)
+    """Longest generated answer in tokens."""
+
+    before_training: bool = leaf(True, owner="train.run")
+    """Evaluate before the first step too, so that the gain can be seen."""
+
+
+class OutputConfig(Section):
+    """Where the run is written."""
+
+    dir: Name = leaf("outputs", owner="runs")
+    """Folder that holds the run folders."""
+
+    name: Name | None = leaf(None, owner="runs")
+    """Name of the run folder; null is the config's name with the UTC time."""
+
+    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs")
+    """What a run folder of that name that exists means: stop, go on with it, or move it aside."""
+
+
+class RunConfig(Section):
+    """A run: everything a user may ask for, and nothing that was derived."""
+
+    model: ModelConfig
+    """The model that is trained."""
+
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] = leaf("sft", owner="data.dataset")
+    """sft: chats, loss on the answers; cpt: plain text in full blocks; cpt_mixed: both in a given ratio."""
+
+    tuning: TuningConfig = TuningConfig()
+    """How the model is changed."""
+
+    data: DataConfig = DataConfig()
+    """What it learns from."""
+
+    train: TrainConfig = TrainConfig()
+    """How long, how fast, with what precision."""
+
+    eval: EvalConfig = EvalConfig()
+    """How it is judged while it trains."""
+
+    output: OutputConfig = OutputConfig()
+    """Where the run is written."""

@@ -1,0 +1,281 @@
+"""YAML as people mean it: numbers are numbers, words are words, every value knows its line.
+
+PyYAML reads YAML 1.1, in which `2e-4` is a string, `no` is false, `010` is eight and `12:30:45` a number; and it
+keeps the last of two equal keys without a word. This reader resolves plain scalars by the YAML 1.2 core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema), builds plain data only (no tag can construct an object), and
+reports duplicate keys with both lines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Union
+
+import yaml
+
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+
+Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]
+"""What a YAML value becomes: JSON's types and nothing else."""
+
+Path_ = tuple[str | int, ...]
+"""Where a value stands: keys and list positions from the root."""
+
+MAX_VALUES = 100_000
+"""More values than any run YAML has; stops aliases that expand without end ("billion laughs")."""
+
+_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_CORE_TAGS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key's path, where it stands, and what to do about it."""
+
+    path: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.where, self.path) if part]
+        return ": ".join([*parts, self.message])
+
+
+@dataclass
+class Document:
+    """A YAML file as plain data, with the line and the raw text of every value."""
+
+    name: str
+    data: dict[str, Plain] = field(default_factory=dict)
+    lines: dict[Path_, int] = field(default_factory=dict)
+    raw: dict[Path_, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    overridden: set[Path_] = field(default_factory=set)
+
+    def where(self, path: Path_) -> str:
+        """`file:line` of the value at `path`, or of the nearest thing that holds it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes only: PyYAML's implicit resolvers and constructors are never asked."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's name)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        ConfigError: the file is missing, a folder, or not UTF-8.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist (looked in {path.absolute().parent}){_near(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; CONFIG names a run YAML, such as configs/run_bnb.yaml") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(
+            f"{path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _near(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("configs")
+    names = sorted(str(other) for other in folder.glob("*.y*ml")) if folder.is_dir() else []
+    return f"; there are: {', '.join(names[:20])}" if names else ""
+
+
+def parse(text: str, *, name: str) -> Document:
+    """A YAML text whose root is a mapping, as a `Document`.
+
+    Raises:
+        ConfigError: the text is not YAML, is empty, holds several documents, or its root is no mapping.
+    """
+    node = _compose(text, name=name)
+    if node is None:
+        raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
+    if not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {one_line(str(node.value))!r}"
+        raise ConfigError(f"{name}:{_line(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`")
+    document = Document(name=name)
+    builder = _Builder(document)
+    document.data = builder.mapping(node, ())
+    return document
+
+
+def parse_value(text: str, *, name: str) -> Plain:
+    """The value that `text` means as YAML: what stands behind `key=` in an override.
+
+    Raises:
+        ConfigError: the text is not a YAML value.
+    """
+    node = _compose(text, name=name)
+    if node is None:
+        return None
+    document = Document(name=name)
+    value = _Builder(document).value(node, ())
+    if document.problems:
+        raise ConfigError("\n".join(map(str, document.problems)))
+    return value
+
+
+def _compose(text: str, *, name: str) -> yaml.Node | None:
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_syntax_message(error, name=name)) from None
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise ConfigError(
+            f"{name}:{line}: the character {one_line(repr(chr(_code(error.character))))} may not stand in YAML"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply") from None
+    assert node is None or isinstance(node, yaml.Node)
+    return node
+
+
+def _code(character: object) -> int:
+    return ord(character) if isinstance(character, str) else int(str(character))
+
+
+def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    problem = error.problem or str(error)
+    hint = ""
+    if "\\t" in problem or "'\t'" in problem:
+        hint = "; indent with spaces, not tabs"
+    elif "mapping values are not allowed" in problem:
+        hint = '; a value that holds ": " must stand in quotes'
+    elif "expected a single document" in problem:
+        hint = "; a run YAML is one document: remove the second `---`"
+    elif "alias" in problem or "anchor" in problem:
+        hint = "; a value that begins with * or & must stand in quotes"
+    return f"{where}: not valid YAML: {one_line(problem)}{hint}"
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+class _Builder:
+    """Turns nodes into plain data, noting lines, raw texts and problems on the way."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._open: set[int] = set()
+        self._count = 0
+
+    def mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Plain]:
+        """A mapping's plain data; duplicate and non-text keys become problems."""
+        with_lines: dict[str, int] = {}
+        result: dict[str, Plain] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            if key is None:
+                continue
+            if key in with_lines:
+                self._problem((*path, key), key_node, f"the key stands twice, first on line {with_lines[key]}")
+                continue
+            with_lines[key] = _line(key_node)
+            self._document.lines[(*path, key)] = _line(key_node)
+            result[key] = self.value(value_node, (*path, key))
+        return result
+
+    def value(self, node: yaml.Node, path: Path_) -> Plain:
+        """The plain data of any node."""
+        self._count += 1
+        if self._count > MAX_VALUES or id(node) in self._open:
+            raise ConfigError(f"{self._document.name}:{_line(node)}: aliases expand without end")
+        if node.tag.startswith("tag:yaml.org,2002:python") or (
+            node.tag not in _CORE_TAGS and node.tag not in ("?", "!") and not node.tag.endswith(":timestamp")
+        ):
+            self._problem(path, node, f"the tag {one_line(node.tag)} is refused: a run YAML holds plain values only")
+            return None
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self.mapping(node, path)
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        finally:
+            self._open.discard(id(node))
+
+    def _scalar(self, node: yaml.ScalarNode, path: Path_) -> Plain:
+        text = str(node.value)
+        self._document.lines.setdefault(path, _line(node))
+        self._document.raw[path] = text
+        quoted = node.style is not None
+        return text if quoted else _plain_scalar(text)
+
+    def _key(self, node: yaml.Node, path: Path_) -> str | None:
+        if isinstance(node, yaml.ScalarNode):
+            return str(node.value)
+        self._problem(path, node, "a key must be a word")
+        return None
+
+    def _problem(self, path: Path_, node: yaml.Node, message: str) -> None:
+        self._document.problems.append(Problem(dotted(path), f"{self._document.name}:{_line(node)}", message))
+
+
+def _plain_scalar(text: str) -> Plain:
+    """What an unquoted scalar means by the YAML 1.2 core schema; a leading zero keeps it a word."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if _INT.fullmatch(text):
+        return int(text) if len(text) < 4_000 else text
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _SPECIAL_FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def dotted(path: Path_) -> str:
+    """`('data', 'columns', 0)` as `data.columns[0]`, with odd characters escaped."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return one_line(text)
+
+
+def walk(data: Plain, path: Path_ = ()) -> Iterator[tuple[Path_, Plain]]:
+    """Every leaf of plain data with its path; empty mappings and lists are leaves."""
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            yield from walk(value, (*path, key))
+    else:
+        yield path, data
+
+
+def show(value: Plain, *, raw: str | None = None) -> str:
+    """A value as it stands in a message: the raw text where there is one, else JSON, cut to a line."""
+    if isinstance(value, str):
+        return one_line(json.dumps(value, ensure_ascii=False), limit=80)
+    return one_line(raw if raw else json.dumps(value, ensure_ascii=False), limit=80)

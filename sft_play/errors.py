@@ -1,0 +1,57 @@
+"""The error tree: what a user can mend. Every other exception is a fault of ours and keeps its traceback.
+
+Each class is also the standard library's type that it refines, so that people's own scripts can catch either.
+The message says what was asked, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class SftPlayError(Exception):
+    """Root of the tree; `exit_code` is what the command line answers with."""
+
+    exit_code = 2
+
+
+class ConfigError(SftPlayError, ValueError):
+    """The run YAML, an override or a flag says something that cannot be read or cannot be meant."""
+
+
+class HardwareError(SftPlayError, ValueError):
+    """A machine that was named does not exist in the catalogue, or the one that is there cannot be used."""
+
+
+class DataError(SftPlayError, ValueError):
+    """A data file is missing, unreadable, of an unknown shape, or has nothing to learn."""
+
+
+class ModelError(SftPlayError, ValueError):
+    """A model folder or hub id cannot be used: missing, gated, custom code, names that match nothing."""
+
+
+class TokenizerError(SftPlayError, ValueError):
+    """The tokenizer cannot be used: no chat template, a missing package, more tokens than embeddings."""
+
+
+class BackendError(SftPlayError, RuntimeError):
+    """The tuning backend that was asked for cannot run here."""
+
+
+class RunFolderError(SftPlayError, FileExistsError):
+    """The run folder exists, is not ours, cannot be resumed, or has a name that is refused."""
+
+
+class TrainingError(SftPlayError, RuntimeError):
+    """Training was stopped because going on would waste it, such as a tensor that gets no gradient."""
+
+
+class DoesNotFit(SftPlayError, MemoryError):
+    """No micro-batch fits the memory there is."""
+
+    exit_code = 3
+
+
+class Interrupted(SftPlayError, KeyboardInterrupt):
+    """The user stopped the run, and its state was saved."""
+
+    exit_code = 130

@@ -1,0 +1,130 @@
+"""Logging set up once, by entry points only; and what makes text safe to show.
+
+Modules say `logger = logging.getLogger(__name__)` and nothing else. Rank 0 speaks at INFO, the others at
+WARNING with their rank in the prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import TextIO
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+# Shapes of tokens that services hand out: they are secret wherever they come from.
+_TOKEN_SHAPES = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16})\b"
+)
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+"""Shorter values of secret-looking variables are words like `true`: hiding them would garble every line."""
+
+
+def escape_control(text: str) -> str:
+    r"""Text with its control characters shown as escapes (`\x1b`), tabs and line breaks kept."""
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def one_line(text: str, *, limit: int = 120) -> str:
+    """Text as it may stand inside a message: one line, escaped, cut at `limit` characters."""
+    flat = escape_control(text).replace("\n", "\\n").replace("\t", "\\t")
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
+    """Values of environment variables whose names say that they are secret, longest first."""
+    found = {value for name, value in environment if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET}
+    return sorted(found, key=len, reverse=True)
+
+
+def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
+    """Text without tokens, keys, values of secret environment variables, or passwords inside URLs."""
+    for secret in secret_values(os.environ.items()) if secrets is None else secrets:
+        text = text.replace(secret, "***")
+    return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
+
+
+class _PlainFormatter(logging.Formatter):
+    """`[train] message`, with the level where it is a warning and the rank where it is not 0."""
+
+    def __init__(self, *, command: str, rank: int) -> None:
+        super().__init__()
+        self._prefix = f"[{command}]" if rank == 0 else f"[{command} rank {rank}]"
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f" {record.levelname.lower()}:" if record.levelno >= logging.WARNING else ""
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        return redact(f"{self._prefix}{level} {escape_control(message)}")
+
+
+class _Once(logging.Filter):
+    """Lets a warning of a library through once: the same text every step hides the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING or record.name.startswith("sft_play"):
+            return True
+        message = record.getMessage()
+        if message in self._seen:
+            return False
+        self._seen.add(message)
+        return True
+
+
+def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None) -> None:
+    """Send this process's log to `stream` (standard output by default), replacing earlier handlers."""
+    handler = logging.StreamHandler(sys.stdout if stream is None else stream)
+    handler.setFormatter(_PlainFormatter(command=command, rank=rank))
+    handler.addFilter(_Once())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("sft_play").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.captureWarnings(True)
+
+
+def start_log_buffer() -> MemoryHandler:
+    """A handler that keeps what is said before there is a folder to write it to."""
+    buffer = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    logging.getLogger().addHandler(buffer)
+    return buffer
+
+
+def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
+    """Append the log to `path` from now on, what `buffer` kept first."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_TimedFormatter())
+    handler.addFilter(_Once())
+    root = logging.getLogger()
+    if buffer is not None:
+        root.removeHandler(buffer)
+        buffer.setTarget(handler)
+        buffer.flush()
+        buffer.close()
+    root.addHandler(handler)
+    return handler
+
+
+class _TimedFormatter(logging.Formatter):
+    """The line of `train.log`: UTC time, level, module, message; redacted like everything in a run folder."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(escape_control(super().format(record)))

@@ -1,0 +1,384 @@
+"""The run folder: its name, what is in it, and what an existing one means.
+
+Everything written here goes through `redact`: no token, key or credential of the environment, of a config or of
+a git remote reaches a file. Files are written aside and renamed, so that a kill never leaves half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import sft_play
+from sft_play.config.load import LoadedConfig, differing_keys, resolved
+from sft_play.config.schema import OutputConfig
+from sft_play.errors import RunFolderError
+from sft_play.log import one_line, redact
+
+MANIFEST = "manifest.json"
+FORMAT = "sft_play run 1"
+"""What the manifest's `format` says: only a folder that holds it is ours to resume, replace or discard."""
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "tensorboard",
+    "numpy",
+    "pydantic",
+    "PyYAML",
+)
+"""Packages whose versions can change what a run computes."""
+
+FREE_TO_CHANGE = frozenset(
+    {
+        "output.dir",
+        "output.name",
+        "output.if_exists",
+        "train.stop_after_steps",
+        "train.logging_steps",
+        "train.save_total_limit",
+        "train.report_to",
+        "train.dataloader_pin_memory",
+        "tuning.backend_fallback",
+    }
+)
+"""Keys that may differ when a run is resumed: they change no number of the training."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder and the names in it."""
+
+    path: Path
+
+    @property
+    def manifest_path(self) -> Path:
+        """Versions, git state, hardware, data hashes, seeds, and how the run ended."""
+        return self.path / MANIFEST
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object a line: what was logged at each step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        """The run's log."""
+        return self.path / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.path / "tb"
+
+    def model_path(self, *, adapter: bool) -> Path:
+        """Where the trained adapter, or the whole model, is saved."""
+        return self.path / ("adapter" if adapter else "model")
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest as it stands.
+
+        Raises:
+            RunFolderError: the folder is not a run of this toolkit.
+        """
+        try:
+            manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            manifest = None
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise RunFolderError(f"{self.path} holds no manifest of this toolkit; it is not a run folder of ours")
+        return manifest
+
+    def update_manifest(self, **changes: Any) -> None:
+        """Write the manifest anew with some entries changed."""
+        write_json(self.manifest_path, self.manifest() | changes)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write one of the folder's JSON files."""
+        write_json(self.path / name, value)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, redacted, written aside and renamed."""
+    text = json.dumps(_scrub(value), indent=2, ensure_ascii=False, default=str, allow_nan=True)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, redacted, written aside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(redact(text))
+        os.chmod(aside, 0o644)
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def _scrub(value: Any) -> Any:
+    """The value with its texts redacted before JSON escapes them."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {redact(str(key)): _scrub(item) for key, item in value.items()}
+    return [_scrub(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
+    """The folder's name: as given, or the config's stem with the UTC time.
+
+    Raises:
+        RunFolderError: the name could leave `output.dir`.
+    """
+    if output.name is None:
+        return f"{_safe(config_path.stem)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
+    return checked_name(output.name, key="output.name")
+
+
+def checked_name(name: str, *, key: str) -> str:
+    """The name, when it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
+    bad = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
+    if bad or ".." in name or not name or len(name.encode()) > 200:
+        raise RunFolderError(
+            f"{key}={one_line(json.dumps(name, ensure_ascii=False))} is refused: a run's name is one word "
+            "without separators, `..` or a leading dot, such as output.name=gsm8k-r16"
+        )
+    return name
+
+
+def _safe(stem: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
+
+
+def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
+    """The folder that a new run will have; nothing is written yet.
+
+    Raises:
+        RunFolderError: the name is refused, or the folder exists and `output.if_exists` is fail.
+    """
+    now = now or datetime.now(UTC)
+    base = Path(output.dir).expanduser()
+    if base.exists() and not base.is_dir():
+        raise RunFolderError(f"output.dir={base} is a file; name a folder")
+    name = run_name(output, config_path=config_path, now=now)
+    path, number = base / name, 2
+    while output.name is None and path.exists():
+        path, number = base / f"{name}-{number}", number + 1
+    if path.exists() and output.if_exists == "fail":
+        raise RunFolderError(
+            f"the run folder {path} exists; choose output.if_exists=resume (go on with it), "
+            "output.if_exists=replace (move it aside and start anew), or another output.name"
+        )
+    if path.exists() and output.if_exists == "replace":
+        RunFolder(path).manifest()  # refuses early what create() would refuse
+    return RunFolder(path)
+
+
+def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Make the folder with config, plan and manifest, or nothing of it; an old one is moved aside first.
+
+    Raises:
+        RunFolderError: the folder exists and holds no manifest of ours, or cannot be made.
+    """
+    if folder.path.exists():
+        move_aside(folder)
+    try:
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
+    except OSError as error:
+        raise RunFolderError(f"output.dir={folder.path.parent} cannot be written: {error.strerror}") from None
+    try:
+        building.chmod(0o755)
+        write_text(building / "config.yaml", loaded.text)
+        write_json(building / "resolved.json", resolved(loaded.config))
+        write_json(building / "plan.json", plan)
+        write_json(building / MANIFEST, manifest)
+        os.rename(building, folder.path)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def move_aside(folder: RunFolder) -> Path:
+    """Rename an old run to NAME.replaced-TIME; raises RunFolderError when it is not one of ours."""
+    folder.manifest()
+    stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
+    aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}")
+    while aside.exists():
+        aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}")
+        number += 1
+    os.rename(folder.path, aside)
+    return aside
+
+
+def discard(folder: RunFolder) -> None:
+    """Remove a run that this start made and that never took a step."""
+    folder.manifest()
+    shutil.rmtree(folder.path)
+
+
+def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run reproducible: versions, git state, hardware, data hashes, seeds, command."""
+    return {
+        "format": FORMAT,
+        "status": "running",
+        "config_path": str(loaded.path.absolute()),
+        "overrides": list(loaded.overrides),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": loaded.config.train.seed,
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+        "hardware": hardware,
+        "data": data,
+        "choices": [],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of this package, Python and what can change a run's numbers; None where not installed."""
+    found: dict[str, str | None] = {"sft_play": sft_play.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found | {"platform": platform.platform(), "executable": sys.executable}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether files differ from it; None outside a repository. Remotes are not read."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    commit = ask("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = ask("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "branch": ask("rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+
+
+def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
+    """The run to go on with: a named one, or the newest unfinished run of this config.
+
+    Raises:
+        RunFolderError: there is none, or the named one is finished or not ours.
+    """
+    base = Path(output.dir).expanduser()
+    if name is not None or output.name is not None:
+        return _named_run(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
+    runs = [(folder, manifest) for folder, manifest in _runs(base) if _is_of(manifest, config_path)]
+    unfinished = [item for item in runs if item[1].get("status") != "finished"]
+    if not unfinished:
+        finished = f" ({len(runs)} finished)" if runs else ""
+        raise RunFolderError(
+            f"no unfinished run of {config_path} in {base}{finished}; start one with make train CONFIG={config_path}"
+        )
+    return max(unfinished, key=lambda item: (str(item[1].get("started")), str(item[0].path)))[0]
+
+
+def _named_run(base: Path, name: str) -> RunFolder:
+    folder = RunFolder(base / name)
+    if not folder.path.is_dir():
+        there = ", ".join(sorted(other.path.name for other, _ in _runs(base))[-8:]) or "none"
+        raise RunFolderError(f"there is no run {name} in {base}; the runs there: {there}")
+    if folder.manifest().get("status") == "finished":
+        raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
+    return folder
+
+
+def _runs(base: Path) -> Iterable[tuple[RunFolder, dict[str, Any]]]:
+    for path in sorted(base.iterdir()) if base.is_dir() else []:
+        if path.name.startswith(".") or ".replaced-" in path.name:
+            continue
+        try:
+            yield RunFolder(path), RunFolder(path).manifest()
+        except RunFolderError:
+            continue
+
+
+def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
+    return manifest.get("config_path") == str(config_path.absolute())
+
+
+def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any]) -> None:
+    """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers."""
+    old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
+    new = json.loads(json.dumps(_scrub(resolved(loaded.config))))
+    differing = {key: pair for key, pair in differing_keys(old, new).items() if key not in FREE_TO_CHANGE}
+    lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]
+    manifest = folder.manifest()
+    for name, facts in data.items():
+        was = manifest.get("data", {}).get(name, {})
+        if was.get("sha256") != facts.get("sha256"):
+            lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
+    before = manifest.get("batch")
+    if before and before != batch:
+        lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")
+    if lines:
+        listed = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
+        raise RunFolderError(
+            f"{folder.path} was made with other settings, so going on would mix two runs:\n{listed}\n"
+            "set these back, or start a new run"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a file, or of the names and contents of all files of a folder."""
+    digest = hashlib.sha256()
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
+    for file in files:
+        if path.is_dir():
+            digest.update(str(file.relative_to(path)).encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def keep_metrics_until(path: Path, step: int) -> None:
+    """Drop the lines of metrics after `step`: a resumed run writes those steps again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if int(entry.get("step", 0)) <= step:
+            kept.append(line)
+    write_text(path, "".join(f"{line}\n" for line in kept))

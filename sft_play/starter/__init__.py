@@ -1,0 +1,1 @@
+"""The starter task: a small generated language, so that training works with nothing to download."""

@@ -1,0 +1,43 @@
+"""Which attention code runs, with the reason: the only place that chooses one."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention implementation by its name in transformers, and why it was taken."""
+
+    name: str
+    reason: str
+
+
+def choose_attention(config: RunConfig, model_class: Any) -> Attention:
+    """The implementation that was asked for, or sdpa where the model has it.
+
+    Raises:
+        ModelError: the one that was asked for is not there.
+    """
+    wanted = config.model.attn_implementation
+    has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
+    if wanted == "auto":
+        if has_sdpa:
+            return Attention("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows are padded")
+        return Attention("eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared")
+    if wanted == "sdpa" and not has_sdpa:
+        raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
+    if wanted == "flash_attention_2":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ModelError(
+                "model.attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
+                "use sdpa, which is as fast for unpacked rows"
+            )
+        if not getattr(model_class, "_supports_flash_attn", False):
+            raise ModelError(f"model.attn_implementation=flash_attention_2: {model_class.__name__} has none; use sdpa")
+    return Attention(wanted, f"{wanted}, as model.attn_implementation says")

@@ -1,0 +1,239 @@
+"""What watches a run: gradients, metrics, progress, and the ways it can be told to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from sft_play.errors import TrainingError
+
+logger = logging.getLogger(__name__)
+
+PLAIN_LINE_EVERY_S = 15.0
+"""Seconds between progress lines where the output is no terminal."""
+_LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
+
+
+class GradientCheck(TrainerCallback):
+    """Stops a run in which a trainable tensor gets no gradient, and names it.
+
+    lora_A is looked at once its lora_B is no longer zero: until then its gradient is zero by design (B starts at
+    zero, and a warm-up's first step may have a learning rate of zero).
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, nn.Parameter] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every trainable tensor has had a gradient."""
+        return self._waiting is not None and not self._waiting
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Look at the gradients of this step; raises TrainingError naming every tensor that should have had one."""
+        if self.done or model is None:
+            return
+        named = dict(model.named_parameters())
+        if self._waiting is None:
+            self._waiting = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            if not self._waiting:
+                raise TrainingError("no tensor of the model is trainable")
+        ready = [name for name in self._waiting if not self._is_early(name, named)]
+        without = [name for name in ready if not _has_gradient(self._waiting[name])]
+        if without:
+            shown = ", ".join(without[:6]) + (f" and {len(without) - 6} more" if len(without) > 6 else "")
+            raise TrainingError(
+                f"step {state.global_step + 1}: {len(without)} of {len(ready)} trainable tensors have no gradient "
+                f"({shown}); nothing would be learned there, so the run stops"
+            )
+        for name in ready:
+            del self._waiting[name]
+
+    @staticmethod
+    def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
+        """Whether a lora_A waits for its lora_B to leave zero."""
+        if not _LORA_A.search(name):
+            return False
+        partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
+        return partner is not None and not bool(torch.count_nonzero(partner.detach()))
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(torch.count_nonzero(parameter.grad))
+
+
+class MetricsFile(TrainerCallback):
+    """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is not a number."""
+
+    def __init__(self, path: Path, *, started: float) -> None:
+        self._path = path
+        self._started = started
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Write one line; raises TrainingError when the loss is NaN or infinite."""
+        if not state.is_world_process_zero or not logs:
+            return
+        entry = {"step": state.global_step, "epoch": state.epoch, "time_s": round(time.time() - self._started, 3)}
+        entry |= {key: value for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({key: _finite(value) for key, value in entry.items()}) + "\n")
+        loss = logs.get("loss")
+        if isinstance(loss, float) and not math.isfinite(loss):
+            raise TrainingError(
+                f"step {state.global_step}: the loss is {loss}; lower train.learning_rate, or look at the data of "
+                "this step (train.seed decides the order)"
+            )
+
+
+def _finite(value: Any) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+class StopAfter(TrainerCallback):
+    """Ends a start after N steps, or at the next step after a signal, with a checkpoint."""
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._done = 0
+        self.signal: int | None = None
+        self.stopped_early = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask for a checkpoint and the end where it is time."""
+        self._done += 1
+        if state.global_step >= state.max_steps:
+            return
+        if self.signal is not None or (self._steps is not None and self._done >= self._steps):
+            self.stopped_early = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """An epoch that was broken off is not judged: the resumed run will, at its end."""
+        if self.stopped_early and state.epoch is not None and abs(state.epoch - round(state.epoch)) > 1e-6:
+            control.should_evaluate = False
+            control.should_save = False
+
+
+class StopSignals:
+    """While open, the first Ctrl-C or SIGTERM ends the run at its next step; a second one ends it at once."""
+
+    def __init__(self, stop: StopAfter) -> None:
+        self._stop = stop
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop.signal is not None:
+            raise KeyboardInterrupt
+        self._stop.signal = number
+        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
+
+
+class Progress(TrainerCallback):
+    """Loss, tokens per second and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
+        self._tokens, self._now = tokens, now
+        self._loss: float | None = None
+        self._first_step = self._started = self._last_line = 0.0
+        self._paused = self._pause_began = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    @property
+    def training_s(self) -> float:
+        """Seconds spent in training steps: evaluation and saving are not counted."""
+        return max(1e-9, self._now() - self._started - self._paused)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._started = self._last_line = self._now()
+        self._first_step, self._paused = state.global_step, 0.0
+        if sys.stdout.isatty() and state.is_world_process_zero:
+            self._bar = _make_bar()
+            self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, text="")
+            self._bar.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Remember the loss."""
+        if logs and isinstance(logs.get("loss"), float):
+            self._loss = logs["loss"]
+            self._show(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Evaluation and saving follow the step: the clock stands still meanwhile."""
+        self._pause_began = self._now()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The clock goes on."""
+        if self._pause_began:
+            self._paused += self._now() - self._pause_began
+            self._pause_began = 0.0
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Stop the clock and leave the bar as it is."""
+        self.on_step_begin(args, state, control)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def close(self) -> None:
+        """Give the terminal back, however the run ended."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self, state: TrainerState) -> None:
+        text = self.line(state.global_step, state.max_steps)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step, text=text)
+        elif self._is_due(state):
+            self._last_line = self._now()
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
+
+    def _is_due(self, state: TrainerState) -> bool:
+        first_or_last = state.global_step in (self._first_step + 1, state.max_steps)
+        return first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S
+
+    def line(self, step: int, steps: int) -> str:
+        """Loss, tokens per second and time left at a step."""
+        done = max(1, step - self._first_step)
+        left = self.training_s / done * (steps - step)
+        loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
+        return f"{loss}{self._tokens() / self.training_s:,.0f} tokens/s  {_clock(left)} left"
+
+
+def _make_bar() -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    return Progress(
+        TextColumn("[train]", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}")
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,101 @@
+"""Checkpoints: written aside, looked at, renamed; and which one is the last good one. Nobody else decides either."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from sft_play.errors import TrainingError
+
+PREFIX = "checkpoint-"
+COMPLETE = "complete.json"
+"""Written last: names and sizes of all files. A checkpoint without it, or that differs from it, is none."""
+STAGING = ".writing"
+NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+"""Files without which training cannot go on exactly."""
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lives."""
+    return folder / f"{PREFIX}{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step that a checkpoint was made at."""
+    return int(checkpoint.name.removeprefix(PREFIX))
+
+
+def staging(folder: Path) -> Path:
+    """An empty folder in which the next checkpoint is written."""
+    path = folder / STAGING
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(written: Path, folder: Path) -> Path:
+    """Make a checkpoint that was written aside the one of its step; returns its final path.
+
+    Raises:
+        TrainingError: a file that resuming needs is missing or empty.
+    """
+    sizes = _sizes(written)
+    lacking = [name for name in NEEDED if not sizes.get(name)]
+    if not any(name.endswith(".safetensors") and size > 0 for name, size in sizes.items()):
+        lacking.append("weights (*.safetensors)")
+    if lacking:
+        raise TrainingError(f"the checkpoint {written} was written without {', '.join(lacking)}; is the disk full?")
+    (written / COMPLETE).write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
+    final, old = folder / written.name, folder / f"{STAGING}-old"
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.rename(final, old)
+    os.rename(written, final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    return {
+        str(item.relative_to(checkpoint)): item.stat().st_size
+        for item in sorted(checkpoint.rglob("*"))
+        if item.is_file() and item.name != COMPLETE
+    }
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether every file that was there when the checkpoint was finished is still there, whole."""
+    try:
+        expected = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))["files"]
+        return bool(expected) and _sizes(checkpoint) == expected
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def complete_ones(folder: Path) -> list[Path]:
+    """Complete checkpoints by rising step."""
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else [])
+        if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit() and is_complete(path)
+    ]
+    return sorted(found, key=step_of)
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The checkpoint that a resumed run goes on from."""
+    return next(reversed(complete_ones(folder)), None)
+
+
+def rotate(folder: Path, *, keep: int | None, best: Path | None) -> list[Path]:
+    """Remove the oldest complete checkpoints beyond `keep`, never the best one; returns what was removed."""
+    if keep is None:
+        return []
+    candidates = [path for path in complete_ones(folder) if best is None or path.name != best.name]
+    removed = candidates[:-keep]
+    for path in removed:
+        (path / COMPLETE).unlink()  # first, so that a kill in between leaves no half that looks whole
+        shutil.rmtree(path)
+    return removed

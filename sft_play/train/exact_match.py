@@ -1,0 +1,123 @@
+"""Generated answers compared word for word with the reference ones.
+
+Greedy decoding from exactly the prompt that training rows begin with; an answer ends at the end-of-turn token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.config.schema import EvalConfig
+from sft_play.data.dataset import Split
+from sft_play.data.render import Renderer
+
+_BATCH_ROWS = 32
+"""Prompts that are generated from together, sorted by length so that little is padded."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as token ids, its text as shown, and the reference answer."""
+
+    prompt_ids: list[int]
+    shown: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with what the model said; `right` after white space at the ends is taken off."""
+
+    question: Question
+    said: str
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer is the reference, word for word."""
+        return self.said.strip() == self.question.answer.strip()
+
+
+def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_len: int) -> list[Question]:
+    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats that end with an answer."""
+    found = []
+    for chat in _spaced(split.chats, config.generate_rows):
+        prompt = renderer.prompt_ids(chat)
+        if prompt is None or len(prompt[0]) + 1 >= max_seq_len:
+            continue
+        shown = str(chat.messages[-2]["content"]) if len(chat.messages) > 1 else ""
+        found.append(Question(prompt[0], shown, prompt[1]))
+    return found
+
+
+def _spaced(items: Sequence[Any], count: int) -> Iterator[Any]:
+    if count >= len(items):
+        yield from items
+        return
+    for index in range(count):
+        yield items[index * len(items) // count]
+
+
+def stop_ids(tokenizer: Any, model: Any, renderer: Renderer) -> list[int]:
+    """Tokens that end an answer: eos, those of the generation config, and the template's end of turn."""
+    found = {tokenizer.eos_token_id}
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found |= set(configured) if isinstance(configured, list) else {configured}
+    marker = tokenizer(renderer.end_of_turn, add_special_tokens=False)["input_ids"] if renderer.end_of_turn else []
+    found |= set(marker) if len(marker) == 1 else set()
+    return sorted(token for token in found if token is not None)
+
+
+@torch.no_grad()
+def answers(
+    model: Any, tokenizer: Any, asked: Sequence[Question], *, stop: Sequence[int], max_new_tokens: int
+) -> list[Answer]:
+    """What the model answers to each question, in the order asked. The model's mode is put back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
+        said: dict[int, str] = {}
+        for start in range(0, len(order), _BATCH_ROWS):
+            batch = order[start : start + _BATCH_ROWS]
+            texts = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
+            said |= dict(zip(batch, texts, strict=True))
+        return [Answer(question, said[index]) for index, question in enumerate(asked)]
+    finally:
+        model.train(was_training)
+
+
+def _generate(
+    model: Any, tokenizer: Any, prompts: list[list[int]], stop: Sequence[int], max_new_tokens: int
+) -> list[str]:
+    """Texts generated from prompts that are padded on the left to one length."""
+    longest = max(map(len, prompts))
+    pad = tokenizer.pad_token_id
+    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    made_BT = model.generate(
+        input_ids=ids_BT,
+        attention_mask=mask_BT.to(model.device),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop),
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    ends = set(stop)
+    return [_text(tokenizer, row.tolist()[longest:], ends) for row in made_BT]
+
+
+def _text(tokenizer: Any, tokens: list[int], ends: set[int]) -> str:
+    kept = []
+    for token in tokens:
+        if token in ends:
+            break
+        kept.append(token)
+    return str(tokenizer.decode(kept, skip_special_tokens=False))

@@ -1,0 +1,355 @@
+"""The model of a run: checked on shapes before a weight is read, loaded, quantised, given its adapters.
+
+The one seam for tuning backends: `choose_backend` decides and says why, and nobody else asks which it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import BackendError, ModelError
+from sft_play.facts.architecture import local_folder
+from sft_play.log import one_line
+from sft_play.plan.precision import DtypeName, Precision
+from sft_play.train.attention import Attention, choose_attention
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+_SHOWN_NAMES = 24
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The tuning backend that runs, and what was asked for where that is another one."""
+
+    name: str
+    reason: str
+    fallback_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What is known of the model before a weight is read: its config, class, adapters and choices."""
+
+    hf_config: Any
+    attention: Attention
+    peft_config: PeftLoraConfig | None
+    vocab_size: int
+    resize_to: int | None
+    notes: tuple[str, ...]
+
+
+def choose_backend(config: RunConfig) -> Backend:
+    """The backend that can run here.
+
+    Raises:
+        BackendError: the one that was asked for cannot, and no fallback was named.
+    """
+    tuning = config.tuning
+    if tuning.backend == "bnb":
+        return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
+    problem = _unsloth_problem()
+    if tuning.backend_fallback is None:
+        raise BackendError(
+            f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb, or set "
+            "tuning.backend_fallback=bnb to take it where Unsloth cannot run"
+        )
+    name = tuning.backend_fallback
+    return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
+
+
+def _unsloth_problem() -> str:
+    """Why Unsloth cannot run: it needs a CUDA GPU and an environment of its own, which this toolkit does not build."""
+    if not torch.cuda.is_available():
+        return "it needs a CUDA GPU, and torch sees none"
+    return "it needs an environment of its own, and this version of the toolkit cannot launch one"
+
+
+def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: int) -> Blueprint:
+    """Everything about the model that can be checked without its weights, on the meta device.
+
+    Raises:
+        ModelError: the class is unknown, a target or module matches nothing, or the vocabulary does not fit.
+    """
+    hf_config, notes = _text_config(config)
+    model_class = _model_class(hf_config, config)
+    attention = choose_attention(config, model_class)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    vocab_size = skeleton.get_input_embeddings().weight.shape[0]
+    resize_to = _resize(config, vocab_size, tokenizer_size)
+    peft_config = None if config.tuning.mode == "full" else _peft_config(config, skeleton)
+    if peft_config is not None:
+        targets = sorted(peft_config.target_modules or ())
+        notes.append(f"Adapters: r {peft_config.r}, alpha {peft_config.lora_alpha} on {', '.join(targets)}")
+        notes += _expert_note(skeleton)
+    if resize_to is not None:
+        notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
+    notes.append(f"Attention: {attention.reason}")
+    return Blueprint(hf_config, attention, peft_config, vocab_size, resize_to, tuple(notes))
+
+
+def _where(config: RunConfig) -> str:
+    folder = local_folder(config.model.name)
+    return str(folder) if folder is not None else config.model.name
+
+
+def _text_config(config: RunConfig) -> tuple[Any, list[str]]:
+    """The config of the language model: the text tower's where the model wraps one with image towers."""
+    model = config.model
+    try:
+        whole = AutoConfig.from_pretrained(
+            _where(config), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
+    text = whole.get_text_config()
+    if text is whole:
+        return whole, []
+    return text, [f"Model: the text tower of {type(whole).__name__} is trained, as a causal language model"]
+
+
+def _model_class(hf_config: Any, config: RunConfig) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
+        return nn.Module
+    raise ModelError(
+        f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a causal language "
+        "model; this toolkit trains causal language models"
+    )
+
+
+def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | None:
+    """The embedding's new size where the tokenizer is larger than the model; never smaller.
+
+    Raises:
+        ModelError: adapters alone would leave the new rows untrained and unsaved.
+    """
+    if tokenizer_size <= vocab_size:
+        return None
+    saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
+    if config.tuning.mode != "full" and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "
+            "the new ones untrained and unsaved: set tuning.lora.modules_to_save=[embed_tokens, lm_head], use "
+            "tuning.mode=full, or take the tokenizer that belongs to the model"
+        )
+    return tokenizer_size
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer of the language model by its full name, the output head left out."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+
+
+def _peft_config(config: RunConfig, skeleton: nn.Module) -> PeftLoraConfig:
+    lora = config.tuning.lora
+    layers = linear_layers(skeleton)
+    if lora.target_modules == "auto":
+        targets = sorted({name.rpartition(".")[2] for name in layers})
+        if not targets:
+            raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
+    else:
+        targets = list(lora.target_modules)
+        _check_names("tuning.lora.target_modules", targets, layers, skeleton)
+    _check_saved(config, targets, skeleton)
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        fan_in_fan_out=_is_transposed(layers),
+    )
+
+
+def _is_transposed(layers: dict[str, nn.Module]) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(layer, Conv1D) for layer in layers.values())
+
+
+def _matches(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], model: nn.Module) -> None:
+    """Raises ModelError naming every target that matches no linear layer, with the names there are."""
+    head = _head_name(model)
+    problems = []
+    for target in wanted:
+        if head is not None and _matches(target, head):
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif not any(_matches(target, name) for name in layers):
+            problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
+    if problems:
+        there = ", ".join(sorted({name.rpartition(".")[2] for name in layers})[:_SHOWN_NAMES])
+        raise ModelError(f"{key}: {'; '.join(problems)}. The linear layers are: {there}; auto takes them all")
+
+
+def _nearest(target: str, names: Any) -> str:
+    near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _head_name(model: nn.Module) -> str | None:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
+    """Raises ModelError for a module to save that matches nothing, or that has an adapter too."""
+    modules = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    for saved in config.tuning.lora.modules_to_save:
+        if not any(_matches(saved, name) for name in modules):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1].isdigit()}))
+            raise ModelError(
+                f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing{_nearest(saved, modules)}. "
+                f"The modules are: {one_line(there, limit=400)}"
+            )
+        if saved in targets:
+            raise ModelError(f"tuning.lora: {one_line(saved)} is both in target_modules and in modules_to_save")
+
+
+def _expert_note(model: nn.Module) -> list[str]:
+    """Says aloud that experts which the library keeps as one tensor get no adapter."""
+    fused = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    return ["Adapters: the experts are one tensor per layer, not linear layers, and get none"] if fused else []
+
+
+def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *, device: str) -> Any:
+    """The model with its weights, quantised where the mode says so, on `device` (`cuda` or `cpu`).
+
+    Raises:
+        ModelError: the weights cannot be fetched, are no safetensors, or some are missing.
+    """
+    options: dict[str, Any] = {
+        "config": blueprint.hf_config,
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": DTYPES[precision.load],
+        "attn_implementation": blueprint.attention.name,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
+    if config.tuning.mode == "qlora":
+        options["quantization_config"] = quantization(precision)
+        options["device_map"] = {"": 0} if device == "cuda" else {"": "cpu"}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
+    except OSError as error:
+        raise ModelError(_weights_message(config, error)) from error
+    _check_loaded(model, info, config)
+    if blueprint.resize_to is not None:
+        model.resize_token_embeddings(blueprint.resize_to)
+    keep_4bit_trainable(model)
+    model.config.use_cache = False
+    return model
+
+
+def quantization(precision: Precision) -> BitsAndBytesConfig:
+    """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314)."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[precision.compute],
+    )
+
+
+def _weights_message(config: RunConfig, error: OSError) -> str:
+    folder = local_folder(config.model.name)
+    if folder is not None:
+        pickled = sorted(item.name for item in folder.iterdir() if item.suffix in (".bin", ".pt", ".pth"))
+        if pickled:
+            return (
+                f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
+                "convert them (transformers: save_pretrained after loading in a place you trust)"
+            )
+    return f"the weights of {config.model.name} cannot be loaded: {one_line(str(error), limit=300)}"
+
+
+def _check_loaded(model: Any, info: dict[str, Any], config: RunConfig) -> None:
+    """Raises ModelError where weights were missing, since they would be random numbers."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+    missing = sorted(set(info.get("missing_keys", ())) - tied)
+    if missing or info.get("mismatched_keys"):
+        names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
+        raise ModelError(
+            f"the weights of {config.model.name} do not fill the model: {one_line(names, limit=300)} "
+            f"({len(missing)} missing); the folder is incomplete, or of another architecture than its config.json says"
+        )
+
+
+def keep_4bit_trainable(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights for inference on CPUs with AVX512-BF16.
+
+    The first forward in eval mode without gradients would repack them, and training afterwards passes no gradient
+    through a frozen layer, with one warning only (seen on bitsandbytes 0.50.2; its Linear4bit reads this flag per
+    instance). Versions without the flag are not touched.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def save_model(model: Any, tokenizer: Any, path: Path) -> None:
+    """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
+
+    Raises:
+        ModelError: what was written is empty or not finite.
+    """
+    import shutil
+
+    building = path.with_name(f".{path.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    model.save_pretrained(building, safe_serialization=True)
+    tokenizer.save_pretrained(building)
+    check_saved_weights(building)
+    shutil.rmtree(path, ignore_errors=True)
+    building.rename(path)
+
+
+def check_saved_weights(folder: Path) -> int:
+    """Bytes of the tensors saved in a folder; raises ModelError when there are none or one is not finite."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                tensor = tensors.get_tensor(name)
+                total += tensor.numel() * tensor.element_size()
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise ModelError(f"{file}: {name} was saved with values that are not finite")
+    if total == 0:
+        raise ModelError(f"{folder}: no weights were saved")
+    return total

@@ -1,0 +1,455 @@
+"""A run from its plan to its summary: tokenizer, data, model, trainer, before, training, after."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from sft_play import runs
+from sft_play.config.load import LoadedConfig
+from sft_play.data.dataset import Split, Splits, build_splits
+from sft_play.data.files import DataPaths
+from sft_play.data.render import Renderer, show_row
+from sft_play.errors import Interrupted, SftPlayError
+from sft_play.log import escape_control, one_line, write_log_to
+from sft_play.plan.plan import Plan, precision_name
+from sft_play.runs import RunFolder
+from sft_play.train import checkpoints
+from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
+from sft_play.train.exact_match import Answer, Question, questions, stop_ids
+from sft_play.train.model import (
+    Backend,
+    Blueprint,
+    choose_backend,
+    draw_blueprint,
+    load_model,
+    save_model,
+)
+from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
+from sft_play.train.trainer import PlannedTrainer, build_trainer, check_trackers, learning_rate, to_dataset
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+SAMPLE_ANSWERS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a start was asked to do: the config, its plan, where its data is, its folder, whether it goes on."""
+
+    loaded: LoadedConfig
+    plan: Plan
+    paths: DataPaths
+    folder: RunFolder
+    resume: bool
+    log_buffer: MemoryHandler | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything checked before a weight is read."""
+
+    backend: Backend
+    tokenizer: LoadedTokenizer
+    splits: Splits
+    blueprint: Blueprint
+    renderer: Renderer
+
+
+@dataclass
+class Judged:
+    """One evaluation of the held-out rows."""
+
+    loss: float | None = None
+    exact_match: float | None = None
+    rows: int = 0
+    answers: tuple[Answer, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """`before` or `after` of the summary."""
+        return {"loss": self.loss, "exact_match": self.exact_match, "rows": self.rows}
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train as the job says and return its summary.
+
+    Raises:
+        SftPlayError: what the user can mend; a run folder that this start made and never used is removed again.
+        Interrupted: the user stopped the run, and its state was saved.
+    """
+    started = time.time()
+    memory = _MemoryMeter(job.plan)
+    quiet_libraries()
+    prepared = prepare(job)
+    facts = _data_facts(job.paths, prepared)
+    _open_folder(job, prepared, facts)
+    log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+    try:
+        summary = _train_and_judge(job, prepared, memory, started)
+    except BaseException as error:
+        _record_failure(job, error)
+        raise
+    finally:
+        logging.getLogger().removeHandler(log_file)
+        log_file.close()
+    return summary
+
+
+def prepare(job: Job) -> Prepared:
+    """Tokenizer, data and the model's shapes, every choice said aloud; nothing is written."""
+    config, plan = job.loaded.config, job.plan
+    backend = choose_backend(config)
+    if backend.fallback_from:
+        logger.warning("Backend: %s", backend.reason)
+    check_trackers(config)
+    tokenizer = load_tokenizer(config)
+    _say(tokenizer.notes)
+    blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
+    splits = build_splits(config, job.paths, tokenizer.tokenizer, max_seq_len=plan.max_seq_len)
+    _say(splits.notes)
+    for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
+        _say(split.report.lines(name) if split else [])
+    row = one_line(show_row(splits.train.rows[0], tokenizer.tokenizer), limit=2_000)
+    logger.info("First training row, trained part in [[ ]]: %s", row)
+    _say(blueprint.notes)
+    renderer = Renderer(tokenizer.tokenizer, loss_on=config.data.loss_on, max_seq_len=plan.max_seq_len)
+    return Prepared(backend, tokenizer, splits, blueprint, renderer)
+
+
+def _say(lines: Any) -> None:
+    for line in lines:
+        logger.info("%s", line)
+
+
+def _data_facts(paths: DataPaths, prepared: Prepared) -> dict[str, Any]:
+    """Path, digest and report of each file that is used, and the tokenizer's digest."""
+    facts: dict[str, Any] = {}
+    for name, path in (("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)):
+        if path is not None:
+            facts[name] = {"path": str(path), "sha256": runs.sha256_of(path)}
+    for name, split in (
+        ("train", prepared.splits.train),
+        ("val", prepared.splits.val),
+        ("test", prepared.splits.test),
+    ):
+        if split is not None:
+            facts.setdefault(name, {})["report"] = vars(split.report)
+    facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
+    return facts
+
+
+def batch_facts(plan: Plan) -> dict[str, int]:
+    """The batch arithmetic that a resumed run must share."""
+    return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
+
+
+def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> None:
+    """Make the run folder, or check that the one to go on with was made with the same settings."""
+    if job.resume:
+        runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
+        resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
+        job.folder.update_manifest(status="running", resumed=resumed)
+        return
+    manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
+    manifest["batch"] = batch_facts(job.plan)
+    manifest["choices"] = _choices(job, prepared)
+    runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+
+
+def _choices(job: Job, prepared: Prepared) -> list[str]:
+    """Everything that was chosen for the user, for the record."""
+    fallback = [f"Backend: {prepared.backend.reason}"]
+    return [*fallback, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.blueprint.notes]
+
+
+def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started: float) -> dict[str, Any]:
+    config, folder = job.loaded.config, job.folder
+    checkpoint = checkpoints.last_complete(folder.checkpoints) if job.resume else None
+    _announce(job, prepared, checkpoint)
+    model = load_model(config, job.plan.precision, prepared.blueprint, device=job.plan.hardware.device)
+    stop = StopAfter(config.train.stop_after_steps)
+    held_out, name = _held_out(prepared.splits)
+    asked = _questions(job, prepared, held_out)
+    step = checkpoints.step_of(checkpoint) if checkpoint else 0
+    runs.keep_metrics_until(folder.metrics_path, step)
+    progress = Progress(tokens=lambda: trainer.tokens_seen)
+    trainer = build_trainer(
+        config,
+        job.plan,
+        folder,
+        model=model,
+        tokenizer=prepared.tokenizer.tokenizer,
+        peft_config=prepared.blueprint.peft_config,
+        train=prepared.splits.train,
+        evaluation=prepared.splits.val,
+        callbacks=[GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop],
+        resume_step=step,
+        questions=_questions(job, prepared, prepared.splits.val),
+        stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer) if asked else (),
+        max_new_tokens=config.eval.max_new_tokens,
+    )
+    _say_parameters(trainer.model)
+    before = _before(job, trainer, held_out, name, asked)
+    memory.start()
+    try:
+        with StopSignals(stop):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.close()
+    speed = trainer.tokens_seen / progress.training_s
+    measured = memory.peak()
+    after = None if stop.stopped_early else _judge(trainer, held_out, name, asked)
+    result = _Result(before, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name)
+    return _finish(job, prepared, trainer, result)
+
+
+def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
+    gpus = job.plan.batch.ranks if job.plan.hardware.gpus else 0
+    where = f"{gpus} GPU{'s' if gpus != 1 else ''}" if gpus else "the CPU"
+    precision, backend = precision_name(job.plan), prepared.backend.name
+    if checkpoint is not None:
+        logger.info("Resuming %s run from step %d with %s precision on %s",
+                    backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
+    elif job.resume:
+        logger.info("%s has no complete checkpoint: starting it again from the first step", job.folder.path)
+    else:
+        logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
+    logger.info("Run folder: %s", job.folder.path)
+    logger.info("Learning rate: %g (%s)", learning_rate(job.loaded.config), job.loaded.config.train.lr_scheduler_type)
+
+
+def _say_parameters(model: Any) -> None:
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info("Trainable parameters: %s", f"{trained:,}")
+
+
+def _held_out(splits: Splits) -> tuple[Split | None, str]:
+    """The split of the figures before and after: test where there is one, else validation."""
+    return (splits.test, "test") if splits.test is not None else (splits.val, "val")
+
+
+def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Question]:
+    config = job.loaded.config.eval
+    if split is None or config.generate_rows == 0:
+        return []
+    asked = questions(split, prepared.renderer, config, max_seq_len=job.plan.max_seq_len)
+    if not asked:
+        logger.info("No held-out row ends with an answer that could be generated: exact match is not measured")
+    return asked
+
+
+def _before(job: Job, trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question]) -> Judged | None:
+    """The figures before training; a resumed run has those of its first start."""
+    if not job.loaded.config.eval.before_training or split is None:
+        return None
+    if job.resume:
+        kept = job.folder.manifest().get("before")
+        return Judged(kept["loss"], kept["exact_match"], kept["rows"]) if kept else None
+    before = _judge(trainer, split, name, asked)
+    assert before is not None
+    job.folder.update_manifest(before=before.as_json())
+    return before
+
+
+def _judge(trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question]) -> Judged | None:
+    """Loss and exact match of the held-out rows as the model stands."""
+    if split is None:
+        return None
+    prefix = "test" if name == "test" else "eval"
+    if name == "val" and _was_just_judged(trainer):
+        metrics = trainer.last_metrics[1]
+        return Judged(
+            metrics["eval_loss"], metrics.get("eval_exact_match"), len(split.rows), tuple(trainer.last_answers)
+        )
+    own = trainer.ask(asked)
+    metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix)
+    answers = tuple(trainer.last_answers) if asked else ()
+    trainer.ask(own)
+    return Judged(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
+
+
+def _was_just_judged(trainer: PlannedTrainer) -> bool:
+    """Whether training ended with an evaluation of the validation rows by the very weights that are kept."""
+    step, _ = trainer.last_metrics
+    return step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a start came to."""
+
+    before: Judged | None
+    after: Judged | None
+    peak_bytes: dict[str, int | None]
+    tokens_per_s: float
+    steps: int
+    wall_s: float
+    stop: StopAfter
+    split: str
+
+    @property
+    def exit_code(self) -> int:
+        """130 where a signal stopped it."""
+        return Interrupted.exit_code if self.stop.signal is not None and self.stop.stopped_early else 0
+
+    @property
+    def status(self) -> str:
+        """How the manifest says that it ended."""
+        return "stopped" if self.stop.stopped_early else "finished"
+
+
+def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Result) -> dict[str, Any]:
+    """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
+    summary = _summary(result)
+    if result.status == "finished":
+        path = job.folder.model_path(adapter=prepared.blueprint.peft_config is not None)
+        save_model(trainer.model, prepared.tokenizer.tokenizer, path)
+        summary["model_path"] = str(path)
+    job.folder.write_json("summary.json", summary)
+    job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
+    _say(summary_lines(job, result, summary))
+    if result.exit_code:
+        raise Interrupted(f"stopped at step {result.steps}, state saved; go on with: {_resume_command(job)}")
+    return summary
+
+
+def _summary(result: _Result) -> dict[str, Any]:
+    return {
+        "status": result.status,
+        "split": result.split,
+        "before": result.before.as_json() if result.before else None,
+        "after": result.after.as_json() if result.after else None,
+        "peak_bytes": result.peak_bytes,
+        "tokens_per_s": round(result.tokens_per_s, 2),
+        "steps": result.steps,
+        "wall_s": round(result.wall_s, 2),
+        "exit": result.exit_code,
+    }
+
+
+def summary_lines(job: Job, result: _Result, summary: dict[str, Any]) -> list[str]:
+    """The end of a run in words: figures before and after, sample answers, memory, speed, where, what next."""
+    lines = [f"Steps: {result.steps} in {result.wall_s:.0f} s; {result.tokens_per_s:,.0f} tokens/s in training"]
+    lines += _judged_lines(result)
+    lines += _answer_lines(result.before, result.after)
+    lines.append(_memory_line(result.peak_bytes))
+    lines.append(f"Written to: {job.folder.path}")
+    if result.status == "stopped":
+        return [*lines, f"Stopped early; go on with: {_resume_command(job)}"]
+    lines.append(f"Trained weights: {summary['model_path']}")
+    return [*lines, *_next_lines(job)]
+
+
+def _judged_lines(result: _Result) -> list[str]:
+    lines = []
+    for what, attribute, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
+        values = [getattr(judged, attribute) if judged else None for judged in (result.before, result.after)]
+        if any(value is not None for value in values):
+            shown = [form.format(value) if value is not None else "not measured" for value in values]
+            rows = (result.after or result.before or Judged()).rows
+            lines.append(f"Held-out {what} ({result.split}, {rows} rows): {shown[0]} before, {shown[1]} after")
+    return lines
+
+
+def _answer_lines(before: Judged | None, after: Judged | None) -> list[str]:
+    lines = []
+    old = {answer.question.shown: answer.said for answer in before.answers} if before else {}
+    for answer in (after.answers if after else ())[:SAMPLE_ANSWERS]:
+        lines.append(f"Asked: {one_line(answer.question.shown)}")
+        if answer.question.shown in old:
+            lines.append(f"  before: {one_line(old[answer.question.shown])}")
+        mark = "right" if answer.right else f"expected: {one_line(answer.question.answer)}"
+        lines.append(f"  after:  {one_line(answer.said)}  ({mark})")
+    return lines
+
+
+def _memory_line(peak: dict[str, int | None]) -> str:
+    def show(value: int | None) -> str:
+        return f"{value / GIB:.2f} GiB" if value is not None else "not measured"
+
+    if "measured_rss" in peak:
+        return f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_rss'])} measured (RSS)"
+    return (
+        f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
+        f"(allocated); {show(peak['predicted_reserved'])} predicted, {show(peak['measured_reserved'])} measured (reserved)"
+    )
+
+
+def _resume_command(job: Job) -> str:
+    return f"make resume CONFIG={job.loaded.path} RUN={job.folder.path.name}"
+
+
+def _next_lines(job: Job) -> list[str]:
+    """What to try next."""
+    lines = []
+    if "tensorboard" in job.loaded.config.train.report_to:
+        lines.append(f"See the curves: tensorboard --logdir {job.folder.tensorboard}")
+    lines.append("Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET=\"data.train_path=…\")")
+    return lines
+
+
+def _record_failure(job: Job, error: BaseException) -> None:
+    """Note in the manifest how the run broke; remove a new folder in which nothing was trained."""
+    if isinstance(error, Interrupted):
+        return
+    unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
+    if unused:
+        runs.discard(job.folder)
+        return
+    kind = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    job.folder.update_manifest(status=kind, error=escape_control(f"{type(error).__name__}: {error}"))
+
+
+class _MemoryMeter:
+    """Predicted and measured peak of the training: torch's counters on a GPU, resident memory on a CPU."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._level = psutil.Process().memory_info().rss
+
+    def start(self) -> None:
+        """Count from here on a GPU; on a CPU the level after the imports is what counts."""
+        if self._plan.hardware.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> dict[str, int | None]:
+        """`peak_bytes` of the summary."""
+        found: dict[str, int | None] = {
+            "predicted_allocated": self._plan.memory.allocated,
+            "measured_allocated": None,
+            "predicted_reserved": self._plan.memory.reserved,
+            "measured_reserved": None,
+        }
+        if self._plan.hardware.device == "cuda":
+            found["measured_allocated"] = torch.cuda.max_memory_allocated()
+            found["measured_reserved"] = torch.cuda.max_memory_reserved()
+            return found
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {**found, "measured_rss": max(0, highest - self._level)}
+
+
+def quiet_libraries() -> None:
+    """Silence what a user cannot act on: renamings inside the libraries, bars where there is no terminal."""
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils import logging as transformers_logging
+
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category=kind)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # asks for a package that fetches kernels from the hub
+    disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+

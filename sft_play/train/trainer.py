@@ -1,0 +1,287 @@
+"""TRL's SFTTrainer, set up from a plan. This module alone knows TRL's names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback
+from trl import SFTConfig, SFTTrainer
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.dataset import Split
+from sft_play.data.render import TokenRow
+from sft_play.errors import ConfigError
+from sft_play.plan.plan import Plan
+from sft_play.runs import RunFolder
+from sft_play.train import checkpoints
+from sft_play.train.exact_match import Answer, Question, answers
+
+logger = logging.getLogger(__name__)
+
+AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
+"""Usual peaks for fine-tuning: the QLoRA paper's for adapters, a tenth to a twentieth of it for all weights."""
+
+
+def learning_rate(config: RunConfig) -> float:
+    """The peak learning rate: as given, or the usual one of the tuning mode."""
+    given = config.train.learning_rate
+    return AUTO_LEARNING_RATE[config.tuning.mode] if given == "auto" else given
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker whose package is not installed."""
+    for name in config.train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
+
+
+def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> SFTConfig:
+    """The arguments of TRL's trainer for this run and plan."""
+    train = config.train
+    eval_strategy, eval_steps = _eval_schedule(config, has_eval)
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", 500)
+    if train.load_best_model_at_end and eval_strategy != "no":
+        save_strategy, save_steps = eval_strategy, eval_steps
+    return SFTConfig(
+        output_dir=str(folder.checkpoints),
+        per_device_train_batch_size=plan.batch.micro_batch,
+        per_device_eval_batch_size=plan.eval_batch,
+        gradient_accumulation_steps=plan.batch.grad_accum,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,
+        learning_rate=learning_rate(config),
+        lr_scheduler_type=train.lr_scheduler_type,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        optim=train.optim,
+        bf16=plan.precision.compute == "bfloat16",
+        fp16=plan.precision.compute == "float16",
+        use_cpu=plan.hardware.device == "cpu",
+        **_checkpointing(train.gradient_checkpointing),
+        logging_strategy="steps",
+        logging_steps=train.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        eval_strategy=eval_strategy,
+        eval_steps=eval_steps,
+        save_strategy=save_strategy,
+        save_steps=save_steps,
+        load_best_model_at_end=train.load_best_model_at_end and eval_strategy != "no",
+        metric_for_best_model=f"eval_{train.metric_for_best_model}",
+        greater_is_better=train.metric_for_best_model == "exact_match",
+        seed=train.seed,
+        report_to=[name for name in train.report_to if name != "tensorboard"],
+        dataloader_num_workers=train.dataloader_num_workers,
+        dataloader_pin_memory=train.dataloader_pin_memory and plan.hardware.device == "cuda",
+        dataloader_persistent_workers=train.dataloader_num_workers > 0,
+        disable_tqdm=True,
+        label_names=["labels"],
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+
+
+def _checkpointing(on: bool) -> dict[str, Any]:
+    """Gradient checkpointing in the words of the installed transformers, which renamed it in version 5."""
+    names = {field.name for field in dataclasses.fields(SFTConfig)}
+    word = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    return {word: on, f"{word}_kwargs": {"use_reentrant": False}}
+
+
+def _eval_schedule(config: RunConfig, has_eval: bool) -> tuple[str, int | None]:
+    """Evaluation strategy and steps, in transformers' words."""
+    steps = config.eval.steps
+    if not has_eval or steps == 0:
+        return "no", None
+    return ("epoch", None) if steps is None else ("steps", steps)
+
+
+def to_dataset(rows: Sequence[TokenRow]) -> Dataset:
+    """Rows as the trainer takes them: columns input_ids and labels."""
+    return Dataset.from_dict(
+        {"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]}
+    )
+
+
+class PlannedTrainer(SFTTrainer):
+    """SFTTrainer whose evaluation is a mean over tokens, whose checkpoints are whole or absent, and who counts."""
+
+    def __init__(
+        self,
+        *,
+        questions: Sequence[Question] = (),
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int = 0,
+        checkpoint_limit: int | None = None,
+        patience: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._questions = list(questions)
+        self._stop_ids = list(stop_ids)
+        self._max_new_tokens = max_new_tokens
+        self._checkpoint_limit = checkpoint_limit
+        self._patience = patience
+        self._staging: Path | None = None
+        self._tokens_per_eval_row = 1.0
+        self._tokens_seen: torch.Tensor | int = 0
+        self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self.last_answers: list[Answer] = []
+        super().__init__(**options)
+        _match_adapter_precision(self.model, self.args)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of this start's training batches, padding not counted."""
+        return int(self._tokens_seen)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train, watched for early stopping only here: evaluations before and after are not counted."""
+        if self._patience is None:
+            return super().train(*args, **options)
+        watching = EarlyStoppingCallback(early_stopping_patience=self._patience)
+        self.add_callback(watching)
+        try:
+            return super().train(*args, **options)
+        finally:
+            self.remove_callback(watching)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
+        self._tokens_seen = self._tokens_seen + inputs["attention_mask"].sum()
+        return super().training_step(model, inputs, *args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
+        if loss is not None:
+            tokens = (inputs["labels"][:, 1:] != -100).sum()
+            loss = loss * tokens / (inputs["labels"].shape[0] * self._tokens_per_eval_row)
+        return loss, logits, labels
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
+        """Loss over trained tokens and, where rows are given for it, generated exact match.
+
+        The random state is left as it was, so that evaluating changes no number of the training.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        prefix = str(options.get("metric_key_prefix", "eval"))
+        labels = [sum(label != -100 for label in row[1:]) for row in dataset["labels"]]
+        self._tokens_per_eval_row = max(1.0, sum(labels) / max(1, len(labels)))
+        with torch.random.fork_rng():
+            metrics = super().evaluate(eval_dataset, *args, **options)
+            if self._questions:
+                metrics |= self._exact_match(prefix)
+        if eval_dataset is None:
+            self.last_metrics = (self.state.global_step, metrics)
+        return metrics
+
+    def _exact_match(self, prefix: str) -> dict[str, float]:
+        self.last_answers = answers(
+            self.model,
+            self.processing_class,
+            self._questions,
+            stop=self._stop_ids,
+            max_new_tokens=self._max_new_tokens,
+        )
+        share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
+        found = {f"{prefix}_exact_match": share}
+        self.log(found)
+        return found
+
+    def ask(self, questions: Sequence[Question]) -> list[Question]:
+        """Take other questions for the next evaluations; returns those asked until now."""
+        old, self._questions = self._questions, list(questions)
+        return old
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """None: the adapter's own card is written by PEFT; this one would ask trackers for links."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, step = Path(self.args.output_dir), self.state.global_step
+        with self._writing_to(checkpoints.staging(folder)) as aside:
+            super()._save_checkpoint(model, trial)
+        written = checkpoints.path_of(aside, step)
+        if self.state.best_global_step:
+            best = checkpoints.path_of(folder, self.state.best_global_step)
+            is_there = best.exists() or self.state.best_global_step == step
+            self.state.best_model_checkpoint = str(best) if is_there else None
+            self.state.save_to_json(str(written / "trainer_state.json"))
+        checkpoints.commit(written, folder)
+        best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+        checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
+
+    @contextlib.contextmanager
+    def _writing_to(self, aside: Path) -> Iterator[Path]:
+        self._staging = aside
+        try:
+            yield aside
+        finally:
+            self._staging = None
+
+
+def _match_adapter_precision(model: Any, args: SFTConfig) -> None:
+    """Trainable tensors in fp32 unless the run computes in bf16.
+
+    TRL casts the adapters of a quantised model to bf16 whatever the run computes in; fp16's loss scaling cannot
+    unscale bf16 gradients, and an fp32 run would round every update.
+    """
+    if args.bf16 or not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def build_trainer(
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    *,
+    model: Any,
+    tokenizer: Any,
+    peft_config: Any,
+    train: Split,
+    evaluation: Split | None,
+    callbacks: Sequence[TrainerCallback],
+    resume_step: int = 0,
+    **evaluating: Any,
+) -> PlannedTrainer:
+    """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens."""
+    arguments = training_arguments(config, plan, folder, has_eval=evaluation is not None)
+    more: list[TrainerCallback] = []
+    if "tensorboard" in config.train.report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)
+        board = TensorBoardCallback(writer)
+        board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
+        more.append(board)
+    trainer = PlannedTrainer(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        train_dataset=to_dataset(train.rows),
+        eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
+        callbacks=[*callbacks, *more],
+        checkpoint_limit=config.train.save_total_limit,
+        patience=config.train.early_stopping_patience,
+        **evaluating,
+    )
+    from transformers.trainer_callback import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer

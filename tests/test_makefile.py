@@ -1,0 +1,401 @@
+"""The Makefile as its users meet it: help, dry runs, hostile values, a VENV of one's own, and .ci/run."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE)
+NEED_ENVIRONMENT = ["train", "resume", "plan", "test", "lint", "format", "generate"]
+PROGRAM = ["train", "resume", "plan", "generate"]
+VARIABLES = [
+    *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
+    *("DEEPSPEED_CONFIG", "TB_PORT", "TB_HOST", "TESTS", "TORCH", "PYTHON", "VENV"),
+]
+INTERNAL = re.findall(r"^override (?:define )?([A-Z_]+)", MAKEFILE, re.MULTILINE)
+
+# MARK becomes the path of a file that must not come into being.
+HOSTILE = {
+    "make function": "a=$(shell touch MARK)",
+    "make function in braces": "a=${shell touch MARK}",
+    "make error": "$(error stop)$(info MARK)",
+    "make eval": "$(eval all: ; touch MARK)",
+    "backquotes": "a=`touch MARK`",
+    "shell substitution": "a=$$(touch MARK)",
+    "semicolon": "a=b; touch MARK",
+    "closing single quote": "'; touch MARK; '",
+    "closing double quote": '"; touch MARK; "',
+    "newline": "a=b\ntouch MARK\n",
+    "shell operators": "a && touch MARK || touch MARK | touch MARK & touch MARK > MARK",
+    "doubled dollar": "$$HOME $$$$",
+    "variables": "$HOME ${HOME} $(HOME) $(SET) $@ $<",
+    "unfinished reference": "$(shell touch MARK",
+    "lone dollar": "a$",
+    "quotes": """it's "quoted" \\" \\'""",
+    "hash": "a # b \\# c",
+    "percent": "%s %d 100% %",
+    "backslashes": "a\\b\\\\c \\",
+    "spaces": "two  spaces, a\ttab and one at the end ",
+    "globs": "* ? [a-z] ~",
+    "assignment": "a:=b c!=touch MARK d+=e",
+    "unicode": "größe × 2 — 学习",
+}
+
+
+def clean_environ(**extra):
+    """Our environment without what an outer make or its user put there."""
+    removed = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHONPATH", *VARIABLES}
+    return {name: value for name, value in os.environ.items() if name not in removed} | extra
+
+
+def make(*arguments, cwd=ROOT, **environ):
+    """A finished `make`, with its output as text."""
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=cwd,
+        env=clean_environ(**environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def listing(folder):
+    """Every path below a folder with its size and time of change."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def write_program(path, text):
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+class FakeVenv:
+    """An environment whose python only notes how it was started."""
+
+    def __init__(self, folder, notes):
+        self.folder, self.notes = folder, notes
+        notes.mkdir()
+        note = (
+            "import json, os, sys; os.makedirs(sys.argv[1], exist_ok=True); "
+            "json.dump(dict(argv=sys.argv[2:], environ=dict(os.environ), parent=os.getppid(), "
+            "cwd=os.getcwd()), open(os.path.join(sys.argv[1], str(os.getpid())), 'w'))"
+        )
+        command = shlex.join([sys.executable, "-I", "-c", note, str(notes)])
+        write_program(folder / "bin" / "python", f'exec {command} "$@"\n')
+
+    def starts(self):
+        """What each start of the python noted."""
+        return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.notes.iterdir())]
+
+    def only_start(self):
+        """What the one start of the python noted."""
+        starts = self.starts()
+        assert len(starts) == 1
+        return starts[0]
+
+
+@pytest.fixture
+def fake(tmp_path):
+    return FakeVenv(tmp_path / "fake venv", tmp_path / "notes")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """The build files in a folder of their own, whose path has a space and a quote."""
+    folder = tmp_path / "a user's checkout"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("scripts", ".ci"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("sft_play", "tests"):
+        (folder / name).mkdir()
+    return folder
+
+
+# Help
+
+
+def test_every_target_has_a_help_line_and_is_phony():
+    assert set(TARGETS) == set(re.findall(r"^([a-z]+):.* ## \S", MAKEFILE, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert sorted(phony.group(1).split()) == sorted(TARGETS)
+
+
+def test_help_shows_every_target_group_and_variable():
+    text = make("help").stdout
+    for target in TARGETS:
+        assert re.search(rf"^  {target} +\S", text, re.MULTILINE), target
+    for group in ("Setup", "Train", "Plan", "Develop", "Variables", "Examples"):
+        assert re.search(rf"^{group}", text, re.MULTILINE), group
+    for variable in VARIABLES:
+        assert f"{variable}=" in text, variable
+
+
+def test_make_alone_is_help(tmp_path):
+    assert make().stdout == make("help").stdout
+    # Make 4.3 says "Entering directory" for -C before it reads the Makefile's own flags.
+    assert make("-C", str(ROOT), "--no-print-directory", cwd=tmp_path).stdout == make("help").stdout
+
+
+def test_an_unknown_target_gets_makes_own_error():
+    result = make("trian")
+    assert result.returncode == 2
+    assert "No rule to make target 'trian'" in result.stderr
+
+
+# Dry runs
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dry_run_starts_and_builds_nothing(target, copy, fake):
+    before = listing(copy)
+    result = make("-n", target, f"VENV={fake.folder}", cwd=copy)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip()
+    assert make("-n", target, cwd=copy).returncode == 0
+    assert listing(copy) == before
+    assert fake.starts() == []
+
+
+def test_recipes_are_short():
+    recipes = re.findall(r"^[a-z]+:.*\n((?:\t.*\n(?:\t  .*\n)*)+)", MAKEFILE, re.MULTILINE)
+    assert recipes
+    assert max(recipe.count("\n") for recipe in recipes) <= 3
+
+
+# Values
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_value_reaches_the_program_unchanged(value, fake, tmp_path):
+    mark = tmp_path / "mark"
+    value = value.replace("MARK", str(mark))
+    result = make("train", f"VENV={fake.folder}", f"SET={value}")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    start = fake.only_start()
+    assert start["argv"] == ["-m", "sft_play", "train"]
+    assert start["environ"]["SET"] == value
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_value_from_the_environment_is_the_same(value, fake, tmp_path):
+    mark = tmp_path / "mark"
+    value = value.replace("MARK", str(mark))
+    assert make("plan", VENV=str(fake.folder), CONFIG=value).returncode == 0
+    assert fake.only_start()["environ"]["CONFIG"] == value
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", [*(name for name in VARIABLES if name != "VENV"), "SOMETHING_ELSE"])
+def test_every_variable_takes_a_hostile_value(name, fake, tmp_path):
+    mark = tmp_path / "mark"
+    value = f"""$(shell touch {mark}) `touch {mark}` $$HOME '"; touch {mark}; #%"""
+    assert make("plan", f"VENV={fake.folder}", f"{name}={value}").returncode == 0
+    assert fake.only_start()["environ"][name] == value
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", INTERNAL)
+def test_no_variable_of_the_makefile_can_be_replaced(name, fake, tmp_path):
+    mark = tmp_path / "mark"
+    result = make("train", f"VENV={fake.folder}", f'{name}=x"; touch {mark}; "')
+    assert result.returncode == 0
+    assert fake.only_start()["argv"] == ["-m", "sft_play", "train"]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_dry_run_and_help_run_no_value_either(value, fake, tmp_path):
+    mark = tmp_path / "mark"
+    value = value.replace("MARK", str(mark))
+    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV"]
+    assert make("-n", "train", f"VENV={fake.folder}", *arguments).returncode == 0
+    assert make("help", *arguments).returncode == 0
+    assert not mark.exists()
+
+
+def test_a_variable_that_is_not_set_is_not_exported(fake):
+    make("train", f"VENV={fake.folder}")
+    assert not set(VARIABLES) - {"VENV"} & set(fake.only_start()["environ"])
+
+
+def test_the_checkout_comes_first_on_pythonpath_and_the_users_path_stays(fake, copy):
+    assert make("train", f"VENV={fake.folder}", cwd=copy, PYTHONPATH="/elsewhere").returncode == 0
+    first, second = fake.only_start()["environ"]["PYTHONPATH"].split(":")
+    assert Path(first).samefile(copy)
+    assert second == "/elsewhere"
+
+
+@pytest.mark.parametrize("target", PROGRAM)
+def test_a_program_target_becomes_its_program_so_that_ctrl_c_reaches_it(target, fake):
+    command = ["make", target, f"VENV={fake.folder}"]
+    with subprocess.Popen(command, cwd=ROOT, env=clean_environ()) as process:
+        assert process.wait(timeout=60) == 0
+    start = fake.only_start()
+    assert start["argv"] == ["-m", "sft_play", target]
+    assert start["parent"] == process.pid  # no shell in between
+
+
+# VENV
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", 'say "hi"', "semi;colon", "$(HOME)", "$HOME", "`id`", "#1"])
+def test_venv_may_have_any_path(name, tmp_path):
+    fake = FakeVenv(tmp_path / name, tmp_path / "the notes")
+    assert make("train", f"VENV={fake.folder}").returncode == 0
+    assert fake.only_start()["environ"]["VENV"] == str(fake.folder)
+
+
+def test_venv_may_be_relative_to_the_checkout(copy):
+    fake = FakeVenv(copy / "mine", copy / "notes")
+    assert make("-C", str(copy), "train", "VENV=mine", cwd="/").returncode == 0
+    assert fake.only_start()["argv"] == ["-m", "sft_play", "train"]
+
+
+@pytest.mark.parametrize("target", ["setup", *NEED_ENVIRONMENT])
+def test_a_venv_without_a_python_is_refused(target, copy):
+    result = make(target, "VENV=/no/such; touch mark", cwd=copy)
+    assert result.returncode == 2
+    assert "VENV=/no/such; touch mark was asked for, but there is no program" in result.stderr
+    assert "/bin/python" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (copy / "mark").exists()
+    assert not (copy / ".venv").exists()
+
+
+@pytest.mark.parametrize("target", ["setup", *NEED_ENVIRONMENT, "clean"])
+def test_a_venv_of_the_users_is_never_written_to(target, fake, copy):
+    before = listing(fake.folder)
+    assert make(target, f"VENV={fake.folder}", cwd=copy).returncode == 0
+    assert listing(fake.folder) == before
+    assert not (copy / ".venv").exists()
+
+
+def test_a_python_that_is_no_python_is_refused_and_not_run_as_text(copy):
+    result = make("setup", "PYTHON=python3; touch mark", cwd=copy)
+    assert result.returncode == 2
+    assert "PYTHON=python3; touch mark was asked for, but nothing there answers" in result.stderr
+    assert sorted(path.name for path in copy.iterdir() if path.name in ("mark", ".venv")) == []
+
+
+def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
+    programs = tmp_path / "empty"
+    programs.mkdir()
+    make_program = shutil.which("make")
+    result = subprocess.run(
+        [make_program, "train"], cwd=copy, env={"PATH": str(programs)}, capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "No Python 3 answers" in result.stderr
+    assert "Python 3.11 to 3.13" in result.stderr
+
+
+def test_parallel_makes_of_several_targets_check_the_environment_once(fake):
+    result = make("-j4", "train", "resume", "plan", f"VENV={fake.folder}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(start["argv"][-1] for start in fake.starts()) == ["plan", "resume", "train"]
+
+
+# Develop
+
+
+def real_venv(folder, lint_code=0):
+    """An environment that runs pytest with our own Python, and answers for ruff and mypy."""
+    answer = f'case "$2" in ruff|mypy) echo "fake $2"; exit {lint_code};; esac\n'
+    write_program(folder / "bin" / "python", f'{answer}exec {shlex.quote(sys.executable)} "$@"\n')
+    return folder
+
+
+def write_tests(copy, text):
+    """A checkout whose tests are these."""
+    (copy / "tests" / "test_one.py").write_text(text, encoding="utf-8")
+
+
+def test_tests_chooses_tests_and_may_hold_quotes(copy, tmp_path):
+    write_tests(copy, "def test_a(): pass\ndef test_b(): pass\ndef test_c(): assert 0\n")
+    venv = real_venv(tmp_path / "real")
+    chosen = make("test", f"VENV={venv}", """TESTS=tests/test_one.py -k "test_a or test_b" """, cwd=copy)
+    assert chosen.returncode == 0, chosen.stdout + chosen.stderr
+    assert "2 passed, 1 deselected" in chosen.stdout
+    assert make("test", f"VENV={venv}", cwd=copy).returncode == 2
+
+
+def test_lint_stops_at_the_first_complaint(copy, tmp_path):
+    assert make("lint", f"VENV={real_venv(tmp_path / 'good')}", cwd=copy).stdout.count("fake") == 3
+    bad = make("lint", f"VENV={real_venv(tmp_path / 'bad', lint_code=1)}", cwd=copy)
+    assert (bad.returncode, bad.stdout.count("fake")) == (2, 1)
+
+
+def test_clean_removes_caches_and_leaves_environment_outputs_and_data(copy):
+    gone = [
+        "sft_play/a/__pycache__/x.pyc",
+        "tests/__pycache__/x",
+        "benchmarks/__pycache__/x",
+        ".pytest_cache/x",
+        ".ruff_cache/x",
+    ]
+    gone += [".mypy_cache/x", "build/x", "dist/x", "sft_play.egg-info/x"]
+    kept = [".venv/lib/__pycache__/x", "outputs/__pycache__/x", "data/build/x", "mine/__pycache__/x"]
+    kept += ["sft_play/data/x.py", "sft_play/a/b.py"]
+    for name in gone + kept:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).touch()
+    assert make("clean", cwd=copy).returncode == 0
+    assert [name for name in gone if (copy / name).exists() or (copy / name).parent.exists()] == []
+    assert [name for name in kept if not (copy / name).exists()] == []
+    assert make("clean", cwd=copy).returncode == 0
+
+
+# .ci/run
+
+
+def ci(copy, venv):
+    """A finished .ci/run, its two streams in one text as in a CI log."""
+    return subprocess.run(
+        [copy / ".ci" / "run"],
+        cwd="/",
+        env=clean_environ(VENV=str(venv)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tests", "lint_code", "passes", "last_line"),
+    [
+        ("def test_a(): pass\n", 0, True, r"1 passed in .*s"),
+        ("def test_a(): pass\ndef test_b(): assert 0\n", 0, False, r"1 failed, 1 passed in .*s"),
+        ("", 0, False, r"no tests (ran|collected).*"),
+        ("def test_a(): pass\n", 1, False, r"1 passed in .*s"),
+        ("import no_such_module\n", 0, False, r"1 error in .*s"),
+    ],
+    ids=["all passes", "a test fails", "no tests", "lint fails", "a file breaks"],
+)
+def test_ci_run_fails_when_it_should_and_ends_with_the_summary(
+    tests, lint_code, passes, last_line, copy, tmp_path
+):
+    write_tests(copy, tests)
+    result = ci(copy, real_venv(tmp_path / "real", lint_code))
+    assert (result.returncode == 0) is passes, result.stdout
+    assert re.fullmatch(last_line, result.stdout.splitlines()[-1]), result.stdout
+    assert "[ci] make lint" in result.stdout
+    assert ("make lint failed" in result.stdout) is bool(lint_code)

@@ -1,0 +1,497 @@
+"""When .venv is built, repaired, shared or left alone, and what the lock holds. All builds are faked."""
+
+import ast
+import re
+import sys
+import threading
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import lock
+import setup_env
+from setup_env import STAMP, Python, SetupError
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = sys.version_info[:2]
+BASE = Path(sys.executable).resolve()  # the interpreter itself, not the environment that runs these tests
+
+
+class FakeBuild:
+    """Stands in for venv and pip: makes a bin/python, and fails at a step if told to."""
+
+    def __init__(self, fail_at=None, error=None):
+        self.commands, self.fail_at, self.error = [], fail_at, error
+
+    def __call__(self, command, root):
+        self.commands.append(list(command))
+        if "venv" in command:
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir()
+            python.symlink_to(BASE)
+        else:
+            (root / ".venv" / f"installed-{len(self.commands)}").touch()
+        if len(self.commands) == self.fail_at:
+            if self.error:
+                raise self.error
+            return 1
+        return 0
+
+    @property
+    def builds(self):
+        """How many builds were begun."""
+        return sum("venv" in command for command in self.commands)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with pins, and a Python on PATH to build with."""
+    root = tmp_path / "a checkout"
+    root.mkdir()
+    (root / "requirements.lock").write_text("# pins\nalpha==1.0\nbeta==2.0\n", encoding="utf-8")
+    (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text("utf-8"), encoding="utf-8")
+    for name in ("VENV", "PYTHON"):  # `make test VENV=...` hands them to the tests as well
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(setup_env, "search_python", lambda: Python(str(BASE), HERE, True))
+    return root
+
+
+@pytest.fixture
+def ready(checkout):
+    """The same with .venv built."""
+    setup_env.ensure(checkout, {}, FakeBuild())
+    return checkout
+
+
+def edit(path, old, new):
+    """Replaces a text that must be there."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def fake_python(path, answer):
+    """A program that answers the probe as a Python would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{answer}'\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def never(command, root):
+    """A build step that must not run."""
+    raise AssertionError(f"unexpected build step {command}")
+
+
+# Building
+
+
+def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(checkout, capfd):
+    fake = FakeBuild()
+    setup_env.ensure(checkout, {}, fake)
+    create, tool, project = fake.commands
+    assert create[0] == str(BASE)
+    assert create[-3:] == ["-m", "venv", str(checkout / ".venv")]
+    for command in (tool, project):
+        assert command[:4] == [str(checkout / ".venv/bin/python"), "-m", "pip", "install"]
+        assert command[4:6] == ["--constraint", "requirements.lock"]
+    assert tool[-1] == "setuptools"
+    assert project[-3:] == ["--no-build-isolation", "--editable", ".[dev]"]
+    output = capfd.readouterr()
+    assert output.out == ""  # stdout belongs to the program
+    assert output.err.count("[setup]") == 5
+    assert ".venv is ready" in output.err
+
+
+def test_up_to_date_is_silent_and_quick(ready, capfd):
+    capfd.readouterr()
+    start = time.perf_counter()
+    setup_env.ensure(ready, {}, never)
+    assert time.perf_counter() - start < 0.5  # a bound for busy machines; 0.02 s is usual
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("requirements.lock", "alpha==1.0", "alpha==1.1"),
+        ("requirements.lock", "beta==2.0\n", ""),
+        ("pyproject.toml", '"rich>=13"', '"rich>=14"'),
+        ("pyproject.toml", '"mypy>=1.15"', '"mypy>=1.16"'),
+        ("pyproject.toml", "sft_play.cli:main", "sft_play.cli:other"),
+        ("pyproject.toml", "setuptools>=77", "setuptools>=78"),
+    ],
+)
+def test_changed_pins_rebuild_from_nothing(name, old, new, ready):
+    (ready / ".venv" / "left over").mkdir()
+    edit(ready / name, old, new)
+    fake = FakeBuild()
+    setup_env.ensure(ready, {}, fake)
+    assert fake.builds == 1
+    assert not (ready / ".venv" / "left over").exists()
+    setup_env.ensure(ready, {}, never)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("requirements.lock", "# pins", "# other words\n"),
+        ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"'),
+        ("pyproject.toml", "line-length = 110", "line-length = 100"),
+        ("pyproject.toml", "strict-markers", "strict"),
+    ],
+)
+def test_changes_that_install_nothing_else_do_not_rebuild(name, old, new, ready):
+    edit(ready / name, old, new)
+    setup_env.ensure(ready, {}, never)
+
+
+def test_a_moved_checkout_rebuilds_because_its_scripts_name_the_old_place(ready):
+    moved = ready.rename(ready.with_name("moved"))
+    fake = FakeBuild()
+    setup_env.ensure(moved, {}, fake)
+    assert fake.builds == 1
+
+
+def test_another_python_version_rebuilds(ready, monkeypatch):
+    monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 99))
+    fake = FakeBuild()
+    setup_env.ensure(ready, {}, fake)
+    assert fake.builds == 1
+
+
+def test_a_vanished_interpreter_rebuilds(ready):
+    python = ready / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to("/no/such/python")
+    fake = FakeBuild()
+    setup_env.ensure(ready, {}, fake)
+    assert fake.builds == 1
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["failed", "interrupted"])
+def test_a_build_that_did_not_end_is_repaired(step, error, checkout):
+    with pytest.raises(KeyboardInterrupt if error else SetupError):
+        setup_env.ensure(checkout, {}, FakeBuild(fail_at=step, error=error))
+    assert (checkout / ".venv" / STAMP).read_text("utf-8") == "building\n"
+    fake = FakeBuild()
+    setup_env.ensure(checkout, {}, fake)
+    assert len(fake.commands) == 3
+    setup_env.ensure(checkout, {}, never)
+
+
+@pytest.mark.parametrize("stamp", ["", "building\n", "ready\n", "ready 0000 python 3.11\n"])
+def test_a_broken_stamp_is_repaired(stamp, ready):
+    (ready / ".venv" / STAMP).write_text(stamp, encoding="utf-8")
+    fake = FakeBuild()
+    setup_env.ensure(ready, {}, fake)
+    assert fake.builds == 1
+
+
+def test_an_empty_venv_folder_is_used_as_it_may_be_an_interrupted_first_step(checkout):
+    (checkout / ".venv").mkdir()
+    fake = FakeBuild()
+    setup_env.ensure(checkout, {}, fake)
+    assert fake.builds == 1
+
+
+def test_a_symlinked_venv_of_ours_is_emptied_and_stays_a_symlink(ready):
+    venv, disk = ready / ".venv", ready.with_name("big disk")
+    venv.rename(disk)
+    venv.symlink_to(disk)
+    edit(ready / "requirements.lock", "alpha==1.0", "alpha==1.1")
+    setup_env.ensure(ready, {}, FakeBuild())
+    assert venv.is_symlink()
+    assert (disk / STAMP).read_text("utf-8").startswith("ready ")
+
+
+def test_a_failed_step_is_one_message_with_exit_code_2(checkout, monkeypatch, capfd):
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=3),))
+    assert setup_env.main(checkout) == 2
+    message = capfd.readouterr().err
+    assert "installing the pinned packages ended with exit code 1" in message
+    assert "run make again: it repairs .venv" in message
+    assert "Traceback" not in message
+
+
+def test_ctrl_c_is_one_line_without_a_traceback(checkout, monkeypatch, capfd):
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=2, error=KeyboardInterrupt()),))
+    assert setup_env.main(checkout) == 130
+    assert capfd.readouterr().err.endswith("[setup] interrupted; the next make repairs .venv\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(checkout, monkeypatch):
+    (checkout / "requirements.lock").unlink()
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(),))
+    with pytest.raises(FileNotFoundError):
+        setup_env.main(checkout)
+
+
+def test_two_makes_at_once_build_once_and_the_second_says_that_it_waits(checkout, capfd):
+    fake, begun, go_on = FakeBuild(), threading.Event(), threading.Event()
+
+    def slow(command, root):
+        begun.set()
+        assert go_on.wait(30)
+        return fake(command, root)
+
+    first = threading.Thread(target=setup_env.ensure, args=(checkout, {}, slow))
+    second = threading.Thread(target=setup_env.ensure, args=(checkout, {}, never))
+    first.start()
+    assert begun.wait(30)
+    second.start()
+    output, end = "", time.monotonic() + 30
+    while "waiting for another make" not in output and time.monotonic() < end:
+        time.sleep(0.01)
+        output += capfd.readouterr().err
+    go_on.set()
+    first.join()
+    second.join()
+    assert "waiting for another make that builds .venv" in output
+    assert fake.builds == 1
+    setup_env.ensure(checkout, {}, never)
+
+
+def test_pip_keeps_the_users_settings_but_not_what_leads_it_astray():
+    environ = {
+        "HTTPS_PROXY": "p",
+        "PIP_INDEX_URL": "i",
+        "PIP_USER": "1",
+        "PIP_TARGET": "/x",
+        "PYTHONPATH": "/y",
+    }
+    environ |= {"MAKEFLAGS": " -- SET=x", "MAKELEVEL": "1"}
+    kept = setup_env.clean_environ(environ)
+    assert kept == {
+        "HTTPS_PROXY": "p",
+        "PIP_INDEX_URL": "i",
+        "PIP_USER": "0",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+
+
+# What is not ours
+
+
+def foreign_folder(venv):
+    (venv / "bin").mkdir(parents=True)
+    (venv / "pyvenv.cfg").write_text("home = /usr/bin\n", encoding="utf-8")
+
+
+def foreign_file(venv):
+    venv.write_text("notes", encoding="utf-8")
+
+
+def dangling_link(venv):
+    venv.symlink_to("/no/such/folder")
+
+
+@pytest.mark.parametrize("create", [foreign_folder, foreign_file, dangling_link])
+def test_a_foreign_venv_stays_untouched_and_the_ways_out_are_named(create, checkout, monkeypatch, capfd):
+    venv = checkout / ".venv"
+    create(venv)
+    before = sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")])
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
+    assert setup_env.main(checkout) == 2
+    assert sorted((str(path), path.lstat().st_mtime_ns) for path in [venv, *venv.rglob("*")]) == before
+    message = capfd.readouterr().err
+    assert "was not built by this project" in message
+    assert "VENV=.venv" in message
+    assert "mv .venv .venv.mine" in message
+
+
+def test_venv_of_the_users_is_accepted_as_it_is(checkout, tmp_path):
+    fake_python(tmp_path / "mine/bin/python", "3 9 0 /x")
+    setup_env.ensure(checkout, {"VENV": str(tmp_path / "mine")}, never)
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["mine", "~/mine"])
+def test_venv_without_a_python_is_refused_with_what_was_looked_for(name, checkout):
+    with pytest.raises(
+        SetupError, match=r"VENV=.*mine was asked for, but there is no program .*/bin/python"
+    ) as caught:
+        setup_env.ensure(checkout, {"VENV": name}, never)
+    assert ("~ inside quotes" in str(caught.value)) is name.startswith("~")
+
+
+# Which Python
+
+
+def test_the_real_probe_names_the_base_interpreter():
+    python = setup_env.probe(sys.executable)
+    assert python.version == HERE
+    assert Path(python.path).resolve() == BASE
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"), [("3 10 1 /x", "3.10"), ("3 14 1 /x", "3.14"), ("2 7 0 /x", "2.7")]
+)
+def test_a_named_python_that_is_too_old_or_too_new_is_refused(answer, version, tmp_path):
+    name = fake_python(tmp_path / "python", answer)
+    with pytest.raises(SetupError) as caught:
+        setup_env.named_python(name)
+    assert f"PYTHON={name} was asked for, but that is Python {version}" in str(caught.value)
+    assert "needs Python 3.11 to 3.13" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ["", "no python", "3 x 1 /x"])
+def test_a_named_program_that_is_no_python_is_refused(answer, tmp_path):
+    with pytest.raises(SetupError, match="nothing there answers as Python"):
+        setup_env.named_python(fake_python(tmp_path / "python", answer))
+
+
+def test_a_python_without_venv_names_the_debian_package(tmp_path):
+    with pytest.raises(SetupError, match=r"apt install python3-venv \(or python3.12-venv\)"):
+        setup_env.named_python(fake_python(tmp_path / "python", "3 12 0 /x"))
+
+
+def test_the_search_takes_the_first_python_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    fake_python(tmp_path / "python3", "3 9 1 /nine")
+    fake_python(tmp_path / "python3.13", "3 13 0 /without pip")
+    fake_python(tmp_path / "python3.12", "3 12 1 /has a space/python3.12")
+    fake_python(tmp_path / "python3.11", "3 11 1 /eleven")
+    assert setup_env.search_python() == Python("/has a space/python3.12", (3, 12), True)
+
+
+@pytest.mark.parametrize("answer", ["3 9 1 /x", "3 14 1 /x"])
+def test_when_nothing_fits_the_message_says_what_was_found(answer, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    # Shell scripts need no PATH: echo is built in.
+    fake_python(tmp_path / "python3", answer)
+    with pytest.raises(SetupError) as caught:
+        setup_env.search_python()
+    version = ".".join(answer.split()[:2])
+    assert f"found: python3 is {version}" in str(caught.value)
+    assert "PYTHON=/path" in str(caught.value)
+    assert "VENV=/path" in str(caught.value)
+
+
+def test_when_only_a_python_without_venv_is_there_the_message_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_python(tmp_path / "python3", "3 11 0 /usr/bin/python3")
+    with pytest.raises(SetupError, match=r"python3 is Python 3\.11 .* lacks the venv"):
+        setup_env.search_python()
+
+
+def test_a_named_python_of_another_version_rebuilds_and_is_then_kept(ready, monkeypatch):
+    other = Python("/other/python", (3, 99), True)
+    monkeypatch.setattr(setup_env, "named_python", lambda name: other)
+    fake = FakeBuild()
+    setup_env.ensure(ready, {"PYTHON": "other"}, fake)
+    assert fake.commands[0][0] == "/other/python"
+    monkeypatch.setattr(setup_env, "live_version", lambda venv: (3, 99))
+    setup_env.ensure(ready, {"PYTHON": "other"}, never)
+    setup_env.ensure(ready, {}, never)
+
+
+def test_setup_env_parses_on_an_old_python():
+    source = (ROOT / "scripts" / "setup_env.py").read_text(encoding="utf-8")
+    ast.parse(source, feature_version=(3, 6))
+    assert "from __future__ import annotations" not in source  # new in 3.7
+
+
+# The files that pin
+
+
+def pyproject():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def pins():
+    return lock.read_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+
+
+def test_the_supported_versions_are_those_of_pyproject():
+    oldest, beyond = setup_env.show(setup_env.OLDEST), (setup_env.NEWEST[0], setup_env.NEWEST[1] + 1)
+    assert pyproject()["project"]["requires-python"] == f">={oldest},<{setup_env.show(beyond)}"
+
+
+def test_the_digest_covers_every_requirement_of_pyproject():
+    covered = "\n".join(setup_env.dependency_lines((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    for requirement in lock.requirements(pyproject()):
+        assert f'"{requirement}"' in covered
+    assert "ruff" not in covered.replace('"ruff>=', "")
+
+
+def test_every_requirement_is_pinned_within_its_range():
+    found = pins()
+    for text in lock.requirements(pyproject()):
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(found[lock.canonical(requirement.name)]), text
+
+
+def test_the_lock_is_sorted_and_free_of_local_builds_and_of_what_torch_pins():
+    found = pins()
+    assert list(found) == sorted(found)
+    assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in found.values())
+    own = [name for name in found if lock.TORCH_OWN.match(name)]
+    assert own == ["nvidia-ml-py"]
+
+
+def test_no_build_file_names_a_host_or_a_path_of_one_machine():
+    for name in (
+        "Makefile",
+        "pyproject.toml",
+        "requirements.lock",
+        "scripts/setup_env.py",
+        "scripts/lock.py",
+    ):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert not re.search(r"https?://|file://|index-url|find-links|\.whl|/home/|/root|/tmp", text), name
+
+
+def test_the_report_becomes_pins_without_local_suffixes_and_cuda_packages():
+    names = {
+        "Torch": "2.13.0+cpu",
+        "nvidia_cublas": "1",
+        "cuda-bindings": "1",
+        "triton": "3",
+        "PyYAML": "6.0",
+    }
+    names["nvidia-ml-py"] = "13.1"
+    report = {
+        "install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]
+    }
+    expected = {"nvidia-ml-py": "13.1", "pyyaml": "6.0", "torch": "2.13.0"}
+    assert lock.report_pins(report, {"nvidia-ml-py"}) == expected
+
+
+def test_torch_stays_at_its_pin_unless_it_is_named():
+    assert lock.torch_pin({}, {"torch": "2.13.0"}) == "2.13.0"
+    assert lock.torch_pin({"TORCH": "2.14.1"}, {"torch": "2.13.0"}) == "2.14.1"
+    for environ, old in [({}, {}), ({"TORCH": "new"}, {"torch": "2.13.0"})]:
+        with pytest.raises(SetupError, match="make lock TORCH="):
+            lock.torch_pin(environ, old)
+
+
+def test_the_changes_of_a_lock_are_told_name_by_name():
+    old, new = {"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "1"}
+    assert lock.changes(old, new) == ["b 1 -> 2", "c 1 -> (none)", "d (none) -> 1"]
+
+
+def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "requirements.lock"
+    path.write_text("# old\nrich==1.0\ntorch==2.13.0\n", encoding="utf-8")
+    asked = []
+
+    def resolve(wanted, torch, python):
+        asked.append((wanted, torch))
+        names = {"torch": "2.13.0+cpu", "rich": "2.0"}
+        return {
+            "install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]
+        }
+
+    monkeypatch.setattr(lock, "LOCK", path)
+    monkeypatch.setattr(lock, "resolve", resolve)
+    monkeypatch.delenv("TORCH", raising=False)
+    lock.renew(Python(str(BASE), HERE, True))
+    assert asked == [(lock.requirements(pyproject()), "2.13.0")]
+    assert lock.read_pins(path.read_text(encoding="utf-8")) == {"rich": "2.0", "torch": "2.13.0"}
+    assert "[lock] rich 1.0 -> 2.0\n" in capsys.readouterr().out
+    assert [entry.name for entry in tmp_path.iterdir()] == ["requirements.lock"]
