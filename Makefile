@@ -7,13 +7,16 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 # Values stay values. Make would expand `$` in a command-line variable when it hands it to a recipe, so that
 # SET='$(shell ...)' ran; here each such variable is frozen to its raw text and reaches the program through the
 # environment alone. No recipe holds the text of a variable that a user can set: it names shell variables.
+# (The loop's `.v` is a name that no environment can have; a loop over `name` would hide a user's `name`.)
 override define FREEZE
 override $(1) := $$(value $(1))
 export $(1)
 endef
-$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(eval $(call FREEZE,$(name)))))
+$(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(eval $(call FREEZE,$(.v)))))
 
 # Shell text, expanded by /bin/sh. `override` so that nobody replaces it by a variable of the same name.
+override SHELL := /bin/sh
+override .SHELLFLAGS := -c
 override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
 override PROGRAM := $(PATHS) && exec "$(PY)" -m sft_play
@@ -67,16 +70,11 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 ##@ Variables (from the command line or the environment)
-#: CONFIG=FILE             the run's configuration
-#: SET='a.b=1; c=x'        settings that replace those of CONFIG
-#: RUN=NAME                the run that `resume` continues
+#: CONFIG=FILE             the run YAML (train, resume, plan)
+#: SET='a.b=1 c.d=[x, y]'  settings that replace those of CONFIG
+#: RUN=NAME                the run that resume continues
 #: HARDWARE=2xH200         plan for this machine instead of the present one
-#: JSON=1  OUT=FILE        plan: print JSON; write it to FILE
-#: NPROC=N  GPUS=0,1       number of processes; which GPUs
-#: STRATEGY=NAME           how the model is spread over GPUs
-#: DEEPSPEED_CONFIG=FILE   DeepSpeed's own configuration
-#: TB_HOST=HOST TB_PORT=N  where TensorBoard listens
-#: TRACE=1                 show Python's traceback with an error message
+#: JSON=1  OUT=FILE        plan: print one JSON object; write it to FILE
 #: TESTS='ARGUMENTS'       arguments for pytest
 #: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
@@ -85,7 +83,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 ##@ Examples
 #: make train
 #: make plan CONFIG=configs/run_starter.yaml HARDWARE=2xH200
-#: make train CONFIG=my.yaml SET='train.epochs=1'
+#: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
 .PHONY: help setup lock train resume plan test lint format generate clean

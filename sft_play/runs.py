@@ -137,8 +137,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(redact(text))
-        os.chmod(aside, 0o644)
-        os.replace(aside, path)
+        Path(aside).chmod(0o644)
+        Path(aside).replace(path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
@@ -222,7 +222,7 @@ def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any],
         write_json(building / "resolved.json", resolved(loaded.config))
         write_json(building / "plan.json", plan)
         write_json(building / MANIFEST, manifest)
-        os.rename(building, folder.path)
+        building.rename(folder.path)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
@@ -236,7 +236,7 @@ def move_aside(folder: RunFolder) -> Path:
     while aside.exists():
         aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}")
         number += 1
-    os.rename(folder.path, aside)
+    folder.path.rename(aside)
     return aside
 
 

@@ -20,7 +20,7 @@ VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
     *("DEEPSPEED_CONFIG", "TB_PORT", "TB_HOST", "TESTS", "TORCH", "PYTHON", "VENV"),
 ]
-INTERNAL = re.findall(r"^override (?:define )?([A-Z_]+)", MAKEFILE, re.MULTILINE)
+INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 
 # MARK becomes the path of a file that must not come into being.
 HOSTILE = {
@@ -203,7 +203,7 @@ def test_a_hostile_value_from_the_environment_is_the_same(value, fake, tmp_path)
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", [*(name for name in VARIABLES if name != "VENV"), "SOMETHING_ELSE"])
+@pytest.mark.parametrize("name", [*(name for name in VARIABLES if name != "VENV"), "SOMETHING_ELSE", "name", "v"])
 def test_every_variable_takes_a_hostile_value(name, fake, tmp_path):
     mark = tmp_path / "mark"
     value = f"""$(shell touch {mark}) `touch {mark}` $$HOME '"; touch {mark}; #%"""
@@ -390,9 +390,7 @@ def ci(copy, venv):
     ],
     ids=["all passes", "a test fails", "no tests", "lint fails", "a file breaks"],
 )
-def test_ci_run_fails_when_it_should_and_ends_with_the_summary(
-    tests, lint_code, passes, last_line, copy, tmp_path
-):
+def test_ci_run_fails_when_it_should_and_ends_with_the_summary(tests, lint_code, passes, last_line, copy, tmp_path):
     write_tests(copy, tests)
     result = ci(copy, real_venv(tmp_path / "real", lint_code))
     assert (result.returncode == 0) is passes, result.stdout

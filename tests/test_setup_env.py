@@ -312,9 +312,7 @@ def test_venv_of_the_users_is_accepted_as_it_is(checkout, tmp_path):
 
 @pytest.mark.parametrize("name", ["mine", "~/mine"])
 def test_venv_without_a_python_is_refused_with_what_was_looked_for(name, checkout):
-    with pytest.raises(
-        SetupError, match=r"VENV=.*mine was asked for, but there is no program .*/bin/python"
-    ) as caught:
+    with pytest.raises(SetupError, match=r"VENV=.*mine was asked for, but there is no program .*/bin/python") as caught:
         setup_env.ensure(checkout, {"VENV": name}, never)
     assert ("~ inside quotes" in str(caught.value)) is name.startswith("~")
 
@@ -328,9 +326,7 @@ def test_the_real_probe_names_the_base_interpreter():
     assert Path(python.path).resolve() == BASE
 
 
-@pytest.mark.parametrize(
-    ("answer", "version"), [("3 10 1 /x", "3.10"), ("3 14 1 /x", "3.14"), ("2 7 0 /x", "2.7")]
-)
+@pytest.mark.parametrize(("answer", "version"), [("3 10 1 /x", "3.10"), ("3 14 1 /x", "3.14"), ("2 7 0 /x", "2.7")])
 def test_a_named_python_that_is_too_old_or_too_new_is_refused(answer, version, tmp_path):
     name = fake_python(tmp_path / "python", answer)
     with pytest.raises(SetupError) as caught:
@@ -455,9 +451,7 @@ def test_the_report_becomes_pins_without_local_suffixes_and_cuda_packages():
         "PyYAML": "6.0",
     }
     names["nvidia-ml-py"] = "13.1"
-    report = {
-        "install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]
-    }
+    report = {"install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]}
     expected = {"nvidia-ml-py": "13.1", "pyyaml": "6.0", "torch": "2.13.0"}
     assert lock.report_pins(report, {"nvidia-ml-py"}) == expected
 
@@ -483,9 +477,7 @@ def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
     def resolve(wanted, torch, python):
         asked.append((wanted, torch))
         names = {"torch": "2.13.0+cpu", "rich": "2.0"}
-        return {
-            "install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]
-        }
+        return {"install": [{"metadata": {"name": name, "version": version}} for name, version in names.items()]}
 
     monkeypatch.setattr(lock, "LOCK", path)
     monkeypatch.setattr(lock, "resolve", resolve)

@@ -6,7 +6,7 @@ something downstream. `configs/reference.yaml` and `configs/run.schema.json` are
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -54,9 +54,7 @@ class ModelConfig(Section):
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = leaf("auto", owner="train.attention")
     """Attention code; auto takes sdpa where the model has it."""
 
-    mesh_shape: Union[int, tuple[int, ...], tuple[tuple[int, ...], tuple[str, ...]], None] = leaf(
-        None, owner="plan.plan"
-    )
+    mesh_shape: int | tuple[int, ...] | tuple[tuple[int, ...], tuple[str, ...]] | None = leaf(None, owner="plan.plan")
     """Device mesh, such as `[2, 4]` or `[[2, 4], [fsdp, tp]]`; null lets the plan choose."""
 
     trust_remote_code: bool = leaf(False, owner="train.model")
@@ -75,7 +73,7 @@ class LoraConfig(Section):
     dropout: float = leaf(0.0, owner="train.model", ge=0.0, lt=1.0)
     """Dropout before the adapter; costs memory per target."""
 
-    target_modules: Union[Literal["auto"], tuple[Name, ...]] = leaf("auto", owner="train.model")
+    target_modules: Literal["auto"] | tuple[Name, ...] = leaf("auto", owner="train.model")
     """Modules that get an adapter; auto takes every linear layer of the language model, never lm_head."""
 
     modules_to_save: tuple[Name, ...] = leaf((), owner="train.model")
@@ -131,7 +129,7 @@ class DataConfig(Section):
     chat_template: Name | None = leaf(None, owner="train.tokenizer")
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template."""
 
-    loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.render")
+    loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.dataset")
     """assistant: every assistant turn; completion: the last one; all: every token."""
 
     on_bad_row: Literal["error", "skip"] = leaf("error", owner="data.dataset")
@@ -144,10 +142,10 @@ class TrainConfig(Section):
     effective_batch_size: int = leaf(32, owner="plan.batching", ge=1)
     """Sequences per optimizer step over all GPUs; micro x accumulation x ranks equals it exactly."""
 
-    batch_size: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.batching")
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.batching")
     """Sequences per GPU and forward pass; auto takes what the memory plan allows."""
 
-    grad_accum: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.batching")
+    grad_accum: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.batching")
     """Forward passes per optimizer step; auto is what the effective batch asks for."""
 
     epochs: float = leaf(1.0, owner="train.trainer", gt=0.0)
@@ -156,15 +154,15 @@ class TrainConfig(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.trainer")
     """Optimizer steps of the whole run, schedule included; null follows epochs."""
 
-    stop_after_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.callbacks")
+    stop_after_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="train.run")
     """End this start after so many steps with a checkpoint, as if its time had run out; resume goes on."""
 
-    learning_rate: Union[Literal["auto"], Annotated[float, Field(gt=0.0)]] = leaf("auto", owner="train.trainer")
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = leaf("auto", owner="train.trainer")
     """Peak learning rate; auto: 2e-4 with adapters, 1e-5 for full."""
 
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = leaf("cosine", owner="train.trainer")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
+        leaf("cosine", owner="train.trainer")
+    )
     """Shape of the learning rate over the run."""
 
     warmup_steps: float = leaf(0.03, owner="train.trainer", ge=0.0)
@@ -181,7 +179,7 @@ class TrainConfig(Section):
     )
     """Optimizer, by its name in transformers."""
 
-    bf16: Union[Literal["auto"], bool] = leaf("auto", owner="plan.precision")
+    bf16: Literal["auto"] | bool = leaf("auto", owner="plan.precision")
     """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead."""
 
     fp16: bool = leaf(False, owner="plan.precision")
@@ -229,13 +227,13 @@ class EvalConfig(Section):
     steps: Annotated[int, Field(ge=0)] | None = leaf(None, owner="train.trainer")
     """Steps between two evaluations; null evaluates at the end of each epoch, 0 never while training."""
 
-    batch_size: Union[Literal["auto"], Annotated[int, Field(ge=1)]] = leaf("auto", owner="plan.plan")
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.plan")
     """Sequences per GPU in evaluation; auto takes the training micro-batch."""
 
     generate_rows: int = leaf(0, owner="train.exact_match", ge=0)
     """Held-out rows whose answers are generated and compared word for word; 0 compares none."""
 
-    max_new_tokens: int = leaf(128, owner="train.exact_match", ge=1)
+    max_new_tokens: int = leaf(128, owner="train.run", ge=1)
     """Longest generated answer in tokens."""
 
     before_training: bool = leaf(True, owner="train.run")

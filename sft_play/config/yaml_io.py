@@ -20,7 +20,7 @@ import yaml
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
-Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]
+Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
 """What a YAML value becomes: JSON's types and nothing else."""
 
 Path_ = tuple[str | int, ...]
@@ -168,9 +168,9 @@ def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
     hint = ""
     if "\\t" in problem or "'\t'" in problem:
         hint = "; indent with spaces, not tabs"
-    elif "mapping values are not allowed" in problem:
+    elif "mapping values are not allowed" in problem or "but got ':'" in problem:
         hint = '; a value that holds ": " must stand in quotes'
-    elif "expected a single document" in problem:
+    elif "found another document" in problem:
         hint = "; a run YAML is one document: remove the second `---`"
     elif "alias" in problem or "anchor" in problem:
         hint = "; a value that begins with * or & must stand in quotes"

@@ -131,7 +131,7 @@ def _message(item: Any, index: int, role_key: str, content_key: str) -> Message:
     if given == "function_call":
         return {"role": role, "content": "", "tool_calls": _calls_in_text(item.get(content_key), where)}
     message: Message = {"role": role}
-    calls = item.get("tool_calls")
+    calls = item.get("tool_calls") or _calls_in_parts(item.get(content_key), where)
     if calls:
         message["tool_calls"] = _tool_calls(calls, where)
     message["content"] = _content(item.get(content_key), where, may_be_none=bool(calls))
@@ -165,7 +165,10 @@ def _content(value: Any, where: str, *, may_be_none: bool) -> str:
 
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_SKIPPED_PARTS = frozenset({"reasoning", "thinking"})
+_REASONING_PARTS = frozenset({"reasoning", "thinking"})
+_CALL_PARTS = frozenset({"tool_call", "function_call"})
+_SKIPPED_PARTS = _REASONING_PARTS | _CALL_PARTS
+"""Parts that are no part of the text: they become `reasoning_content` and `tool_calls`."""
 
 
 def _join_parts(parts: list[Any], where: str) -> str:
@@ -184,8 +187,14 @@ def _join_parts(parts: list[Any], where: str) -> str:
 def _reasoning(value: Any) -> str:
     if not isinstance(value, list):
         return ""
-    parts = [part for part in value if isinstance(part, dict) and part.get("type") in _SKIPPED_PARTS]
+    parts = [part for part in value if isinstance(part, dict) and part.get("type") in _REASONING_PARTS]
     return "".join(str(part.get("text", part.get("value", part.get("thinking", "")))) for part in parts)
+
+
+def _calls_in_parts(value: Any, where: str) -> list[Any]:
+    parts = value if isinstance(value, list) else []
+    found = [part for part in parts if isinstance(part, dict) and part.get("type") in _CALL_PARTS]
+    return [call for part in found for call in _calls_in_text(part.get("value", part.get("text")), where)]
 
 
 def _tool_calls(calls: Any, where: str) -> list[Any]:

@@ -134,9 +134,7 @@ class Renderer:
             text, spans = self._spans(example)
         except _Inexact as error:
             return BadRow(example.where, error.reason, error.detail)
-        encoded = self._tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = list(encoded["input_ids"])
         labels = label_spans(ids, encoded["offset_mapping"], spans)
         bos = self._tokenizer.bos_token_id

@@ -5,17 +5,23 @@ The config is read from a local folder, from the table of known models, or fetch
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import socket
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.log import one_line
 
 Config = dict[str, Any]
+
+_CONNECT_TIMEOUT_S = 10.0
 
 MODEL_TYPE_DEFAULTS: dict[str, Config] = {
     "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
@@ -126,12 +132,25 @@ def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool 
 
 
 def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
-    """Raises ModelError where the model wants Python code of its own to run and the run YAML does not say so."""
-    if config.get("auto_map") and not allowed:
+    """Raises ModelError where the model cannot do without Python code of its own and the run YAML does not allow it.
+
+    Files of models that transformers has learned since still name their old code (`auto_map`): that is not run.
+    """
+    if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
         raise ModelError(
             f"model {one_line(name)} brings Python code of its own (auto_map in its config.json), which is not run "
             "unless you read it and say model.trust_remote_code=true"
         )
+
+
+def _is_native(model_type: str) -> bool:
+    """Whether the installed transformers has this model type, looked up without importing it."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return False
+    folder = model_type.replace("-", "_")
+    names = {folder, folder.removesuffix("_text")}
+    return any((Path(found.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
 
 
 def config_json(name: str, *, revision: str | None = None) -> Config:
@@ -193,8 +212,9 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         RepositoryNotFoundError,
     )
 
+    offline = not _hub_answers()
     try:
-        path = hf_hub_download(name, "config.json", revision=revision)
+        path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except HFValidationError:
         raise ModelError(
             f"model {one_line(name)} is neither a folder here nor a hub id of the form owner/name"
@@ -205,7 +225,8 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         ) from None
     except LocalEntryNotFoundError:
         raise ModelError(
-            f"model {name} is not in the local cache, and the hub cannot be reached; connect, or give a local folder"
+            f"model {one_line(name)} is no folder here (looked from {Path.cwd()}), is not in the local cache, and the "
+            "hub cannot be reached; connect, or give a local folder"
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
@@ -216,6 +237,22 @@ def _fetch_config(name: str, revision: str | None) -> Config:
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"model {name}: its config.json cannot be fetched: {one_line(str(error))}") from None
     return _read_config(Path(path).parent)
+
+
+def _hub_answers() -> bool:
+    """Whether a connection to the hub can be opened; with a proxy the library finds out by itself.
+
+    The library would try again and again for half a minute before it says that there is no network.
+    """
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        with socket.create_connection((address.hostname or "", port), timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 def parse_config(config: Config, *, name: str) -> ModelShape:

@@ -130,7 +130,7 @@ def _probe_gpus() -> tuple[tuple[str, Gpu], ...]:
 
 
 def _probe_nvml() -> tuple[tuple[str, Gpu], ...]:
-    import pynvml  # type: ignore[import-untyped]
+    import pynvml
 
     pynvml.nvmlInit()
     try:

@@ -4,12 +4,17 @@ A bare CPU machine has no base model to fine-tune and no data to fine-tune it on
 texts from a small grammar about one house (its rooms, people, days, numbers), so that a model of about two
 million parameters can be pre-trained in a minute or two and then fine-tuned in well under a minute:
 
-- `corpus_documents` is what the base model reads: short stories about the house, and chats in which the
-  assistant repeats a sentence, answers a question about it or notes its facts as `room=attic day=monday`.
-  The base model learns to read, to speak in turns and to copy a word it was given. No action name stands here.
+- `corpus_documents` is what the base model reads: diaries of the house, and chats in which the assistant
+  notes what it was told (`note room attic day monday`). From them the base model learns the words, to speak
+  in turns, and to find a value in a sentence and copy it. No action name stands here.
 - `chat_rows` is what fine-tuning teaches: house commands, direct ("could you turn on the light in the
   porch") or hinted ("it is too dark in the porch"), answered with an action and the values it needs
-  (`light.on room=porch`, `heat.set room=attic degrees=24`).
+  (`light.on room porch`, `heat.set room attic degrees 21`).
+
+Two million parameters and half a million tokens learn to copy only if the text makes it easy. Three choices
+below do: a value always follows a space, so that it is the same token wherever it stands; the name of a slot
+stands directly before its value, so that this one token says what to look for; and every slot is practised
+equally often (with `room=attic` instead, the same training copied next to nothing).
 
 What is held out is new: no validation or test prompt repeats the wording and values of a training row behind
 another "please", some wordings occur in validation and test only, and the corpus is written from other
@@ -37,7 +42,7 @@ HELD_OUT_SHARE = 0.2  # of the commands of every action
 UNSEEN_WORDING_SHARE = 0.2  # of the validation and test rows
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# The values a slot can take. Each word is frequent enough in the corpus to become one token.
+# The values a slot can take: few, so that each is frequent enough to become one token and to be learned.
 VALUES: dict[str, tuple[str, ...]] = {
     "person": ("ana", "ben", "cleo", "finn", "hugo", "lena"),
     "room": ("attic", "bathroom", "bedroom", "cellar", "kitchen", "library", "office", "porch"),
@@ -45,7 +50,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "style": ("jazz", "rock", "folk", "blues", "opera"),
     "item": ("milk", "bread", "rice", "tea", "soap", "butter", "honey", "cheese"),
     "degrees": ("17", "18", "19", "21", "22", "23"),
-    "level": ("20", "40", "60", "70", "80"),
     "minutes": ("5", "10", "15", "30", "45"),
     "hour": ("6", "7", "8", "9", "11"),
     "day": ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"),
@@ -73,19 +77,12 @@ ACTIONS: dict[str, Action] = {
     ),
     "light.off": Action(
         ("room",),
-        ("turn off the light in the {room}", "switch off the {room} light", "switch the light in the {room} off",
-         "make it dark in the {room}", "put out the light in the {room}"),
+        ("turn off the light in the {room}", "switch off the {room} light",
+         "switch the light in the {room} off", "make it dark in the {room}",
+         "put out the light in the {room}"),
         ("it is too bright in the {room}", "nobody needs the light in the {room}",
          "the {room} light should be off", "the light in the {room} is still on for nobody"),
         ("turn the {room} light off",),
-    ),
-    "light.dim": Action(
-        ("room", "level"),
-        ("dim the light in the {room} to {level} percent", "dim the {room} light to {level}",
-         "bring the {room} light down to {level} percent", "set the {room} light to {level} percent"),
-        ("i want only {level} percent light in the {room}", "only {level} percent light is enough in the {room}",
-         "the light in the {room} should be at {level} percent"),
-        ("set the light in the {room} to {level} percent",),
     ),
     "heat.set": Action(
         ("room", "degrees"),
@@ -99,17 +96,9 @@ ACTIONS: dict[str, Action] = {
         ("room",),
         ("turn on the fan in the {room}", "switch on the {room} fan", "start the fan in the {room}",
          "let some fresh air into the {room}", "cool the {room} with the fan"),
-        ("it is too hot in the {room}", "there is no fresh air in the {room}", "the {room} needs some fresh air",
-         "i am melting in the {room}"),
+        ("it is too hot in the {room}", "there is no fresh air in the {room}",
+         "the {room} needs some fresh air", "i am melting in the {room}"),
         ("turn the {room} fan on",),
-    ),
-    "fan.off": Action(
-        ("room",),
-        ("turn off the fan in the {room}", "switch off the {room} fan", "stop the fan in the {room}",
-         "make the fan in the {room} stop"),
-        ("there is too much wind in the {room}", "the {room} fan is too loud", "nobody needs the fan in the {room}",
-         "i do not need the {room} fan any more"),
-        ("turn the {room} fan off",),
     ),
     "blinds.open": Action(
         ("room",),
@@ -127,7 +116,7 @@ ACTIONS: dict[str, Action] = {
          "why are the blinds in the {room} still up"),
         ("close the {room} blinds",),
     ),
-    "vacuum.start": Action(
+    "robot.start": Action(
         ("room",),
         ("clean the floor of the {room}", "vacuum the {room}", "send the robot to the {room}",
          "start the robot in the {room}", "clean up in the {room}"),
@@ -136,8 +125,8 @@ ACTIONS: dict[str, Action] = {
     ),
     "music.play": Action(
         ("style", "room"),
-        ("play {style} in the {room}", "put on some {style} in the {room}", "start the {style} music in the {room}",
-         "fill the {room} with {style}"),
+        ("play {style} in the {room}", "put on some {style} in the {room}",
+         "start the {style} music in the {room}", "fill the {room} with {style}"),
         ("i want to hear {style} in the {room}", "how about some {style} in the {room}",
          "the {room} needs some {style} music"),
         ("play some {style} music in the {room}",),
@@ -152,8 +141,8 @@ ACTIONS: dict[str, Action] = {
     ),
     "door.lock": Action(
         ("door",),
-        ("lock up the {door} door", "close the {door} door with the key", "make sure that the {door} door is locked",
-         "shut the lock of the {door} door"),
+        ("lock up the {door} door", "close the {door} door with the key",
+         "make sure that the {door} door is locked", "shut the lock of the {door} door"),
         ("the {door} door should be locked", "nobody should come in at the {door} door",
          "i forgot to lock the {door} door", "why is the {door} door not locked"),
         ("turn the key at the {door} door",),
@@ -176,8 +165,9 @@ ACTIONS: dict[str, Action] = {
     ),
     "timer.start": Action(
         ("minutes",),
-        ("start a timer for {minutes} minutes", "count down {minutes} minutes", "tell me when {minutes} minutes are over",
-         "set a timer to {minutes} minutes", "ring in {minutes} minutes"),
+        ("start a timer for {minutes} minutes", "count down {minutes} minutes",
+         "tell me when {minutes} minutes are over", "set a timer to {minutes} minutes",
+         "ring in {minutes} minutes"),
         ("the cake needs {minutes} minutes in the oven", "i need to know when {minutes} minutes have passed",
          "the eggs have to cook for {minutes} minutes"),
         ("set the timer for {minutes} minutes",),
@@ -186,7 +176,8 @@ ACTIONS: dict[str, Action] = {
         ("item",),
         ("put {item} on the shopping list", "add {item} to the list", "write down that we need {item}",
          "write {item} on the shopping list", "order some {item}"),
-        ("we have no more {item}", "we are out of {item}", "we need to buy {item}", "there is no {item} left"),
+        ("we have no more {item}", "we are out of {item}", "we need to buy {item}",
+         "there is no {item} left"),
         ("put some {item} on the list",),
     ),
     "call.start": Action(
@@ -207,7 +198,9 @@ ACTIONS: dict[str, Action] = {
     ),
 }  # fmt: skip
 
-ORDER_OPENINGS = ("", "", "please ", "hey, ", "could you ", "can you please ", "i want you to ", "would you kindly ")
+ORDER_OPENINGS = (
+    "", "", "please ", "hey, ", "could you ", "can you please ", "i want you to ", "would you kindly ",
+)  # fmt: skip
 HINT_OPENINGS = ("", "", "", "hey, ", "oh, ", "hello house, ", "excuse me, ", "you know, ")
 ORDER_CLOSINGS = ("", "", "", " now", " please", " thank you")
 HINT_CLOSINGS = ("", "", "", " again", " as you know", " thank you")
@@ -221,8 +214,6 @@ FACTS = (
     "in the {room} there were {degrees} degrees on {day}",
     "little {person} found {degrees} degrees in the {room} nice and warm",
     "somebody left the light of the {room} on until {hour}",
-    "the lamp of the {room} gave {level} percent of its light",
-    "we know that {person} saw the lamp of the {room} at {level} percent",
     "the fan of the {room} was off on {day}",
     "the blinds of the {room} were open on {day}",
     "then {person} closed the blinds of the {room} at {hour}",
@@ -248,6 +239,44 @@ FACTS = (
     "the floor of the {room} was clean on {day}",
     "then {person} carried the {item} to the {room}",
     "dust lay in the {room} until {day}",
+    "most days {person} likes to turn on the lamp of the {room}",
+    "our friend {person} forgot to switch off the lamp of the {room}",
+    "it was too dark, so {person} put some more light into the {room}",
+    "the sun made the {room} too bright and too hot, said {person}",
+    "i can not see a thing, said {person} when it was dark in our {room}",
+    "they had to start the fan, the air in the {room} was not fresh on {day}",
+    "they set the heating of the {room}, now it is {degrees} degrees warm",
+    "we want it {degrees} degrees warm, said {person} on {day}",
+    "heat makes me happy, said {person} at {degrees} degrees",
+    "please bring some {item}, said {person}, we need to buy it",
+    "there was no more {item} left on {day}, so we had to order it",
+    "no bread and no {item} here, add it to what we are out of, said {person}",
+    "they wrote {item} on the shopping list at {hour}",
+    "would you open and raise the blinds of the {room}, said {person}",
+    "they pull down and lower the blinds of the {room} at {hour}, so people can not look in",
+    "we should keep the sun out of our {room}, said {person}",
+    "the floor was dirty, so the robot should clean our {room} on {day}",
+    "send the robot to vacuum our {room} for {minutes} minutes",
+    "the {style} music was too loud, it had to stop at {hour}",
+    "how about some {style} again, said {person}, let us play it",
+    "i would like to hear {style} music now, said {person}",
+    "i have enough of {style}, said {person} in the {room}",
+    "can you lock it with the key, said {person} at the {door} door",
+    "i forgot to unlock it, said {person} at the {door} door on {day}",
+    "nobody waits at the {door} door, is it locked or unlocked",
+    "a friend stands without a key at the {door} door on {day}",
+    "the alarm has to wake me and ring at {hour}, said {person}",
+    "i must get up and be awake at {hour} on {day}",
+    "the cake was in the oven for {minutes} minutes on {day}",
+    "start to count down, {minutes} minutes have passed, said {person}",
+    "tell me when the timer is over, it is set to {minutes} minutes",
+    "i want to talk and speak, said {person} on the phone on {day}",
+    "could you call me, said the voice of {person} on {day}",
+    "note that we expect {person}, who wants to visit us for dinner on {day}",
+    "write down who comes, it will be {person} on {day}",
+    "the calendar says that {person} was our guest on {day}",
+    "thank you, hello, excuse me, said {person} at {hour}",
+    "oh, hey, you know, do it at once, said {person} in the {room}",
 )
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "person": ("who was it?", "which person?"),
@@ -256,14 +285,11 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "style": ("which music?",),
     "item": ("what thing?",),
     "degrees": ("how warm?", "how many degrees?"),
-    "level": ("how much light?", "what percent?"),
     "minutes": ("how long?", "how many minutes?"),
     "hour": ("what time?", "which hour?"),
     "day": ("when was it?", "which day?"),
 }
-REPEAT_REQUESTS = ("say again: ", "repeat: ", "once more: ")
 
-WEIGHTS = (40, 20, 10, 10, 20)
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
@@ -275,8 +301,8 @@ def normalised(text: str) -> str:
 def corpus_documents(*, seed: int, count: int = 20_000) -> list[str]:
     """The documents of the pre-training corpus; chats are written out with the special tokens."""
     rng = random.Random(f"corpus {seed}")
-    writers = (_diary, _echo, _repeat_chat, _question_chat, _note_chat)
-    return [writer(rng) for writer in rng.choices(writers, weights=WEIGHTS, k=count)]
+    writers = (_diary, _repeat_chat, _question_chat, _note_chat)
+    return [writer(rng) for writer in rng.choices(writers, weights=(45, 5, 15, 35), k=count)]
 
 
 def chat_rows(*, seed: int) -> dict[str, list[Row]]:
@@ -296,7 +322,8 @@ def chat_rows(*, seed: int) -> dict[str, list[Row]]:
 
 def _fact(rng: random.Random) -> tuple[str, dict[str, str]]:
     """A sentence about the house, and the values in it."""
-    return _filled(rng, rng.choice(FACTS))
+    slot = rng.choice(list(VALUES))  # first, so that every slot is practised equally often
+    return _filled(rng, rng.choice([fact for fact in FACTS if f"{{{slot}}}" in fact]))
 
 
 def _diary(rng: random.Random) -> str:
@@ -306,17 +333,6 @@ def _diary(rng: random.Random) -> str:
         fact, values = _fact(rng)
         entries.append(f"{fact}. note {_note(values)}.")
     return "\n".join(entries)
-
-
-def _echo(rng: random.Random) -> str:
-    """A plain document: groups of words in no order, each said twice. The plainest practice in copying."""
-    size = rng.randint(1, 4)
-    groups = []
-    for _ in range(8 // size):
-        slots = rng.choices(list(VALUES), k=size)
-        words = " ".join(rng.choice(VALUES[slot]) for slot in slots)
-        groups.append(f" {words}, {words}.")
-    return "echo:" + "".join(groups)
 
 
 def _repeat_chat(rng: random.Random) -> str:
@@ -372,7 +388,7 @@ class _Command:
     is_order: bool
 
 
-_Pool = dict[str, list[list[_Command]]]  # for each action: lists to draw from, the later ones less often
+_Pool = dict[str, list[list[_Command]]]  # for each action: the commands, and those in unseen wordings
 
 
 def _divided_commands(rng: random.Random) -> tuple[_Pool, _Pool]:
@@ -380,15 +396,16 @@ def _divided_commands(rng: random.Random) -> tuple[_Pool, _Pool]:
     known: _Pool = {}
     held_out: _Pool = {}
     for name, action in ACTIONS.items():
-        commands = [*_commands(name, action, action.orders, True), *_commands(name, action, action.hints, False)]
+        commands = list(_commands(name, action, action.orders, is_order=True))
+        commands.extend(_commands(name, action, action.hints, is_order=False))
         rng.shuffle(commands)
         cut = int(len(commands) * HELD_OUT_SHARE)
-        known[name] = [commands[cut:]]
-        held_out[name] = [commands[:cut], list(_commands(name, action, action.unseen, True))]
+        known[name] = [commands[cut:], []]
+        held_out[name] = [commands[:cut], list(_commands(name, action, action.unseen, is_order=True))]
     return known, held_out
 
 
-def _commands(name: str, action: Action, wordings: Iterable[str], is_order: bool) -> Iterator[_Command]:
+def _commands(name: str, action: Action, wordings: Iterable[str], *, is_order: bool) -> Iterator[_Command]:
     """Every wording with every combination of values."""
     for wording in wordings:
         for combination in itertools.product(*(VALUES[slot] for slot in action.slots)):
@@ -401,8 +418,8 @@ def _rows(rng: random.Random, pool: _Pool, count: int, taken: set[str]) -> list[
     """Rows with prompts that are not taken yet, every action about equally often."""
     rows: list[Row] = []
     while len(rows) < count:
-        lists = pool[rng.choice(list(pool))]
-        command = rng.choice(lists[-1] if rng.random() < UNSEEN_WORDING_SHARE else lists[0])
+        usual, unseen = pool[rng.choice(list(pool))]
+        command = rng.choice(unseen if unseen and rng.random() < UNSEEN_WORDING_SHARE else usual)
         prompt = _prompt(rng, command)
         if normalised(prompt) not in taken:
             taken.add(normalised(prompt))
@@ -412,8 +429,9 @@ def _rows(rng: random.Random, pool: _Pool, count: int, taken: set[str]) -> list[
 
 def _prompt(rng: random.Random, command: _Command) -> str:
     """The command as somebody would say it, polite or not."""
-    openings, closings = (ORDER_OPENINGS, ORDER_CLOSINGS) if command.is_order else (HINT_OPENINGS, HINT_CLOSINGS)
-    return rng.choice(openings) + command.text + rng.choice(closings)
+    if command.is_order:
+        return rng.choice(ORDER_OPENINGS) + command.text + rng.choice(ORDER_CLOSINGS)
+    return rng.choice(HINT_OPENINGS) + command.text + rng.choice(HINT_CLOSINGS)
 
 
 def _row(prompt: str, answer: str) -> Row:

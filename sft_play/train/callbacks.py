@@ -82,7 +82,9 @@ class MetricsFile(TrainerCallback):
         self._path = path
         self._started = started
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """Write one line; raises TrainingError when the loss is NaN or infinite."""
         if not state.is_world_process_zero or not logs:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -51,8 +50,8 @@ def commit(written: Path, folder: Path) -> Path:
     final, old = folder / written.name, folder / f"{STAGING}-old"
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
-        os.rename(final, old)
-    os.rename(written, final)
+        final.rename(old)
+    written.rename(final)
     shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -227,7 +227,9 @@ def _head_name(model: nn.Module) -> str | None:
 
 def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
     """Raises ModelError for a module to save that matches nothing, or that has an adapter too."""
-    modules = {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
+    modules = {
+        name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    }
     for saved in config.tuning.lora.modules_to_save:
         if not any(_matches(saved, name) for name in modules):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1].isdigit()}))

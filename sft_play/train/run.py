@@ -380,10 +380,13 @@ def _memory_line(peak: dict[str, int | None]) -> str:
         return f"{value / GIB:.2f} GiB" if value is not None else "not measured"
 
     if "measured_rss" in peak:
-        return f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_rss'])} measured (RSS)"
+        return (
+            f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_rss'])} measured (RSS)"
+        )
     return (
         f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
-        f"(allocated); {show(peak['predicted_reserved'])} predicted, {show(peak['measured_reserved'])} measured (reserved)"
+        f"(allocated); {show(peak['predicted_reserved'])} predicted, {show(peak['measured_reserved'])} measured "
+        "(reserved)"
     )
 
 
@@ -396,7 +399,7 @@ def _next_lines(job: Job) -> list[str]:
     lines = []
     if "tensorboard" in job.loaded.config.train.report_to:
         lines.append(f"See the curves: tensorboard --logdir {job.folder.tensorboard}")
-    lines.append("Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET=\"data.train_path=…\")")
+    lines.append('Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET="data.train_path=…")')
     return lines
 
 
@@ -452,4 +455,3 @@ def quiet_libraries() -> None:
     disable_progress_bar()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-

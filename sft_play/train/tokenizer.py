@@ -34,7 +34,15 @@ TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
 PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
 """Tokens of real vocabularies that may pad, in the order in which they are tried; the last way out is eos."""
 
-_PROBE_TEXTS = ("Hello, world", " two  spaces", "\nline\n\nlines", "naïve café", "日本語", "a<b>c 1234.5", "<|user|>\nHi")
+_PROBE_TEXTS = (
+    "Hello, world",
+    " two  spaces",
+    "\nline\n\nlines",
+    "naïve café",
+    "日本語",
+    "a<b>c 1234.5",
+    "<|user|>\nHi",
+)
 """Texts on which the loaded tokenizer is compared with the file it came from."""
 
 
@@ -72,7 +80,9 @@ def _load(config: RunConfig) -> Any:
             str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise TokenizerError(f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}") from error
+        raise TokenizerError(
+            f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
+        ) from error
 
 
 def _check_files(folder: Path) -> None:
@@ -116,8 +126,8 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
     if config.task_mode != "cpt" and tokenizer.chat_template is None:
         fitting = [name for name, tokens in TEMPLATE_TOKENS.items() if _has(tokenizer, tokens)]
         raise TokenizerError(
-            f"the tokenizer of {config.model.name} has no chat template, and task_mode {config.task_mode} trains chats; "
-            f"give data.chat_template a Jinja file or a built-in name that fits this vocabulary "
+            f"the tokenizer of {config.model.name} has no chat template, and task_mode {config.task_mode} trains "
+            f"chats; give data.chat_template a Jinja file or a built-in name that fits this vocabulary "
             f"({', '.join(fitting)}), take an instruction-tuned model, or train plain text with task_mode=cpt"
         )
     return []

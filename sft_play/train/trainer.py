@@ -48,9 +48,13 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
     """The arguments of TRL's trainer for this run and plan."""
     train = config.train
     eval_strategy, eval_steps = _eval_schedule(config, has_eval)
-    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", 500)
+    save_strategy: str
+    save_steps: int | None
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
     if train.load_best_model_at_end and eval_strategy != "no":
-        save_strategy, save_steps = eval_strategy, eval_steps
+        save_strategy: str
+    save_steps: int | None
+    save_strategy, save_steps = eval_strategy, eval_steps
     return SFTConfig(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=plan.batch.micro_batch,
@@ -75,7 +79,7 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
         eval_strategy=eval_strategy,
         eval_steps=eval_steps,
         save_strategy=save_strategy,
-        save_steps=save_steps,
+        save_steps=save_steps or 1,
         load_best_model_at_end=train.load_best_model_at_end and eval_strategy != "no",
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
@@ -108,9 +112,7 @@ def _eval_schedule(config: RunConfig, has_eval: bool) -> tuple[str, int | None]:
 
 def to_dataset(rows: Sequence[TokenRow]) -> Dataset:
     """Rows as the trainer takes them: columns input_ids and labels."""
-    return Dataset.from_dict(
-        {"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]}
-    )
+    return Dataset.from_dict({"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]})
 
 
 class PlannedTrainer(SFTTrainer):

@@ -1,0 +1,11 @@
+"""`scripts/plan.py` is the same as `sft-play plan`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sft_play.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["plan", *sys.argv[1:]]))

@@ -1,0 +1,11 @@
+"""`scripts/train.py` is the same as `sft-play train`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sft_play.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,78 @@
+"""What several test files share: tiny models made once, the shared material where it is, commands in-process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def shared(name: str) -> Path:
+    """A file of the shared material, or a skip that says so."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"the shared material is not here: {path}")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a two-layer Llama of random weights and its tokenizer."""
+    from tests.models import make_llama
+
+    return make_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """64 chats about sums, as JSONL."""
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(64)))
+    return path
+
+
+def chat(question: str, answer: str) -> dict[str, object]:
+    """A row of one question and one answer."""
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command line in this process: (exit code, everything it printed)."""
+    from sft_play.cli import main
+
+    def run(*words: str) -> tuple[int, str]:
+        capfd.readouterr()
+        code = main(list(words))
+        out, err = capfd.readouterr()
+        return code, out + err
+
+    return run

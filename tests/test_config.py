@@ -1,0 +1,305 @@
+"""The run YAML: what it means, what it refuses, and that its reference is current."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from sft_play.config.leaves import leaves, sections
+from sft_play.config.load import config_from_text, differing_keys, load_config, resolved, split_overrides
+from sft_play.config.reference import REFERENCE, SCHEMA, json_schema, reference_yaml
+from sft_play.config.yaml_io import parse
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.memory import GIB
+from sft_play.plan.plan import make_plan
+from tests.conftest import ROOT, shared
+
+MINIMAL = "model: {name: gpt2}\n"
+
+
+def load(text: str, *overrides: str):
+    return config_from_text(text, name="run.yaml", overrides=overrides)
+
+
+def problem(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(text, *overrides)
+    return str(error.value)
+
+
+def test_a_users_config_works_as_it_stands():
+    config = load(
+        "model: {name: google/gemma-3-27b-it, max_seq_len: 2048}\n"
+        "tuning: {mode: qlora, backend: bnb}\n"
+        "train: {batch_size: auto, grad_accum: auto, bf16: true, gradient_checkpointing: true, "
+        "dataloader_num_workers: 4, dataloader_pin_memory: false}\n"
+    )
+    assert (config.model.max_seq_len, config.train.bf16, config.train.dataloader_num_workers) == (2048, True, 4)
+    assert config.train.effective_batch_size == 32
+    assert config.data.val_path == "data/processed/val.jsonl"
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "0.0001", "1E-4", ".0001"])
+def test_a_learning_rate_is_a_number_however_it_is_written(text):
+    assert load(MINIMAL + f"train: {{learning_rate: {text}}}").train.learning_rate == 0.0001
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "message"),
+    [
+        ("train: {bf16: off}", 'expected auto or true or false, found "off"; write false'),
+        ("train: {gradient_checkpointing: yes}", 'found "yes"; write true'),
+        ("train: {seed: 0123}", "a number has no leading zero"),
+        ("train: {seed: 1_000}", "write the number without separators"),
+        ("train: {epochs: 12:30:45}", 'expected a number above 0, found "12:30:45"'),
+        ("output: {name: 1.10}", 'put it in quotes: "1.10"'),
+        ("output: {name: true}", 'put it in quotes: "true"'),
+        ("train: {report_to: no}", "expected a list of tensorboard, wandb, mlflow or trackio"),
+        ("train: {learning_rate: abc}", 'expected auto or a number above 0, found "abc"'),
+        ("train: {learning_rate: .inf}", "found .inf"),
+        ("train: {learning_rate: .nan}", "found .nan"),
+        ("train: {learning_rate: -1e-4}", "expected auto or a number above 0, found -1e-4"),
+        ("train: {batch_size: 2.5}", "expected auto or a whole number of at least 1, found 2.5"),
+        ("train: {optim: adamw}", "did you mean adamw_torch"),
+        ("train: {learing_rate: 1e-4}", "unknown key (value 1e-4); did you mean train.learning_rate?"),
+        ("learning_rate: 1e-4", "it belongs at train.learning_rate"),
+        ("train: {num_train_epochs: 3}", "here it is train.epochs"),
+        ("train: 3", "expected a section, found 3"),
+        ("tuning: {lora: {r: null}}", "give a value or remove the key"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_to_do(yaml_text, message):
+    text = problem(MINIMAL + yaml_text)
+    assert message in text
+    assert "run.yaml:2" in text
+
+
+def test_all_problems_come_at_once_each_with_its_line():
+    text = problem("model: {name: gpt2}\ntrain:\n  epochs: x\n  seeed: 1\n  seed: 1\n  seed: 2\nfoo: 1\n")
+    assert text.splitlines()[0] == "4 problems:"
+    for place in ("run.yaml:3: train.epochs", "run.yaml:4: train.seeed", "run.yaml:6: train.seed", "run.yaml:7: foo"):
+        assert place in text
+    assert "first on line 5" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is empty"),
+        ("# only a comment\n", "the file is empty"),
+        ("- model: gpt2\n", "the root is a list"),
+        ("gpt2", "the root is the value"),
+        ("model:\n\tname: gpt2\n", "indent with spaces, not tabs"),
+        ("model: {name: a: b}\n", "must stand in quotes"),
+        ("model: {name: gpt2}\n---\nmodel: {name: gpt2}\n", "one document"),
+        ("model: {name: !!python/object/apply:os.system [id]}\n", "is refused"),
+        ("model: {name: !env HF_TOKEN}\n", "is refused"),
+        ("a: &a [*a]\n", "aliases expand without end"),
+        ("model: {name: gpt2}\n? [1, 2]\n: 3\n", "a key must be a word"),
+        ("task_mode: sft\n", "model: missing"),
+        ("model: {name: 'x\x00y'}\n", "may not stand in YAML"),
+    ],
+)
+def test_what_is_no_run_yaml_says_so(text, message):
+    assert message in problem(text)
+
+
+def test_aliases_that_double_without_end_are_stopped():
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    assert "aliases expand without end" in problem(bomb)
+
+
+def test_yaml_constructs_no_objects(tmp_path):
+    marker = tmp_path / "ran"
+    problem(f"model: {{name: !!python/object/apply:os.mkdir [{marker}]}}\n")
+    assert not marker.exists()
+
+
+def test_the_bad_yaml_fixtures_each_get_one_clear_message(command):
+    files = sorted(shared("bad_inputs").glob("4*.yaml"))
+    assert len(files) == 10
+    for file in files:
+        code, printed = command("train", "--config", str(file))
+        assert code == 2, file
+        assert printed.count("error:") == 1, printed
+        assert "Traceback" not in printed
+        assert file.name in printed
+
+
+def test_a_missing_config_lists_those_there_are(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, printed = command("plan", "--config", "configs/run_bmb.yaml")
+    assert code == 2
+    assert "configs/run_bmb.yaml does not exist" in printed
+    assert "configs/run_bnb.yaml" in printed
+
+
+def test_a_config_that_is_not_utf8_names_the_byte(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"model: {name: gpt2}\n# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:2: byte 0xE9 is not UTF-8"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.epochs=1", ("train", "epochs"), 1),
+        ("model.max_seq_len=1024", ("model", "max_seq_len"), 1024),
+        ("train.learning_rate=2e-4", ("train", "learning_rate"), 2e-4),
+        ("tuning.lora.target_modules=[q_proj,v_proj]", ("tuning", "lora", "target_modules"), ("q_proj", "v_proj")),
+        ("data.val_path=null", ("data", "val_path"), None),
+        ("data.columns={prompt: q}", ("data", "columns"), {"prompt": "q"}),
+        ("output.name=a=b", ("output", "name"), "a=b"),
+        ("train.report_to=[]", ("train", "report_to"), ()),
+    ],
+)
+def test_an_override_sets_any_leaf(override, path, value):
+    found = load(MINIMAL, override)
+    for part in path:
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_the_last_override_of_a_key_wins():
+    assert load(MINIMAL, "train.epochs=1", "train.epochs=2").train.epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=1", "did you mean train.epochs?"),
+        ("epochs=1", "it belongs at train.epochs"),
+        ("train.epochs", "is not key=value"),
+        ("=1", "is not key=value"),
+        ("train.epochs=[", "not valid YAML"),
+        ("train.epochs.x=1", "train.epochs"),
+        ("train=1", "expected a section"),
+        ("model.name=", "give a value or remove the key"),
+    ],
+)
+def test_a_wrong_override_says_that_it_came_from_set(override, message):
+    text = problem(MINIMAL, override)
+    assert message in text
+    assert "SET" in text
+
+
+def test_set_is_split_as_a_shell_would_without_running_anything(tmp_path):
+    marker = tmp_path / "ran"
+    words = split_overrides(f"a='b c' d=\"e; touch {marker}\" f=$(touch {marker}) g=`touch {marker}`")
+    assert words[0] == "a=b c"
+    assert words[1] == f"d=e; touch {marker}"
+    assert not marker.exists()
+
+
+def test_a_list_whose_quotes_were_eaten_reads_as_meant():
+    words = split_overrides("model.mesh_shape=[[1, 1], [fsdp, tp]] train.epochs=2")
+    assert words == ["model.mesh_shape=[[1, 1], [fsdp, tp]]", "train.epochs=2"]
+    assert load(MINIMAL, *words).model.mesh_shape == ((1, 1), ("fsdp", "tp"))
+
+
+def test_an_open_quote_in_set_is_named():
+    with pytest.raises(ConfigError, match="close the quote"):
+        split_overrides("a='b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("task_mode: cpt_mixed", "needs data.text_path"),
+        ("data: {text_path: x.txt}", "read by task_mode: cpt_mixed only"),
+        ("train: {bf16: true, fp16: true}", "choose one"),
+        ("train: {early_stopping_patience: 2}", "needs train.load_best_model_at_end"),
+        ("train: {load_best_model_at_end: true}\neval: {steps: 0}", "never evaluates"),
+        ("train: {metric_for_best_model: exact_match}", "needs eval.generate_rows"),
+        ("tuning: {backend_fallback: bnb}", "is the backend itself"),
+    ],
+)
+def test_keys_that_disagree_are_named(text, message):
+    assert message in problem(MINIMAL + text)
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load(MINIMAL).train.epochs = 3
+
+
+def test_every_leaf_has_a_docstring_an_owner_and_words_for_its_values():
+    assert len(leaves()) > 50
+    for leaf in leaves().values():
+        assert leaf.doc, leaf.path
+        assert leaf.owner, leaf.path
+        assert leaf.expects, leaf.path
+
+
+def test_no_docstring_of_an_option_stands_twice():
+    docs = [leaf.doc for leaf in leaves().values()]
+    assert len(docs) == len(set(docs))
+
+
+def test_the_reference_is_current_and_a_valid_run_yaml_with_every_key():
+    assert (ROOT / REFERENCE).read_text(encoding="utf-8") == reference_yaml()
+    written = parse(reference_yaml(), name="reference").data
+    for path in leaves():
+        holder = written
+        for part in path.split("."):
+            assert part in holder, path
+            holder = holder[part]
+    config = load(reference_yaml())
+    assert differing_keys(resolved(config), resolved(load("model: {name: Qwen/Qwen2.5-3B-Instruct}"))) == {}
+
+
+def test_the_json_schema_is_current_and_accepts_every_shipped_config():
+    assert (ROOT / SCHEMA).read_text(encoding="utf-8") == json_schema()
+    schema = json.loads(json_schema())
+    for file in SHIPPED:
+        jsonschema.validate(parse(file.read_text(encoding="utf-8"), name=file.name).data, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"model": {"nmae": "gpt2"}}, schema)
+
+
+SHIPPED = sorted((ROOT / "configs").glob("run_*.yaml"))
+EXPECTED = {
+    "run_starter",
+    "run_bnb",
+    "run_lora",
+    "run_full",
+    "run_unsloth",
+    "run_dapt",
+    "run_mixed",
+    "run_qwen32b",
+    "run_gemma27b_distributed",
+    "run_llama70b",
+}
+
+
+def test_the_shipped_configs_are_all_there():
+    assert {file.stem for file in SHIPPED} == EXPECTED
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
+    header = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    for part in ("# Hardware:", "# Predicted peak:", "# Command: make train CONFIG=configs/"):
+        assert any(line.startswith(part) for line in header), part
+    config = load_config(file).config
+    hardware = re.search(r"HARDWARE=([^)]+)\)", "\n".join(header))
+    if hardware is None:
+        assert file.stem == "run_starter"
+        return
+    machine = named(hardware[1])
+    plan = make_plan(config, shape_of(config.model.name), machine, ranks=len(machine.gpus))
+    assert plan.fits
+    stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
+    assert stated is not None
+    assert (stated[1], int(stated[2])) == (f"{plan.memory.allocated / GIB:.1f}", plan.batch.micro_batch)
+
+
+def test_sections_and_leaves_do_not_overlap():
+    assert not set(sections()) & set(leaves())
