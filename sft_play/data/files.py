@@ -211,7 +211,7 @@ def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
         yield from _read_objects(text, path)
     else:
         shown = one_line(text[start : start + 40])
-        raise DataError(f"{path} is not JSON: it begins with {shown!r}; rows are JSON objects, one a line, or a list")
+        raise DataError(f'{path} is not JSON: it begins with "{shown}"; rows are JSON objects, one a line, or a list')
 
 
 def _line_number(text: str, position: int) -> int:

@@ -108,14 +108,6 @@ ACTIONS: dict[str, Action] = {
          "why are the blinds in the {room} still down"),
         ("open the {room} blinds",),
     ),
-    "blinds.close": Action(
-        ("room",),
-        ("close the blinds in the {room}", "lower the {room} blinds", "pull down the blinds in the {room}",
-         "keep the sun out of the {room}"),
-        ("people can look into the {room}", "the {room} blinds should be closed",
-         "why are the blinds in the {room} still up"),
-        ("close the {room} blinds",),
-    ),
     "robot.start": Action(
         ("room",),
         ("clean the floor of the {room}", "vacuum the {room}", "send the robot to the {room}",
@@ -146,14 +138,6 @@ ACTIONS: dict[str, Action] = {
         ("the {door} door should be locked", "nobody should come in at the {door} door",
          "i forgot to lock the {door} door", "why is the {door} door not locked"),
         ("turn the key at the {door} door",),
-    ),
-    "door.unlock": Action(
-        ("door",),
-        ("unlock the {door} door", "open the lock of the {door} door", "let us in at the {door} door",
-         "make sure that the {door} door is unlocked"),
-        ("the {door} door should be unlocked", "i stand at the {door} door without a key",
-         "a friend waits at the {door} door", "i need to get in at the {door} door"),
-        ("undo the lock of the {door} door",),
     ),
     "alarm.set": Action(
         ("hour", "day"),

@@ -1,0 +1,213 @@
+"""The run folder: its name, what an existing one means, what is written, and what never is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import UTC, datetime
+
+import pytest
+
+from sft_play import runs
+from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.errors import RunFolderError
+from sft_play.log import escape_control, one_line, redact
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def loaded(tmp_path, text="", overrides=()):
+    full = f"model: {{name: gpt2}}\noutput: {{dir: {tmp_path}/outputs}}\n{text}"
+    config = config_from_text(full, name="run.yaml", overrides=overrides)
+    return LoadedConfig(config, tmp_path / "run.yaml", full, tuple(overrides))
+
+
+def make(tmp_path, name="one", **changes):
+    job = loaded(tmp_path, overrides=(f"output.name={name}",))
+    folder = runs.new_folder(job.config.output, config_path=job.path, now=NOW)
+    manifest = runs.new_manifest(job, hardware={}, data={}) | changes
+    runs.create(folder, job, manifest=manifest, plan={"fits": True})
+    return folder
+
+
+def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
+    job = loaded(tmp_path)
+    folder = runs.new_folder(job.config.output, config_path=job.path, now=NOW)
+    assert folder.path == tmp_path / "outputs" / "run-20260102T030405Z"
+    folder.path.mkdir(parents=True)
+    assert runs.new_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/tmp/x", "..", ".", ".hidden", "~x", "a\\b", "a\nb", " a", "-rf", "a..b"]
+)
+def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
+    job = loaded(tmp_path, overrides=(f"output.name={json.dumps(name)}",))
+    with pytest.raises(RunFolderError, match=r"output\.name=.*is refused"):
+        runs.new_folder(job.config.output, config_path=job.path)
+
+
+def test_an_existing_folder_is_a_named_decision(tmp_path):
+    make(tmp_path)
+    job = loaded(tmp_path, overrides=("output.name=one",))
+    with pytest.raises(RunFolderError, match=r"if_exists=resume.*if_exists=replace.*another output\.name"):
+        runs.new_folder(job.config.output, config_path=job.path)
+
+
+def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
+    folder = make(tmp_path)
+    (folder.path / "mine.txt").write_text("kept")
+    job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
+    again = runs.new_folder(job.config.output, config_path=job.path)
+    runs.create(again, job, manifest=runs.new_manifest(job, hardware={}, data={}), plan={})
+    aside = [path for path in (tmp_path / "outputs").iterdir() if ".replaced-" in path.name]
+    assert [(path / "mine.txt").read_text() for path in aside] == ["kept"]
+    assert not (again.path / "mine.txt").exists()
+
+    foreign = tmp_path / "outputs" / "two"
+    foreign.mkdir()
+    (foreign / "thesis.doc").write_text("precious")
+    job = loaded(tmp_path, overrides=("output.name=two", "output.if_exists=replace"))
+    with pytest.raises(RunFolderError, match="holds no manifest of this toolkit"):
+        runs.new_folder(job.config.output, config_path=job.path)
+    assert (foreign / "thesis.doc").read_text() == "precious"
+
+
+def test_an_output_dir_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "outputs").write_text("x")
+    job = loaded(tmp_path)
+    with pytest.raises(RunFolderError, match="is a file"):
+        runs.new_folder(job.config.output, config_path=job.path)
+
+
+def test_nothing_is_left_of_a_folder_that_could_not_be_made(tmp_path, monkeypatch):
+    job = loaded(tmp_path, overrides=("output.name=one",))
+    folder = runs.new_folder(job.config.output, config_path=job.path)
+    monkeypatch.setattr(runs, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        runs.create(folder, job, manifest={}, plan={})
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_the_newest_unfinished_run_of_a_config_is_resumed(tmp_path):
+    make(tmp_path, "old", status="stopped", started="2026-01-01T00:00:00+00:00")
+    make(tmp_path, "new", status="stopped", started="2026-01-02T00:00:00+00:00")
+    make(tmp_path, "done", status="finished", started="2026-01-03T00:00:00+00:00")
+    job = loaded(tmp_path)
+    assert runs.find_resumable(job.config.output, config_path=job.path).path.name == "new"
+    assert runs.find_resumable(job.config.output, config_path=job.path, name="old").path.name == "old"
+    with pytest.raises(RunFolderError, match="is finished"):
+        runs.find_resumable(job.config.output, config_path=job.path, name="done")
+    with pytest.raises(RunFolderError, match=r"there is no run nine in .* the runs there: done, new, old"):
+        runs.find_resumable(job.config.output, config_path=job.path, name="nine")
+    with pytest.raises(RunFolderError, match=r"no unfinished run of"):
+        runs.find_resumable(job.config.output, config_path=tmp_path / "other.yaml")
+
+
+def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
+    folder = make(tmp_path, batch={"micro_batch": 4}, data={"train": {"sha256": "aa"}})
+    text = "tuning: {mode: lora}\ntrain: {seed: 7, logging_steps: 5, stop_after_steps: 3}\n"
+    other = loaded(tmp_path, text, overrides=("output.name=one",))
+    with pytest.raises(RunFolderError) as error:
+        runs.check_same_run(
+            folder, other, data={"train": {"sha256": "bb", "path": "t.jsonl"}}, batch={"micro_batch": 2}
+        )
+    message = str(error.value)
+    for part in (
+        'tuning.mode: the run has "qlora", now "lora"',
+        "train.seed: the run has 42, now 7",
+        "the content of t.jsonl has changed",
+        'batch: the run has {"micro_batch": 4}, now {"micro_batch": 2}',
+    ):
+        assert part in message
+    assert "logging_steps" not in message
+    assert "stop_after_steps" not in message
+    same = loaded(tmp_path, overrides=("output.name=one", "train.stop_after_steps=9"))
+    runs.check_same_run(folder, same, data={"train": {"sha256": "aa"}}, batch={"micro_batch": 4})
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMIK7MDENGbPxRfiCY",
+    "MY_DB_PASSWORD": "correct-horse-battery",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+}
+
+
+def test_no_secret_reaches_a_file_of_the_run(tmp_path, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    text = "# notes: " + " ".join(SECRETS.values()) + "\n# https://user:hunter2hunter2@host/x.git\n"
+    overrides = (f"model.name=/data/{SECRETS['MY_DB_PASSWORD']}/model", "output.name=one")
+    job = loaded(tmp_path, text, overrides)
+    folder = runs.new_folder(job.config.output, config_path=job.path)
+    manifest = runs.new_manifest(job, hardware={"note": SECRETS["HF_TOKEN"]}, data={SECRETS["WANDB_API_KEY"]: 1})
+    runs.create(folder, job, manifest=manifest, plan={"reasons": [SECRETS["AWS_SECRET_ACCESS_KEY"]]})
+    handler = runs_log(folder)
+    logging.getLogger("sft_play.x").warning("token %s at https://me:pw12345678@host", SECRETS["HF_TOKEN"])
+    logging.getLogger().removeHandler(handler)
+    handler.close()
+    written = "".join(path.read_text() for path in folder.path.rglob("*") if path.is_file())
+    for value in (*SECRETS.values(), "hunter2hunter2", "pw12345678"):
+        assert value not in written
+    assert "***" in written
+
+
+def runs_log(folder):
+    from sft_play.log import write_log_to
+
+    return write_log_to(folder.log_path)
+
+
+def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
+    import subprocess
+
+    def git(*words):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x")
+    git("remote", "add", "origin", "https://user:ghp_abcdefghijklmnopqrstuvwxyz012345@github.com/x/y.git")
+    state = runs.git_state(tmp_path)
+    assert len(state["commit"]) == 40
+    assert "ghp_" not in json.dumps(state)
+
+
+def test_text_of_others_is_shown_with_its_control_characters_escaped():
+    assert escape_control("a\x1b[31mb\x07\x00\u202ec") == "a\\x1b[31mb\\x07\\x00\\u202ec"
+    assert escape_control("a\tb\nc") == "a\tb\nc"
+    assert one_line("a\nb" + "x" * 200, limit=10) == "a\\nbxxxxx…"
+
+
+def test_hostile_text_in_a_config_does_not_reach_the_terminal(tmp_path, command):
+    path = tmp_path / "run.yaml"
+    path.write_text('model: {name: gpt2}\ntrain: {epochs: "\\e]0;owned\\a\\e[2J"}\n"\\e[31mkey": 1\n')
+    code, printed = command("plan", "--config", str(path))
+    assert code == 2
+    assert "\x1b" not in printed
+    assert "\\x1b" in printed or "\\u001b" in printed
+
+
+def test_short_values_of_secret_looking_variables_hide_nothing(monkeypatch):
+    monkeypatch.setenv("USE_TOKEN", "true")
+    assert redact("this is true") == "this is true"
+
+
+def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
+    runs.keep_metrics_until(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    runs.write_json(path, {"a": 1})
+    real = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        runs.write_json(path, {"a": 2})
+    monkeypatch.setattr(os, "fdopen", real)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
