@@ -11,10 +11,10 @@ million parameters can be pre-trained in a minute or two and then fine-tuned in 
   porch") or hinted ("it is too dark in the porch"), answered with an action and the values it needs
   (`light.on room porch`, `heat.set room attic degrees 21`).
 
-Two million parameters and half a million tokens learn to copy only if the text makes it easy. Three choices
+Two million parameters and under a million tokens learn to copy only if the text makes it easy. Three choices
 below do: a value always follows a space, so that it is the same token wherever it stands; the name of a slot
 stands directly before its value, so that this one token says what to look for; and every slot is practised
-equally often (with `room=attic` instead, the same training copied next to nothing).
+about equally often.
 
 What is held out is new: no validation or test prompt repeats the wording and values of a training row behind
 another "please", some wordings occur in validation and test only, and the corpus is written from other
@@ -60,7 +60,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 class Action:
     """One thing the house can do: its slots, and the wordings that ask for it."""
 
-    slots: tuple[str, ...]
+    slots: tuple[str, ...]  # the answer names them in the order of VALUES
     orders: tuple[str, ...]  # imperatives, which "could you" may precede
     hints: tuple[str, ...]  # statements and questions that mean the same
     unseen: tuple[str, ...]  # imperatives kept for validation and test

@@ -5,6 +5,7 @@ Greedy decoding from exactly the prompt that training rows begin with; an answer
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,9 @@ def answers(
     """What the model answers to each question, in the order asked. The model's mode is put back afterwards."""
     was_training = model.training
     model.eval()
-    try:
+    with contextlib.ExitStack() as afterwards:
+        afterwards.callback(model.train, was_training)
+        afterwards.enter_context(_without_router_logits(model))
         order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
         said: dict[int, str] = {}
         for start in range(0, len(order), _BATCH_ROWS):
@@ -86,8 +89,21 @@ def answers(
             texts = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
             said |= dict(zip(batch, texts, strict=True))
         return [Answer(question, said[index]) for index, question in enumerate(asked)]
+
+
+@contextlib.contextmanager
+def _without_router_logits(model: Any) -> Iterator[None]:
+    """Experts' balance loss off: with a cache its mask and its logits differ in length (transformers 5.23)."""
+    config = model.config.get_text_config()
+    wanted = getattr(config, "output_router_logits", None)
+    if not wanted:
+        yield
+        return
+    config.output_router_logits = False
+    try:
+        yield
     finally:
-        model.train(was_training)
+        config.output_router_logits = wanted
 
 
 def _generate(
@@ -96,6 +112,8 @@ def _generate(
     """Texts generated from prompts that are padded on the left to one length."""
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - longest)
     ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     made_BT = model.generate(
@@ -105,7 +123,7 @@ def _generate(
         temperature=None,
         top_p=None,
         top_k=None,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(1, room),
         eos_token_id=list(stop),
         pad_token_id=pad,
         use_cache=True,

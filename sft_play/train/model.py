@@ -5,8 +5,10 @@ The one seam for tuning backends: `choose_backend` decides and says why, and nob
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+TEXT_TOWER_KEYS = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Where the language model's weights stand in checkpoints of image-text models, old layout and new."""
 _SHOWN_NAMES = 24
 
 
@@ -48,6 +56,7 @@ class Blueprint:
 
     hf_config: Any
     attention: Attention
+    is_text_tower: bool
     peft_config: PeftLoraConfig | None
     vocab_size: int
     resize_to: int | None
@@ -86,7 +95,14 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, or the vocabulary does not fit.
     """
-    hf_config, notes = _text_config(config)
+    whole = _whole_config(config)
+    hf_config = whole.get_text_config()
+    is_text_tower = hf_config is not whole
+    notes = [
+        f"Model: the text tower of {type(whole).__name__} is trained, as a causal language model; its adapter belongs "
+        "to that class"
+    ]
+    notes = notes if is_text_tower else []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class)
     with torch.device("meta"):
@@ -101,7 +117,7 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    return Blueprint(hf_config, attention, peft_config, vocab_size, resize_to, tuple(notes))
+    return Blueprint(hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, tuple(notes))
 
 
 def _where(config: RunConfig) -> str:
@@ -109,19 +125,15 @@ def _where(config: RunConfig) -> str:
     return str(folder) if folder is not None else config.model.name
 
 
-def _text_config(config: RunConfig) -> tuple[Any, list[str]]:
-    """The config of the language model: the text tower's where the model wraps one with image towers."""
+def _whole_config(config: RunConfig) -> Any:
+    """The config as it was published: an image-text model's holds the language model's as its text config."""
     model = config.model
     try:
-        whole = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             _where(config), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
-    text = whole.get_text_config()
-    if text is whole:
-        return whole, []
-    return text, [f"Model: the text tower of {type(whole).__name__} is trained, as a causal language model"]
 
 
 def _model_class(hf_config: Any, config: RunConfig) -> Any:
@@ -262,19 +274,37 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
         "use_safetensors": True,
         "output_loading_info": True,
     }
+    if blueprint.is_text_tower:
+        options["key_mapping"] = TEXT_TOWER_KEYS
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization(precision)
         options["device_map"] = {"": 0} if device == "cuda" else {"": "cpu"}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
+        with _no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
     except OSError as error:
         raise ModelError(_weights_message(config, error)) from error
     _check_loaded(model, info, config)
+    unused = [] if blueprint.is_text_tower else sorted(info.get("unexpected_keys", ()))
+    if unused:
+        logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
     if blueprint.resize_to is not None:
         model.resize_token_embeddings(blueprint.resize_to)
     keep_4bit_trainable(model)
     model.config.use_cache = False
     return model
+
+
+@contextlib.contextmanager
+def _no_load_report() -> Iterator[None]:
+    """transformers' table of missing and unused tensors off: both are looked at and said here."""
+    table = logging.getLogger("transformers.modeling_utils")
+    level = table.level
+    table.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        table.setLevel(level)
 
 
 def quantization(precision: Precision) -> BitsAndBytesConfig:
@@ -323,8 +353,11 @@ def keep_4bit_trainable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def save_model(model: Any, tokenizer: Any, path: Path) -> None:
+def save_model(model: Any, tokenizer: Any, path: Path, *, native_names: bool = False) -> None:
     """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
+
+    `native_names` keeps the tensors' names as they are in memory: a text tower saved under the names of the
+    image-text model that it came from could not be loaded as what its config says.
 
     Raises:
         ModelError: what was written is empty or not finite.
@@ -333,7 +366,7 @@ def save_model(model: Any, tokenizer: Any, path: Path) -> None:
 
     building = path.with_name(f".{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    model.save_pretrained(building, safe_serialization=True)
+    model.save_pretrained(building, **({"save_original_format": False} if native_names else {}))
     tokenizer.save_pretrained(building)
     check_saved_weights(building)
     shutil.rmtree(path, ignore_errors=True)

@@ -21,7 +21,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.render import Renderer, show_row
-from sft_play.errors import Interrupted, SftPlayError
+from sft_play.errors import ConfigError, HardwareError, Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan, precision_name
 from sft_play.runs import RunFolder
@@ -92,6 +92,7 @@ def run(job: Job) -> dict[str, Any]:
     started = time.time()
     memory = _MemoryMeter(job.plan)
     quiet_libraries()
+    check_device(job.plan)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared)
     _open_folder(job, prepared, facts)
@@ -119,6 +120,8 @@ def prepare(job: Job) -> Prepared:
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
     splits = build_splits(config, job.paths, tokenizer.tokenizer, max_seq_len=plan.max_seq_len)
     _say(splits.notes)
+    if config.train.load_best_model_at_end and splits.val is None:
+        raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         _say(split.report.lines(name) if split else [])
     row = one_line(show_row(splits.train.rows[0], tokenizer.tokenizer), limit=2_000)
@@ -314,8 +317,10 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     if result.status == "finished":
-        path = job.folder.model_path(adapter=prepared.blueprint.peft_config is not None)
-        save_model(trainer.model, prepared.tokenizer.tokenizer, path)
+        is_adapter = prepared.blueprint.peft_config is not None
+        path = job.folder.model_path(adapter=is_adapter)
+        native = prepared.blueprint.is_text_tower and not is_adapter
+        save_model(trainer.model, prepared.tokenizer.tokenizer, path, native_names=native)
         summary["model_path"] = str(path)
     job.folder.write_json("summary.json", summary)
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
@@ -444,6 +449,16 @@ class _MemoryMeter:
         return {**found, "measured_rss": max(0, highest - self._level)}
 
 
+def check_device(plan: Plan) -> None:
+    """Raises HardwareError where the driver shows a GPU that this torch cannot use."""
+    if plan.hardware.device == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
+        raise HardwareError(
+            f"the driver shows {plan.hardware.gpus[0].name}, but torch {torch.__version__} ({built}) cannot use it; "
+            "install a build of torch for your driver (make setup), or hide the GPU with CUDA_VISIBLE_DEVICES="
+        )
+
+
 def quiet_libraries() -> None:
     """Silence what a user cannot act on: renamings inside the libraries, bars where there is no terminal."""
     from datasets.utils.logging import disable_progress_bar
@@ -453,5 +468,7 @@ def quiet_libraries() -> None:
         warnings.simplefilter("ignore", category=kind)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # asks for a package that fetches kernels from the hub
     disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
@@ -19,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split
 from sft_play.data.render import TokenRow
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints
@@ -52,9 +54,7 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
     save_steps: int | None
     save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
     if train.load_best_model_at_end and eval_strategy != "no":
-        save_strategy: str
-    save_steps: int | None
-    save_strategy, save_steps = eval_strategy, eval_steps
+        save_strategy, save_steps = eval_strategy, eval_steps
     return SFTConfig(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=plan.batch.micro_batch,
@@ -224,6 +224,29 @@ class PlannedTrainer(SFTTrainer):
         checkpoints.commit(written, folder)
         best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the weights under the names that the model has in memory.
+
+        The Trainer resumes by plain `load_state_dict`, which skips names it does not know without an error; those of
+        the hub's layout differ for models that transformers converts while loading (experts, text towers).
+        """
+        if self._staging is None or is_peft_model(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del self.model.save_pretrained
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises TrainingError when a checkpoint's weights did not all find their place."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        missing = sorted(set(load_result.missing_keys) - tied)
+        if missing or load_result.unexpected_keys:
+            names = ", ".join([*missing, *load_result.unexpected_keys][:4])
+            raise TrainingError(f"the checkpoint does not fill the model: {names}; it was written by another version")
 
     @contextlib.contextmanager
     def _writing_to(self, aside: Path) -> Iterator[Path]:

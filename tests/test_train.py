@@ -1,0 +1,581 @@
+"""Training for real, on tiny models: equal numbers, resuming, gradients, and every refusal before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from sft_play.errors import TrainingError
+from sft_play.train import checkpoints
+from sft_play.train.callbacks import GradientCheck, Progress
+from tests.conftest import chat, shared
+from tests.models import make_llama, make_tokenizer
+
+pytestmark = pytest.mark.build
+
+
+@pytest.fixture
+def run_yaml(tmp_path, tiny_llama, sums):
+    """A run of two optimizer steps on sums; more is set by overrides."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, learning_rate: 1e-2, gradient_checkpointing: false,\n"
+        "        report_to: [], warmup_steps: 0}\n"
+        "eval: {before_training: false, steps: 0}\n"
+        f"output: {{dir: {tmp_path}/outputs}}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def train(command, run_yaml, tmp_path):
+    """Trains with overrides under a run name: (exit code, printed text, run folder)."""
+
+    def run(name: str, *overrides: str, verb: str = "train") -> tuple[int, str, Path]:
+        code, printed = command(verb, "--config", str(run_yaml), f"output.name={name}", *overrides)
+        return code, printed, tmp_path / "outputs" / name
+
+    return run
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder) if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
+    return load_file(file)
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
+def test_a_run_writes_its_whole_folder(train, mode):
+    code, printed, folder = train(
+        "one", f"tuning.mode={mode}", "train.report_to=[tensorboard]", "eval.before_training=true"
+    )
+    assert code == 0, printed
+    kind = "model" if mode == "full" else "adapter"
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml", "resolved.json", "plan.json", "manifest.json", "summary.json", "metrics.jsonl", "train.log",
+        "tb", "checkpoints", kind,
+    }  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) >= {"before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
+    assert set(summary["before"]) == {"loss", "exact_match", "rows"}
+    assert summary["before"]["exact_match"] is None
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+    assert (summary["steps"], summary["exit"]) == (2, 0)
+    peak = summary["peak_bytes"]
+    assert peak["measured_rss"] > 0
+    assert peak["measured_allocated"] is None
+    assert peak["predicted_allocated"] > 0
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["status"] == "finished"
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert len(manifest["data"]["train"]["sha256"]) == 64
+    assert manifest["seed"] == 42
+    assert manifest["hardware"]["cpu_cores"] >= 1
+    assert [path for path in (folder / "tb").iterdir() if "tfevents" in path.name]
+    assert "Starting new bnb run with fp32 precision on the CPU" in printed
+    assert "Effective batch size: 8" in (folder / "train.log").read_text()
+    assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
+    assert losses(folder)[1] < losses(folder)[0]
+
+
+def test_tensorboard_gets_the_same_loss_as_the_metrics_file(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, _, folder = train("one", "train.report_to=[tensorboard]")
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    assert [scalar.value for scalar in events.Scalars("train/loss")] == pytest.approx(losses(folder))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_one_times_eight_equals_eight_times_one(train, mode):
+    same = [f"tuning.mode={mode}", "train.max_steps=3"]
+    _, _, one = train("one", *same, "train.batch_size=1")
+    _, _, eight = train("eight", *same, "train.batch_size=8")
+    assert json.loads((one / "plan.json").read_text())["grad_accum"] == 8
+    assert losses(one) == pytest.approx(losses(eight), rel=1e-4)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(tensor, weights(eight)[name], rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_unequal_length_weigh_by_their_tokens(train, tmp_path):
+    """Eight rows, one with a long answer: the mean is over tokens, however they are split into micro-batches."""
+    path = tmp_path / "rows.jsonl"
+    rows = [chat("hello", "yes no yes no yes no yes no"), *(chat(f"what is {n}?", "no") for n in range(7))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    same = [f"data.train_path={path}", "data.val_fraction=0.0", "tuning.mode=full", "train.max_steps=2"]
+    _, _, one = train("one", *same, "train.batch_size=2")
+    _, _, eight = train("eight", *same, "train.batch_size=8")
+    assert losses(one) == pytest.approx(losses(eight), rel=1e-4)
+
+
+def test_the_evaluation_loss_does_not_depend_on_its_batch_size(train):
+    same = ["eval.steps=1", "train.max_steps=1", "tuning.mode=lora"]
+    found = []
+    for size in (1, 5, 13):
+        _, _, folder = train(f"size{size}", *same, f"eval.batch_size={size}")
+        found.append(next(line["eval_loss"] for line in metrics(folder) if "eval_loss" in line))
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["qlora", "full"])
+def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mode):
+    same = [
+        f"tuning.mode={mode}",
+        "train.max_steps=4",
+        "train.batch_size=4",
+        "tuning.lora.dropout=0.1",
+        "train.lr_scheduler_type=linear",
+        "eval.steps=1",
+        "eval.generate_rows=2",
+        "eval.max_new_tokens=4",
+    ]
+    _, _, whole = train("whole", *same)
+    code, printed, parts = train("parts", *same, "train.stop_after_steps=2")
+    assert code == 0
+    assert "Stopped early; go on with: make resume CONFIG=" in printed
+    assert json.loads((parts / "manifest.json").read_text())["status"] == "stopped"
+    assert not (parts / "adapter").exists()
+    code, printed, _ = train("parts", *same, verb="resume")
+    assert code == 0, printed
+    assert "Resuming bnb run from step 2" in printed
+    assert losses(whole) == losses(parts)
+    assert [line["step"] for line in metrics(parts) if "loss" in line] == [1, 2, 3, 4]
+    assert_same_bits(weights(whole), weights(parts))
+    last = [folder / "checkpoints" / "checkpoint-4" / "optimizer.pt" for folder in (whole, parts)]
+    one, other = (torch.load(path, weights_only=True)["state"] for path in last)
+    assert one.keys() == other.keys()
+    for index, state in one.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][key])), (index, key)
+
+
+def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(train, tmp_path):
+    """Experts have other names on the hub than in memory: a checkpoint under hub names would not be loaded again."""
+    folder = make_mixtral(tmp_path / "mixtral")
+    same = [f"model.name={folder}", "tuning.mode=full", "train.max_steps=4"]
+    _, _, whole = train("whole", *same)
+    train("parts", *same, "train.stop_after_steps=2")
+    code, printed, parts = train("parts", *same, verb="resume")
+    assert code == 0, printed
+    assert losses(whole) == losses(parts)
+    assert_same_bits(weights(whole), weights(parts))
+
+
+def make_mixtral(folder: Path) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    folder.mkdir()
+    make_tokenizer(folder)
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(folder)
+    return folder
+
+
+SMALL = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+}
+
+
+def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(train):
+    """51 rows of 64 train; 7 steps of 8 an epoch: the stop falls on the epoch's last step, before its evaluation."""
+    same = [
+        "tuning.mode=lora",
+        "train.max_steps=9",
+        "eval.steps=null",
+        "tuning.lora.dropout=0.1",
+        "train.save_steps=null",
+    ]
+    _, _, whole = train("whole", *same)
+    per_epoch = next(line["step"] for line in metrics(whole) if "eval_loss" in line)
+    assert 1 < per_epoch < 9
+    train("parts", *same, f"train.stop_after_steps={per_epoch}")
+    code, printed, parts = train("parts", *same, verb="resume")
+    assert code == 0, printed
+    assert losses(whole) == losses(parts)
+    assert_same_bits(weights(whole), weights(parts))
+
+
+def test_evaluating_before_and_while_training_changes_no_number(train):
+    """The trap of bitsandbytes on CPUs with AVX512-BF16: an evaluation repacks 4-bit weights, then no gradient follows."""
+    same = ["train.max_steps=3", "tuning.mode=qlora"]
+    _, _, silent = train("silent", *same)
+    evaluating = ["eval.before_training=true", "eval.steps=1", "eval.generate_rows=3", "eval.max_new_tokens=4"]
+    _, _, judged = train("judged", *same, *evaluating)
+    assert losses(silent) == losses(judged)
+    norms = [[line["grad_norm"] for line in metrics(folder) if "grad_norm" in line] for folder in (silent, judged)]
+    assert norms[0] == norms[1]
+    assert all(norm > 0 for norm in norms[0])
+    assert_same_bits(weights(silent), weights(judged))
+
+
+def test_resuming_with_other_settings_lists_them(train):
+    train("one", "train.max_steps=4", "train.stop_after_steps=2")
+    code, printed, folder = train("one", "train.max_steps=4", "tuning.mode=lora", "train.seed=1", verb="resume")
+    assert code == 2
+    assert 'tuning.mode: the run has "qlora", now "lora"' in printed
+    assert "train.seed: the run has 42, now 1" in printed
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
+
+
+def test_if_exists_resume_starts_goes_on_and_then_has_nothing_to_do(train):
+    same = ["output.if_exists=resume", "train.max_steps=4"]
+    assert train("one", *same, "train.stop_after_steps=3")[0] == 0
+    code, printed, folder = train("one", *same)
+    assert (code, "Resuming bnb run from step 3" in printed) == (0, True)
+    code, printed, _ = train("one", *same)
+    assert code == 0
+    assert "is finished; there is nothing to resume" in printed
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(train):
+    same = ["train.max_steps=4", "train.save_steps=1"]
+    _, _, folder = train("one", *same, "train.stop_after_steps=3")
+    newest = folder / "checkpoints" / "checkpoint-3" / "optimizer.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    code, printed, _ = train("one", *same, verb="resume")
+    assert code == 0
+    assert "Resuming bnb run from step 2" in printed
+
+
+def test_checkpoints_are_kept_to_the_limit(train):
+    _, _, folder = train("one", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=2")
+    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) in (
+        ["checkpoint-3", "checkpoint-4"],
+        [".writing", "checkpoint-3", "checkpoint-4"],
+    )
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(train):
+    """A learning rate that ruins the model: the first evaluation is the best one, and patience ends the run."""
+    same = [
+        "train.max_steps=8",
+        "tuning.mode=lora",
+        "train.learning_rate=30.0",
+        "train.lr_scheduler_type=constant",
+        "eval.steps=1",
+        "train.load_best_model_at_end=true",
+        "train.early_stopping_patience=2",
+        "train.save_total_limit=1",
+    ]
+    code, printed, folder = train("one", *same)
+    assert code == 0, printed
+    seen = {line["step"]: line["eval_loss"] for line in metrics(folder) if "eval_loss" in line and line["step"] > 0}
+    best = min(seen, key=lambda step: seen[step])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] < 8
+    assert summary["after"]["loss"] == pytest.approx(seen[best], rel=1e-4)
+    assert (folder / "checkpoints" / f"checkpoint-{best}").is_dir()
+
+
+class TestGradientCheck:
+    class State:
+        global_step = 0
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def test_a_trainable_tensor_without_gradient_stops_the_run_and_is_named(self):
+        model = self.Model()
+        model.used(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(TrainingError, match=r"2 of 4 trainable tensors.*unused\.weight, unused\.bias"):
+            GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
+
+    def test_a_gradient_of_zeros_is_none(self):
+        model = self.Model()
+        (model.used(torch.zeros(1, 2)).sum() + model.unused(torch.ones(1, 2)).sum()).backward()
+        with pytest.raises(TrainingError, match=r"used\.weight"):
+            GradientCheck().on_pre_optimizer_step(None, self.State(), None, model=model)
+
+    def test_lora_a_is_looked_at_once_its_b_has_left_zero(self):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(nn.Sequential(nn.Linear(2, 2)), LoraConfig(target_modules=["0"], r=1))
+        check = GradientCheck()
+        model(torch.ones(1, 2)).sum().backward()
+        check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        assert not check.done
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data += 1
+        model.zero_grad()
+        with pytest.raises(TrainingError, match="lora_A"):
+            check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        model(torch.ones(1, 2)).sum().backward()
+        check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        assert check.done
+
+    def test_a_run_whose_frozen_layers_pass_no_gradient_stops(self, train, monkeypatch):
+        """As the trap would do it: the first layer's adapters get nothing."""
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        real = LlamaDecoderLayer.forward
+
+        def cut(self, hidden_states, *args, **options):
+            out = real(self, hidden_states, *args, **options)
+            return out.detach().requires_grad_() if self.self_attn.layer_idx == 0 else out
+
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", cut)
+        code, printed, _ = train("one", "tuning.mode=lora")
+        assert code == 2
+        assert "trainable tensors have no gradient" in printed
+        assert "layers.0" in printed
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(train):
+    code, printed, folder = train(
+        "one", "tuning.mode=full", "train.learning_rate=1e30", "train.max_grad_norm=0.0", "train.max_steps=6"
+    )
+    assert code == 2
+    assert "the loss is" in printed or "not finite" in printed
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
+
+
+REFUSALS = {
+    "D1": ("tuning.lora.target_modules=[query_key_value]", "The linear layers are: down_proj, gate_proj, k_proj"),
+    "D2 targets": ("tuning.lora.target_modules=[q_proj, qproj]", "qproj matches nothing (did you mean q_proj?)"),
+    "D2 saved": ("tuning.lora.modules_to_save=[lm_heed]", "lm_heed matches nothing (did you mean lm_head?)"),
+    "head": ("tuning.lora.target_modules=[lm_head]", "the output head, which takes no adapter"),
+    "both": ("tuning.lora.modules_to_save=[q_proj]", "both in target_modules and in modules_to_save"),
+    "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
+    "mesh": ("model.mesh_shape=[2, 2]", "a mesh of 4 processes"),
+    "batch": ("train.batch_size=3", "use 6 or 9"),
+    "flash": ("model.attn_implementation=flash_attention_2", "needs the package flash-attn"),
+    "unsloth": ("tuning.backend=unsloth", "set tuning.backend_fallback=bnb"),
+    "tracker": ("train.report_to=[mlflow]", "mlflow is not installed"),
+    "template": ("data.chat_template=nothing.jinja", "is neither a file"),
+    "E1": ("data.train_path=/no/such/rows.jsonl", "the folder /no/such does not exist"),
+    "key": ("train.learning_rat=1", "did you mean train.learning_rate?"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSALS))
+def test_a_refusal_is_one_message_with_exit_code_2_and_nothing_is_left(train, tmp_path, case):
+    override, message = REFUSALS[case]
+    code, printed, _ = train("one", override)
+    assert code == 2, printed
+    assert message in printed
+    assert printed.count("error:") == 1
+    assert "Traceback" not in printed
+    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
+
+
+def test_a_fault_of_ours_keeps_its_traceback(train, monkeypatch):
+    import sft_play.train.run as module
+
+    def broken(*_):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(module, "prepare", broken)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        train("one")
+
+
+def test_a_backend_that_falls_back_says_so_and_records_it(train):
+    code, printed, folder = train("one", "tuning.backend=unsloth", "tuning.backend_fallback=bnb")
+    assert code == 0
+    assert "warning: Backend: bnb instead of unsloth" in printed
+    assert any(
+        "bnb instead of unsloth" in choice for choice in json.loads((folder / "manifest.json").read_text())["choices"]
+    )
+
+
+def test_a_base_model_without_template_is_refused_before_data_is_read(train, tmp_path):
+    folder = make_llama(tmp_path / "base", template=None)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{not json\n")
+    code, printed, _ = train("one", f"model.name={folder}", f"data.train_path={broken}")
+    assert code == 2
+    assert "has no chat template" in printed
+    assert "chatml, plain" in printed
+    assert "not valid JSON" not in printed
+    code, printed, _ = train("one", f"model.name={folder}", "data.chat_template=plain")
+    assert code == 0, printed
+    assert "Chat template: the built-in plain" in printed
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    code, printed, _ = train("two", f"model.name={folder}", f"data.chat_template={template}")
+    assert code == 0, printed
+
+
+def test_a_tokenizer_larger_than_the_model_resizes_only_where_it_is_trained(train, tmp_path):
+    folder = make_llama(tmp_path / "small", vocab_size=262)
+    code, printed, _ = train("one", f"model.name={folder}")
+    assert code == 2
+    assert "modules_to_save=[embed_tokens, lm_head]" in printed
+    code, printed, run = train("two", f"model.name={folder}", "tuning.mode=full")
+    assert code == 0, printed
+    assert "Embeddings: resized from 262 to" in printed
+    assert weights(run)["model.embed_tokens.weight"].shape[0] > 262
+
+
+def test_a_tokenizer_smaller_than_the_model_shrinks_nothing(train, tmp_path):
+    folder = make_llama(tmp_path / "large", vocab_size=512)
+    _, printed, run = train("one", f"model.name={folder}", "tuning.mode=full")
+    assert "resized" not in printed
+    assert weights(run)["model.embed_tokens.weight"].shape[0] == 512
+
+
+def test_pickled_weights_are_not_read(train, tmp_path, tiny_llama):
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for file in tiny_llama.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    torch.save({}, folder / "pytorch_model.bin")
+    code, printed, run = train("one", f"model.name={folder}")
+    assert code == 2
+    assert "pickled weights can run code and are not read" in printed
+    assert not run.exists()
+
+
+def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tiny_llama):
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "partial"
+    folder.mkdir()
+    for file in tiny_llama.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    code, printed, _ = train("one", f"model.name={folder}")
+    assert code == 2
+    assert "do not fill the model: model.layers.1.mlp.up_proj.weight" in printed
+
+
+def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    folder = tmp_path / "gemma"
+    folder.mkdir()
+    make_tokenizer(folder)
+    text = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 32, "max_position_embeddings": 256,
+            "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    torch.manual_seed(0)
+    whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+    whole.save_pretrained(folder)
+    code, printed, run = train("one", f"model.name={folder}", "tuning.mode=full", "train.learning_rate=1e-12")
+    assert code == 0, printed
+    assert "the text tower of Gemma3Config is trained" in printed
+    trained, source = weights(run), dict(whole.model.language_model.named_parameters())
+    assert torch.allclose(
+        trained["model.layers.1.mlp.up_proj.weight"], source["layers.1.mlp.up_proj.weight"], atol=1e-6
+    )
+    code, printed, _ = train("two", f"model.name={folder}")
+    assert code == 0, printed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3"])
+def test_other_architectures_train(train, tmp_path, name):
+    from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path / name
+    if name == "mixtral":
+        make_mixtral(folder)
+    else:
+        folder.mkdir()
+        make_tokenizer(folder)
+        if name == "gpt2":
+            config = GPT2Config(vocab_size=400, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+            GPT2LMHeadModel(config).save_pretrained(folder)
+        else:
+            Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)).save_pretrained(folder)
+    code, printed, _ = train("one", f"model.name={folder}", "eval.before_training=true", "eval.generate_rows=2")
+    assert code == 0, printed
+    assert ("the experts are one tensor" in printed) == (name == "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512")),
+        ("identity", ("data.train_path={sft/llamafactory/identity.json}", "model.max_seq_len=512")),
+        ("toy", ("data.train_path={sft/openai_cookbook/toy_chat_fine_tuning.jsonl}", "model.max_seq_len=512",
+                 "data.val_fraction=0.0", "train.effective_batch_size=2")),
+        ("cpt", ("task_mode=cpt", "data.train_path={corpora/tinyshakespeare.txt}", "model.max_seq_len=64",
+                 "data.val_fraction=0.01")),
+    ],
+)  # fmt: skip
+def test_real_files_train_as_they_are(train, name, overrides):
+    found = []
+    for override in overrides:
+        key, _, value = override.partition("={")
+        found.append(f"{key}={shared(value[:-1])}" if value else override)
+    code, printed, folder = train(name, *found)
+    assert code == 0, printed
+    assert len(losses(folder)) == 2
+
+
+def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text("the light in the kitchen is on. " * 300)
+    code, printed, _ = train("cpt", "task_mode=cpt", f"data.train_path={text}", "tuning.mode=full")
+    assert code == 0, printed
+    assert "packed into" in printed
+    code, printed, _ = train("mixed", "task_mode=cpt_mixed", f"data.text_path={text}", "data.text_fraction=0.3")
+    assert code == 0, printed
+    assert "0.3 of the sequences" in printed
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "paged_adamw_8bit"])
+def test_other_optimizers_and_switches_train(train, optim):
+    code, printed, folder = train(
+        optim, f"train.optim={optim}", "tuning.lora.use_dora=true", "tuning.lora.use_rslora=true", "tuning.mode=lora",
+        "train.gradient_checkpointing=true", "train.bf16=true",
+    )  # fmt: skip
+    assert code == 0, printed
+    assert "with bf16 precision" in printed
+
+
+class TestProgress:
+    class State:
+        global_step, max_steps, is_world_process_zero = 0, 10, True
+
+    def test_speed_and_time_left_count_training_steps_only(self):
+        clock = iter([0.0, 4.0, 104.0, 108.0, 108.0, 108.0, 108.0])
+        progress = Progress(tokens=lambda: 800, now=lambda: next(clock))
+        state = self.State()
+        progress.on_train_begin(None, state, None)  # at 0 s
+        progress.on_step_end(None, state, None)  # at 4 s: then 100 s of evaluation
+        progress.on_step_begin(None, state, None)  # at 104 s
+        line = progress.line(2, 10)  # at 108 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
+        assert line == "100 tokens/s  0:32 left"
