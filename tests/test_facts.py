@@ -128,7 +128,7 @@ def test_known_models_plan_without_a_network_and_say_their_source():
     counts = {"Qwen/Qwen2.5-3B-Instruct": 3_085_938_688, "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496}
     for name, known in KNOWN_MODELS.items():
         assert known.source
-        assert shape_of(name).params > 4e8
+        assert shape_of(name).params > (1e6 if name.startswith("sft-play/") else 4e8)
     for name, params in counts.items():
         assert shape_of(name).params == params
 

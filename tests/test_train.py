@@ -558,7 +558,7 @@ def test_plain_text_trains_every_token_and_mixed_runs_both_kinds(train, tmp_path
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "paged_adamw_8bit"])
 def test_other_optimizers_and_switches_train(train, optim):
-    code, printed, folder = train(
+    code, printed, _ = train(
         optim, f"train.optim={optim}", "tuning.lora.use_dora=true", "tuning.lora.use_rslora=true", "tuning.mode=lora",
         "train.gradient_checkpointing=true", "train.bf16=true",
     )  # fmt: skip

@@ -58,6 +58,17 @@ _GEMMA_3_27B = {
         "sliding_window": 1024,
     },
 }
+_STARTER_BASE = {
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
 _QWEN = "config.json of the model, as quoted in citsjtu2020/LLM-Prof sglang/Model_Config.md"
 _QWEN_BLOG = "model card of Qwen/Qwen2.5-32B (64 layers, 40 and 8 heads, 32.5B parameters) and its config.json"
 
@@ -69,6 +80,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
     "Qwen/Qwen2.5-7B": KnownModel(_qwen25(3584, 18_944, 28, 28, 4, 152_064, tied=False), _QWEN),
     "Qwen/Qwen2.5-7B-Instruct": KnownModel(_qwen25(3584, 18_944, 28, 28, 4, 152_064, tied=False), _QWEN),
     "Qwen/Qwen2.5-32B-Instruct": KnownModel(_qwen25(5120, 27_648, 64, 40, 8, 152_064, tied=False), _QWEN_BLOG),
+    "sft-play/starter-base": KnownModel(_STARTER_BASE, "made by this toolkit: sft_play/train/starter_base.py"),
     "google/gemma-3-27b-it": KnownModel(_GEMMA_3_27B, "google/gemma_pytorch gemma/config.py (27b_v3)"),
     "meta-llama/Llama-3.3-70B-Instruct": KnownModel(
         _LLAMA_3_70B, "ai-dynamo/aiconfigurator model_configs/meta-llama--Meta-Llama-3.1-70B_config.json (same shapes)"

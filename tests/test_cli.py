@@ -1,0 +1,120 @@
+"""The command line: words, environment, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sft_play import cli
+from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
+from sft_play.facts.hardware import Gpu, Hardware
+from tests.conftest import ROOT
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "did you mean train?"),
+        (["dance"], "there are: train, resume, plan, generate"),
+        ([], "the following arguments are required: command"),
+        (["plan", "--confg", "x"], "unrecognized arguments: --confg x"),
+        (["plan", "--config"], "expected one argument"),
+        (["plan", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["plan", "--config", "configs"], "is a folder"),
+        (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H200"),
+        (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
+        (["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"], "names a machine for make plan"),
+        (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
+        (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
+    ],
+)
+def test_wrong_words_are_one_message_and_exit_code_2(command, monkeypatch, words, message):
+    monkeypatch.chdir(ROOT)
+    code, printed = command(*words)
+    assert code == 2
+    assert message in printed
+    assert printed.count("error:") == 1
+
+
+def test_the_environment_that_make_passes_is_read_and_words_win(monkeypatch):
+    environment = {"CONFIG": "a.yaml", "SET": "train.epochs=1 'data.train_path=x y'", "HARDWARE": "2xH200", "JSON": "1"}
+    request = cli.read_request(["plan", "train.epochs=2"], environment)
+    assert str(request.config) == "a.yaml"
+    assert request.overrides == ("train.epochs=1", "data.train_path=x y", "train.epochs=2")
+    assert (request.hardware, request.json) == ("2xH200", True)
+    assert str(cli.read_request(["plan", "--config", "b.yaml"], environment).config) == "b.yaml"
+    assert str(cli.read_request(["train"], {"CONFIG": "", "SET": ""}).config) == "configs/run_starter.yaml"
+
+
+def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060")
+    assert code == 3
+    assert "does not fit" in printed
+
+
+def test_exit_codes_belong_to_the_error_tree():
+    assert (SftPlayError.exit_code, DoesNotFit.exit_code, Interrupted.exit_code) == (2, 3, 130)
+    assert issubclass(DoesNotFit, MemoryError)
+
+
+def test_a_fault_of_ours_is_not_turned_into_a_message(monkeypatch):
+    monkeypatch.setitem(cli._COMMANDS, "plan", lambda request: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plan"])
+
+
+def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatch, capfd):
+    cli.set_up_logging("train")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))
+    used = cli._one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
+    printed = capfd.readouterr().out
+    assert [gpu.index for gpu in used.gpus] == [2]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "[train] Detected 2 GPUs:\n  GPU 2: NVIDIA H200 (141.0 GB)" in printed
+    assert "[train] Total VRAM: 282.0 GB" in printed
+    assert "1 other GPU stay" in printed or "1 other GPU" in printed
+    assert "make train-distributed" in printed
+
+
+def test_scripts_are_the_same_as_the_command():
+    answer = subprocess.run(
+        [sys.executable, "scripts/plan.py", "--config", "configs/run_bnb.yaml", "--hardware", "H100"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert answer.returncode == 0
+    assert "Effective batch size: 32" in answer.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, number):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 2, max_steps: 5000, report_to: [], gradient_checkpointing: false}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        metrics = tmp_path / "outputs" / "one" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stdout.read() if process.stdout else ""
+            time.sleep(0.1)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, printed
+    assert f"{number.name}: saving at the end of this step" in printed
+    assert "go on with: make resume CONFIG=" in printed
+    assert "Traceback" not in printed
+    assert list((tmp_path / "outputs" / "one" / "checkpoints").glob("checkpoint-*"))
