@@ -51,6 +51,13 @@ def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
     return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
 
 
+QUIET_LOGGERS = {
+    "bitsandbytes": "asks at import for a package that would fetch kernels from the hub",
+    "transformers.integrations.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
+}
+"""Loggers of libraries whose warnings a user cannot act on, and what they say; their errors are shown."""
+
+
 class _PlainFormatter(logging.Formatter):
     """`[train] message`, with the level where it is a warning and the rank where it is not 0."""
 
@@ -95,6 +102,8 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     root.setLevel(logging.WARNING)
     logging.getLogger("sft_play").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.captureWarnings(True)
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start_log_buffer() -> MemoryHandler:

@@ -126,13 +126,14 @@ def loading(config: RunConfig) -> Any:
         seen.append((args, options))
         raise OSError("recorded")
 
-    for module, name, ask in (
-        ("transformers.AutoTokenizer", "tokenizer", tokenizer.load_tokenizer),
-        ("sft_play.train.model.AutoConfig", "config", model._whole_config),
+    for target, ask in (
+        ("transformers.AutoTokenizer", tokenizer.load_tokenizer),
+        ("sft_play.train.model.AutoConfig", model._whole_config),
     ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SftPlayError):
-            patch.setattr(f"{module}.from_pretrained", record)
-            ask(config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{target}.from_pretrained", record)
+            with pytest.raises(SftPlayError):
+                ask(config)
     return seen
 
 

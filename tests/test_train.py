@@ -225,7 +225,7 @@ def test_a_run_stopped_at_the_end_of_an_epoch_resumes_to_the_same_numbers(train)
 
 
 def test_evaluating_before_and_while_training_changes_no_number(train):
-    """The trap of bitsandbytes on CPUs with AVX512-BF16: an evaluation repacks 4-bit weights, then no gradient follows."""
+    """The trap of bitsandbytes on CPUs with AVX512-BF16: an evaluation repacks 4-bit weights, gradients stop."""
     same = ["train.max_steps=3", "tuning.mode=qlora"]
     _, _, silent = train("silent", *same)
     evaluating = ["eval.before_training=true", "eval.steps=1", "eval.generate_rows=3", "eval.max_new_tokens=4"]

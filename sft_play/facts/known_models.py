@@ -67,7 +67,7 @@ _STARTER_BASE = {
     "num_key_value_heads": 12,
     "vocab_size": 1024,
     "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
 }
 _QWEN = "config.json of the model, as quoted in citsjtu2020/LLM-Prof sglang/Model_Config.md"
 _QWEN_BLOG = "model card of Qwen/Qwen2.5-32B (64 layers, 40 and 8 heads, 32.5B parameters) and its config.json"

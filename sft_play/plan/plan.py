@@ -90,7 +90,7 @@ def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks
         raise DoesNotFit(_does_not_fit(config, hardware, peak(1, 1), budget))
     memory = peak(batch.micro_batch, batch.grad_accum)
     fits = memory.required <= budget
-    reasons = [precision.reason, *seq_reason, batch.reason, *_advice(config, fits, memory, budget)]
+    reasons = [precision.reason, *seq_reason, batch.reason, *_advice(config, precision, fits, memory, budget)]
     return Plan(
         layout="ddp" if ranks > 1 else "single",
         precision=precision,
@@ -144,9 +144,9 @@ def _seq_len(config: RunConfig, shape: ModelShape) -> tuple[int, list[str]]:
     return positions, [f"max_seq_len {positions} instead of {wish}: the model has {positions} positions"]
 
 
-def _advice(config: RunConfig, fits: bool, memory: MemoryEstimate, budget: int) -> list[str]:
+def _advice(config: RunConfig, precision: Precision, fits: bool, memory: MemoryEstimate, budget: int) -> list[str]:
     reasons = []
-    if config.tuning.mode == "full" and config.model.dtype in ("auto", "bfloat16"):
+    if config.tuning.mode == "full" and precision.load != "float32":
         reasons.append("full in half precision keeps AdamW's states in it too; model.dtype=float32 for fp32 states")
     if not fits:
         reasons.append(

@@ -466,7 +466,6 @@ def quiet_libraries() -> None:
 
     for kind in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category=kind)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # asks for a package that fetches kernels from the hub
     disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()

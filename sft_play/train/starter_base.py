@@ -44,6 +44,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML; tools stand in the system turn, and calls behind the assistant's text."""
+_ABOUT_PLACES = ("Run folder:", "Written to:", "Trained weights:", "Try next:")
+"""Lines of the base's run that name its temporary folder."""
 _VARIABLES_OF_MAKE = ("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN")
 
 
@@ -92,6 +94,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _make(folder: Path, final: Path) -> None:
     """Train the base aside and rename it into the cache."""
+    from transformers.utils import logging as transformers_logging
+
     logger.info("The starter's base model is not in the cache (%s): training it from scratch, once", final)
     started = time.monotonic()
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
@@ -99,6 +103,8 @@ def _make(folder: Path, final: Path) -> None:
         corpus, start = building / "corpus.jsonl", building / "start"
         documents = language.corpus_documents(seed=language.DEFAULT_SEED)
         corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
         make_tokenizer(documents).save_pretrained(start)
         make_model().save_pretrained(start)
         _train(building, start, corpus)
@@ -164,7 +170,9 @@ def _train(building: Path, start: Path, corpus: Path) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             last = [*last[-8:], line.rstrip()]
-            logger.info("base | %s", line.rstrip().removeprefix("[train] "))
+            text = line.rstrip().removeprefix("[train] ")
+            if not text.startswith(_ABOUT_PLACES):
+                logger.info("base | %s", text)
     if process.returncode == DoesNotFit.exit_code:
         raise DoesNotFit("the starter's base model does not fit this machine's memory: " + last[-1])
     if process.returncode in (130, -2):

@@ -1,0 +1,128 @@
+"""The starter: honest data, and real learning without a network or a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sft_play.starter.files import FOLDER, texts
+from sft_play.starter.language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
+from tests.conftest import ROOT, shared
+
+
+def prompts(rows):
+    return [normalised(row["messages"][0]["content"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return chat_rows(seed=DEFAULT_SEED)
+
+
+def test_the_bundled_files_are_what_the_generator_makes():
+    for path, text in texts().items():
+        assert (ROOT / path).read_text(encoding="utf-8") == text
+    assert {path.name for path in (ROOT / FOLDER).iterdir()} == {"train.jsonl", "val.jsonl", "test.jsonl"}
+
+
+def test_the_same_seed_makes_the_same_rows_whatever_the_hash_seed():
+    code = (
+        "import hashlib, json; from sft_play.starter.language import *; "
+        "print(hashlib.sha256(json.dumps([chat_rows(seed=3), corpus_documents(seed=3)]).encode()).hexdigest())"
+    )
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(made) == 1
+
+
+def test_there_are_enough_rows_and_as_many_kinds_of_action(rows):
+    assert [len(rows[split]) for split in ("train", "val", "test")] == [2600, 100, 300]
+    assert len({row["messages"][1]["content"].split()[0] for row in rows["train"]}) >= 12
+
+
+def test_no_held_out_prompt_stands_in_the_training_rows_or_the_corpus(rows):
+    corpus = "\n".join(normalised(text) for text in corpus_documents(seed=DEFAULT_SEED))
+    training = set(prompts(rows["train"]))
+    for split in ("val", "test"):
+        for prompt in prompts(rows[split]):
+            assert prompt not in training
+            assert prompt not in corpus
+
+
+def test_no_action_name_stands_in_the_corpus(rows):
+    corpus = "\n".join(corpus_documents(seed=DEFAULT_SEED))
+    for action in {row["messages"][1]["content"].split()[0] for row in rows["train"]}:
+        assert action not in corpus
+
+
+def test_always_giving_the_most_frequent_answer_scores_under_ten_percent(rows):
+    answers = Counter(row["messages"][1]["content"] for row in rows["test"])
+    assert max(answers.values()) / len(rows["test"]) < 0.10
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of its own: the base model is made in it by the first test that trains."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def train(cache: Path, out: Path, *overrides: str) -> str:
+    words = [sys.executable, "-m", "sft_play", "train", f"output.dir={out}", *overrides]
+    kept = {name: value for name, value in os.environ.items() if name not in ("SET", "CONFIG")}
+    answer = subprocess.run(
+        words, cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache)}, capture_output=True, text=True, timeout=1200
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+@pytest.mark.story
+def test_make_train_without_a_config_really_learns(cache, tmp_path):
+    printed = train(cache, tmp_path, "output.name=starter")
+    assert "training it from scratch, once" in printed
+    summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
+    assert summary["split"] == "test"
+    assert summary["before"]["exact_match"] < 0.10
+    assert summary["after"]["exact_match"] > 0.60
+    assert summary["after"]["loss"] < summary["before"]["loss"]
+    assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
+    assert summary["tokens_per_s"] > 0
+    lines = printed.splitlines()
+    assert sum("Asked:" in line for line in lines) == 3
+    assert sum("before:" in line for line in lines) == 3
+    for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory:", "tokens/s in training", "Try next:"):
+        assert part in printed
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gsm8k", ["data.train_path=sft/gsm8k/train.jsonl", "model.max_seq_len=512", "eval.generate_rows=0"]),
+        ("identity", ["data.train_path=sft/llamafactory/identity.json", "model.max_seq_len=512"]),
+        ("toy", ["data.train_path=sft/openai_cookbook/toy_chat_fine_tuning.jsonl", "model.max_seq_len=1024"]),
+        ("drone", ["data.train_path=sft/openai_cookbook/drone_training_first3.jsonl", "model.max_seq_len=8192"]),
+        ("cpt", ["task_mode=cpt", "data.train_path=corpora/tinyshakespeare.txt"]),
+    ],
+)
+def test_real_files_train_on_the_starters_base(cache, tmp_path, name, overrides):
+    found = [
+        f"data.train_path={shared(item.partition('=')[2])}" if item.startswith("data.train_path=") else item
+        for item in overrides
+    ]
+    fixed = ["train.max_steps=2", "eval.before_training=false", "train.effective_batch_size=4", "eval.generate_rows=2"]
+    train(cache, tmp_path, f"output.name={name}", *fixed, *found)
+    assert len(list((cache / "starter").glob("base-*"))) == 1
+    metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in metrics if "loss" in line]) == 2
