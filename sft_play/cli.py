@@ -117,7 +117,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _tell(command: str, error: SftPlayError) -> None:
     """The message of an error on standard error, safe to show."""
     sys.stdout.flush()
-    sys.stderr.write(redact(f"[{command}] error: {escape_control(str(error))}\n"))
+    kind = "" if isinstance(error, Interrupted) else "error: "
+    sys.stderr.write(redact(f"[{command}] {kind}{escape_control(str(error))}\n"))
 
 
 def _plan(request: Request) -> int:
@@ -190,7 +191,6 @@ def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool)
         logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
     paths = data_paths(loaded.config.data)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from sft_play.train.run import Job, run
 
     run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))

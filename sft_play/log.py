@@ -53,7 +53,7 @@ def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
 
 QUIET_LOGGERS = {
     "bitsandbytes": "asks at import for a package that would fetch kernels from the hub",
-    "transformers.integrations.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
+    "transformers.distributed.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
 }
 """Loggers of libraries whose warnings a user cannot act on, and what they say; their errors are shown."""
 

@@ -6,6 +6,7 @@ a git remote reaches a file. Files are written aside and renamed, so that a kill
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import sft_play
 from sft_play.config.load import LoadedConfig, differing_keys, resolved
@@ -204,12 +205,14 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
 
 
 def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Make the folder with config, plan and manifest, or nothing of it; an old one is moved aside first.
+    """Make the folder with config, plan and manifest, or nothing of it; one that is to be replaced is moved aside.
 
     Raises:
-        RunFolderError: the folder exists and holds no manifest of ours, or cannot be made.
+        RunFolderError: the folder exists (another start may have made it meanwhile), or cannot be made.
     """
     if folder.path.exists():
+        if loaded.config.output.if_exists != "replace":
+            raise RunFolderError(f"the run folder {folder.path} was made by another start meanwhile; start again")
         move_aside(folder)
     try:
         folder.path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,6 +241,21 @@ def move_aside(folder: RunFolder) -> Path:
         number += 1
     folder.path.rename(aside)
     return aside
+
+
+def lock(folder: RunFolder) -> TextIO:
+    """An open file that marks the run as being written; the mark goes when the file is closed or the process ends.
+
+    Raises:
+        RunFolderError: another process is writing the run.
+    """
+    file = folder.log_path.open("a", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise RunFolderError(f"{folder.path} is being written by another process; wait for it, or stop it") from None
+    return file
 
 
 def discard(folder: RunFolder) -> None:
@@ -336,7 +354,10 @@ def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
 
 def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any]) -> None:
     """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers."""
-    old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
+    try:
+        old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
     new = json.loads(json.dumps(_scrub(resolved(loaded.config))))
     differing = {key: pair for key, pair in differing_keys(old, new).items() if key not in FREE_TO_CHANGE}
     lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]

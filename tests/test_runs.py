@@ -194,6 +194,23 @@ def test_short_values_of_secret_looking_variables_hide_nothing(monkeypatch):
     assert redact("this is true") == "this is true"
 
 
+def test_a_run_that_another_process_writes_is_left_alone(tmp_path):
+    folder = make(tmp_path)
+    with runs.lock(folder), pytest.raises(RunFolderError, match="being written by another process"):
+        runs.lock(folder)
+    runs.lock(folder).close()
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
+    job = loaded(tmp_path, overrides=("output.name=one",))
+    folder = runs.new_folder(job.config.output, config_path=job.path)
+    folder.path.mkdir(parents=True)
+    (folder.path / "theirs").write_text("kept")
+    with pytest.raises(RunFolderError, match="by another start meanwhile"):
+        runs.create(folder, job, manifest={}, plan={})
+    assert (folder.path / "theirs").read_text() == "kept"
+
+
 def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')

@@ -265,6 +265,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(train):
     code, printed, _ = train("one", *same, verb="resume")
     assert code == 0
     assert "Resuming bnb run from step 2" in printed
+    assert "checkpoint-3 is passed over: optimizer.pt has" in printed
 
 
 def test_checkpoints_are_kept_to_the_limit(train):

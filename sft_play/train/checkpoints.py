@@ -73,6 +73,24 @@ def is_complete(checkpoint: Path) -> bool:
         return False
 
 
+def damage(folder: Path) -> list[str]:
+    """What each checkpoint that is not whole lacks, in words."""
+    found = []
+    for path in sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []:
+        if is_complete(path):
+            continue
+        try:
+            expected = json.loads((path / COMPLETE).read_text(encoding="utf-8"))["files"]
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append(f"{path} is passed over: it was never finished (no {COMPLETE})")
+            continue
+        there = _sizes(path)
+        wrong = [f"{name} has {there.get(name, 0)} of {size} bytes" for name, size in expected.items()
+                 if there.get(name) != size]  # fmt: skip
+        found.append(f"{path} is passed over: {', '.join(wrong[:4]) or 'it holds files that it was not written with'}")
+    return found
+
+
 def complete_ones(folder: Path) -> list[Path]:
     """Complete checkpoints by rising step."""
     found = [

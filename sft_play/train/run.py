@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -95,17 +95,16 @@ def run(job: Job) -> dict[str, Any]:
     check_device(job.plan)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared)
-    _open_folder(job, prepared, facts)
-    log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
-    try:
-        summary = _train_and_judge(job, prepared, memory, started)
-    except BaseException as error:
-        _record_failure(job, error)
-        raise
-    finally:
-        logging.getLogger().removeHandler(log_file)
-        log_file.close()
-    return summary
+    with _open_folder(job, prepared, facts):
+        log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+        try:
+            return _train_and_judge(job, prepared, memory, started)
+        except BaseException as error:
+            _record_failure(job, error)
+            raise
+        finally:
+            logging.getLogger().removeHandler(log_file)
+            log_file.close()
 
 
 def prepare(job: Job) -> Prepared:
@@ -158,17 +157,19 @@ def batch_facts(plan: Plan) -> dict[str, int]:
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
 
 
-def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> None:
-    """Make the run folder, or check that the one to go on with was made with the same settings."""
+def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
+    """Make the run folder, or check that the one to go on with was made with the same settings; returns its lock."""
     if job.resume:
         runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
+        mark = runs.lock(job.folder)
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
         job.folder.update_manifest(status="running", resumed=resumed)
-        return
+        return mark
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
     manifest["choices"] = _choices(job, prepared)
     runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    return runs.lock(job.folder)
 
 
 def _choices(job: Job, prepared: Prepared) -> list[str]:
@@ -180,6 +181,7 @@ def _choices(job: Job, prepared: Prepared) -> list[str]:
 def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started: float) -> dict[str, Any]:
     config, folder = job.loaded.config, job.folder
     checkpoint = checkpoints.last_complete(folder.checkpoints) if job.resume else None
+    _say(checkpoints.damage(job.folder.checkpoints) if job.resume else [])
     _announce(job, prepared, checkpoint)
     model = load_model(config, job.plan.precision, prepared.blueprint, device=job.plan.hardware.device)
     stop = StopAfter(config.train.stop_after_steps)
