@@ -65,6 +65,8 @@ format: setup ## Sort imports and format the code (ruff)
 	@"$(PY)" -m ruff format .
 generate: setup ## Renew generated files: configs/reference.yaml, configs/run.schema.json, sft_play/starter/data
 	@$(PROGRAM) generate
+benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a CPU)
+	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -86,4 +88,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume plan test lint format generate clean
+.PHONY: help setup lock train resume plan test lint format generate benchmark clean

@@ -14,7 +14,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -289,7 +288,7 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    return found | {"platform": platform.platform(), "executable": sys.executable}
+    return found | {"platform": f"{platform.system()} {platform.machine()}"}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -14,12 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE)
-NEED_ENVIRONMENT = ["train", "resume", "plan", "test", "lint", "format", "generate"]
+NEED_ENVIRONMENT = ["train", "resume", "plan", "test", "lint", "format", "generate", "benchmark"]
 PROGRAM = ["train", "resume", "plan", "generate"]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
     *("DEEPSPEED_CONFIG", "TB_PORT", "TB_HOST", "TESTS", "TORCH", "PYTHON", "VENV"),
 ]
+SHOWN = ("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN", "TESTS", "TORCH", "PYTHON", "VENV")
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 
 # MARK becomes the path of a file that must not come into being.
@@ -143,7 +144,7 @@ def test_help_shows_every_target_group_and_variable():
         assert re.search(rf"^  {target} +\S", text, re.MULTILINE), target
     for group in ("Setup", "Train", "Plan", "Develop", "Variables", "Examples"):
         assert re.search(rf"^{group}", text, re.MULTILINE), group
-    for variable in VARIABLES:
+    for variable in SHOWN:
         assert f"{variable}=" in text, variable
 
 

@@ -140,7 +140,7 @@ def test_changed_pins_rebuild_from_nothing(name, old, new, ready):
     [
         ("requirements.lock", "# pins", "# other words\n"),
         ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"'),
-        ("pyproject.toml", "line-length = 110", "line-length = 100"),
+        ("pyproject.toml", "line-length = 120", "line-length = 100"),
         ("pyproject.toml", "strict-markers", "strict"),
     ],
 )

@@ -30,6 +30,11 @@ NCCL_BYTES = 688 * 2**20
 
 ALLOCATOR_SLACK = {"full": 1.05, "lora": 1.04, "qlora": 1.08}
 """Reserved over allocated memory (simulated caching allocator, models of 1B and more)."""
+CPU_ACTIVATION_SLACK = 2.0
+"""What a CPU process keeps of freed activations, times their size. With it and CPU_LATE_BYTES the prediction was 0.9
+to 2.3 times the resident memory of six runs of a 2M model (benchmarks/predicted_peak_cpu.json, 2026-11-21)."""
+CPU_LATE_BYTES = GIB // 4
+"""Libraries and threads that a CPU run brings in after the imports, from the same runs."""
 MARGIN = {"full": 0.03, "lora": 0.03, "qlora": 0.06}
 """Share of the reserved estimate kept free, by the spread of measured runs of its class."""
 MARGIN_MULTI_GPU = 0.10
@@ -95,10 +100,16 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
     terms |= _peak_of_step(config, shape, precision, step)
     allocated = sum(terms.values())
     mode = config.tuning.mode
-    reserved = int(allocated * (ALLOCATOR_SLACK[mode] if step.on_gpu else 1.0))
+    reserved = int(allocated * ALLOCATOR_SLACK[mode]) if step.on_gpu else _resident_on_cpu(terms)
     share = max(MARGIN[mode], MARGIN_MULTI_GPU if step.ranks > 1 else 0.0)
     outside = (CUDA_CONTEXT_BYTES + (NCCL_BYTES if step.ranks > 1 else 0)) if step.on_gpu else 0
     return MemoryEstimate(terms, reserved, int(reserved * share) + MARGIN_BYTES, outside)
+
+
+def _resident_on_cpu(terms: dict[str, int]) -> int:
+    """Resident memory of a CPU process above the level after its imports: tensors, and what malloc does not return."""
+    passing = terms["activations"] + terms["loss_head"]
+    return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES
 
 
 def _resident(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> dict[str, int]:

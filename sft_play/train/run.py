@@ -388,7 +388,8 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
     if "measured_rss" in peak:
         return (
-            f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_rss'])} measured (RSS)"
+            f"Peak memory: {show(peak['predicted_allocated'])} of tensors predicted, "
+            f"{show(peak['predicted_reserved'])} resident; {show(peak['measured_rss'])} resident measured"
         )
     return (
         f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
