@@ -144,25 +144,38 @@ def _make_plan(loaded: LoadedConfig, hardware: Hardware, *, ranks: int = 1) -> P
 
 
 def _train(request: Request) -> int:
+    _refuse_hardware(request)
     from sft_play import runs
     from sft_play.runs import RunFolder
 
-    loaded = _with_starter(load_config(request.config, overrides=request.overrides))
+    if request.run:
+        raise ConfigError(
+            f"RUN={escape_control(request.run)} names a run for make resume; a new one is named output.name"
+        )
+    loaded = load_config(request.config, overrides=request.overrides)
     output = loaded.config.output
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = folder.path.exists() and output.if_exists == "resume"
     if resume and folder.manifest().get("status") == "finished":
         logger.info("The run %s is finished; there is nothing to resume", folder.path)
         return 0
-    return _start(request, loaded, RunFolder(folder.path), resume=resume)
+    return _start(request, _with_starter(loaded), RunFolder(folder.path), resume=resume)
+
+
+def _refuse_hardware(request: Request) -> None:
+    if request.hardware:
+        raise ConfigError(
+            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses the one there is"
+        )
 
 
 def _resume(request: Request) -> int:
+    _refuse_hardware(request)
     from sft_play import runs
 
-    loaded = _with_starter(load_config(request.config, overrides=request.overrides))
+    loaded = load_config(request.config, overrides=request.overrides)
     folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
-    return _start(request, loaded, folder, resume=True)
+    return _start(request, _with_starter(loaded), folder, resume=True)
 
 
 def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
@@ -176,8 +189,6 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool) -> int:
-    if request.hardware:
-        raise ConfigError(f"HARDWARE={request.hardware} names a machine for make plan; training uses the one there is")
     buffer = start_log_buffer()
     hardware = _one_gpu(detect())
     plan = _make_plan(loaded, hardware)

@@ -31,6 +31,7 @@ GIB = 2**30
         (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H200"),
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
         (["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"], "names a machine for make plan"),
+        (["train", "--config", "configs/run_bnb.yaml", "--run", "x"], "names a run for make resume"),
         (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
         (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
     ],

@@ -339,6 +339,37 @@ def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
     assert bos is None or row.input_ids.count(bos) <= 1 or name == "SmolLM2"
 
 
+def test_no_template_gets_a_wrong_mask():
+    """Every collected template: what is trained is each answer and none of the questions, or the row is refused."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    turns = (
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "alpha one"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "beta two"},
+    )
+    files = sorted(shared("chat_templates").glob("*/*.jinja"))
+    assert len(files) > 130
+    exact = 0
+    for file in files:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        for messages in (turns, turns[:2], ({"role": "system", "content": "brief"}, *turns[:2])):
+            try:
+                row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100_000)(Chat("f:1", messages))
+            except TokenizerError:
+                continue
+            if isinstance(row, BadRow):
+                continue
+            pairs = zip(row.input_ids, row.labels, strict=True)
+            trained = tokenizer.decode([token for token, label in pairs if label != IGNORED])
+            for message in messages:
+                assert (message["content"] in trained) == (message["role"] == "assistant"), (file.name, trained)
+            exact += 1
+    assert exact > 300
+
+
 def test_label_spans_train_only_tokens_that_lie_whole_in_a_span():
     # "ab cd ef": the span [3, 5) holds "cd"; a token that begins before it is not trained
     offsets = [(0, 2), (2, 5), (3, 5), (5, 8)]

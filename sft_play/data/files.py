@@ -68,7 +68,9 @@ def data_paths(data: DataConfig) -> DataPaths:
     """
     defaults = DataConfig()
     own_train = data.train_path != defaults.train_path
-    missing, notes = [], []
+    missing: list[str] = []
+    notes: list[str] = []
+    unwritten: list[str] = []
 
     def find(key: str, value: str | None, default: str | None) -> Path | None:
         if value is None:
@@ -79,21 +81,27 @@ def data_paths(data: DataConfig) -> DataPaths:
         if own_train and value == default:
             notes.append(f"data.{key}: there is no {value}; going on without it")
             return None
-        missing.append(f"data.{key}: {one_line(value)} does not exist{_hint(value, default)}")
+        if value == default:
+            unwritten.append(f"data.{key}={value}")
+        else:
+            missing.append(f"data.{key}: {one_line(value)} does not exist{_hint(value)}")
         return None
 
-    train = find("train_path", data.train_path, None)
+    train = find("train_path", data.train_path, defaults.train_path)
     val = find("val_path", data.val_path, defaults.val_path)
     test = find("test_path", data.test_path, defaults.test_path)
     text = find("text_path", data.text_path, None)
+    if unwritten:
+        missing.append(
+            f"{', '.join(unwritten)}: not there; these are the defaults, which `make process` writes: give your own "
+            "data.train_path, and null for a val_path or test_path that you do not have"
+        )
     if missing or train is None:
         raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
     return DataPaths(train, val, test, text, tuple(notes))
 
 
-def _hint(value: str, default: str | None) -> str:
-    if value in (default, DataConfig().train_path):
-        return "; it is the default, which `make process` writes: give your own file, or null where there is none"
+def _hint(value: str) -> str:
     parent = Path(value).expanduser().parent
     names = sorted(item.name for item in parent.iterdir())[:12] if parent.is_dir() else []
     return f"; {parent} holds {', '.join(names)}" if names else f"; the folder {parent} does not exist"

@@ -89,7 +89,12 @@ class Renderer:
 
     def _learn_end_of_turn(self) -> str:
         turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _SENTINEL}]
-        text = self._render(turns)
+        try:
+            text = self._render(turns)
+        except Exception as error:  # jinja2 and the templates' own raise_exception()
+            raise TokenizerError(
+                f"the chat template cannot render a question and an answer: {one_line(str(error))}"
+            ) from error
         _, found, tail = text.partition(_SENTINEL)
         if not found:
             raise TokenizerError("the chat template drops an assistant's answer; give data.chat_template another one")
@@ -175,7 +180,7 @@ class Renderer:
         starts = [self._start(chat, text, index) for index in wanted]
         limits = [*starts[1:], len(text)]
         spans = [
-            self._end(chat.messages[index], index, text, start, limit)
+            self._end(chat, index, text, start, limit)
             for index, start, limit in zip(wanted, starts, limits, strict=True)
         ]
         return text, spans
@@ -194,8 +199,9 @@ class Renderer:
             f"messages[{index}]; data.loss_on=completion trains the last turn only, all trains every token",
         )
 
-    def _end(self, message: Message, index: int, text: str, start: int, limit: int) -> Span:
+    def _end(self, chat: Chat, index: int, text: str, start: int, limit: int) -> Span:
         """The span of a turn: from `start` through its first end marker after its text."""
+        message = chat.messages[index]
         content = str(message.get("content") or "").strip()
         position = start
         if content:
@@ -206,10 +212,22 @@ class Renderer:
         if message.get("tool_calls"):
             position = max(position, _after_calls(message["tool_calls"], text, start, limit, index))
         marker = self.end_of_turn
-        end = text.find(marker, position, limit) if marker else limit
+        if not marker:
+            return start, self._end_without_marker(chat, index, text, position)
+        end = text.find(marker, position, limit)
         if end < 0:
             raise _Inexact(f"a turn does not end with {one_line(marker)}", f"messages[{index}]")
-        return start, end + len(marker) if marker else limit
+        return start, end + len(marker)
+
+    def _end_without_marker(self, chat: Chat, index: int, text: str, position: int) -> int:
+        """Where a turn ends whose template writes nothing behind it: with the conversation up to it, if that is a
+        prefix of the whole."""
+        prefix = self._render(chat.messages[: index + 1], tools=chat.tools)
+        if text.startswith(prefix) and len(prefix) >= position:
+            return len(prefix)
+        raise _Inexact(
+            "the chat template ends turns with nothing, so where one ends cannot be told", f"messages[{index}]"
+        )
 
 
 def _after_calls(calls: Sequence[Any], text: str, start: int, limit: int, index: int) -> int:
