@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
-from sft_play.errors import ConfigError, Interrupted, SftPlayError
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.log import escape_control, redact, set_up_logging, start_log_buffer
 from sft_play.plan.batching import BatchPlan
-from sft_play.plan.plan import Plan, batch_lines, detected_lines, make_plan
+from sft_play.plan.plan import Plan, batch_lines, detected_lines, make_plan, require_fit
 from sft_play.starter.names import BASE_NAME, CONFIG
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _tell(command, error)
         return error.exit_code
     except KeyboardInterrupt:
-        logger.warning("stopped before anything was saved")
+        logger.warning("stopped by the user; what was saved until then is kept")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
@@ -134,7 +134,8 @@ def _plan(request: Request) -> int:
     else:
         for line in [*detected_lines(hardware), *batch_lines(plan, loaded.config)]:
             logger.info("%s", line)
-    return 0 if plan.fits else 3
+        require_fit(plan, loaded.config)
+    return 0 if plan.fits else DoesNotFit.exit_code
 
 
 def _make_plan(loaded: LoadedConfig, hardware: Hardware, *, ranks: int = 1) -> Plan:
@@ -192,6 +193,7 @@ def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool)
     buffer = start_log_buffer()
     hardware = _one_gpu(detect())
     plan = _make_plan(loaded, hardware)
+    require_fit(plan, loaded.config)
     if resume:
         plan = _as_started(plan, folder, loaded)
     from sft_play.data.files import data_paths

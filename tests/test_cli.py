@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -59,6 +60,9 @@ def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
     code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060")
     assert code == 3
     assert "does not fit" in printed
+    code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060", "--json")
+    assert code == 3
+    assert json.loads(printed)["fits"] is False
 
 
 def test_exit_codes_belong_to_the_error_tree():

@@ -13,7 +13,7 @@ from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan.batching import plan_batch
 from sft_play.plan.memory import Step, adapter_params, estimate, nf4_bytes
-from sft_play.plan.plan import batch_lines, check_mesh, detected_lines, make_plan
+from sft_play.plan.plan import batch_lines, check_mesh, detected_lines, make_plan, require_fit
 from sft_play.plan.precision import Precision, choose_precision
 from tests.conftest import shared
 
@@ -140,15 +140,26 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
 
 
 def test_what_does_not_fit_says_how_much_and_the_ways_out():
+    run = config("tuning: {mode: lora}", "google/gemma-3-27b-it")
+    plan = make_plan(run, shape_of("google/gemma-3-27b-it"), named("A100-40GB"))
+    assert not plan.fits
+    assert [way.change for way in plan.ways_out] == ["model.max_seq_len=1024", "tuning.mode=qlora"]
+    assert all(way.required < plan.memory.required for way in plan.ways_out)
     with pytest.raises(DoesNotFit) as error:
-        make_plan(
-            config("tuning: {mode: lora}", "google/gemma-3-27b-it"),
-            shape_of("google/gemma-3-27b-it"),
-            named("A100-40GB"),
-        )
+        require_fit(plan, run)
     assert error.value.exit_code == 3
-    for part in ("does not fit", "GiB", "tuning.mode=qlora", "model.max_seq_len="):
+    for part in ("does not fit", "GiB", "tuning.mode=qlora (", "model.max_seq_len=1024 ("):
         assert part in str(error.value)
+
+
+def test_every_candidate_says_why_it_was_not_taken():
+    plan = make_plan(config(), shape_of("Qwen/Qwen2.5-3B-Instruct"), named("RTX3060"))
+    assert [candidate.batch.micro_batch for candidate in plan.candidates] == [1, 2, 4, 8, 16, 32]
+    chosen = [candidate for candidate in plan.candidates if candidate.rejected_because is None]
+    assert [candidate.batch.micro_batch for candidate in chosen] == [plan.batch.micro_batch]
+    for candidate in plan.candidates:
+        assert candidate.fits == (candidate.memory.required <= plan.budget_bytes)
+        assert candidate.fits or "GiB" in str(candidate.rejected_because)
 
 
 def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
@@ -156,6 +167,7 @@ def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
     machine = Hardware((Gpu(0, "GPU", 6 * GIB, None, (8, 6)),), "CPU", 2, GIB, GIB)
     plan = make_plan(run, shape_of(run.model.name), machine)
     assert (plan.batch.micro_batch, plan.fits) == (32, False)
+    require_fit(plan, run)
     assert any("predicted to need" in reason for reason in plan.reasons)
 
 
@@ -186,7 +198,8 @@ def test_the_plans_json_has_the_fields_that_scripts_read(command, monkeypatch, t
     assert plan == json.loads(out.read_text())
     wanted = {
         "fits", "layout", "ranks", "data_parallel_ranks", "micro_batch", "grad_accum", "effective_batch",
-        "gradient_checkpointing", "peak_bytes", "tokens_per_s", "confirmed_by_trace", "reasons",
+        "gradient_checkpointing", "peak_bytes", "tokens_per_s", "confirmed_by_trace", "reasons", "candidates",
+        "ways_out",
     }  # fmt: skip
     assert wanted <= set(plan)
     assert {"allocated", "reserved", "budget", "margin", "terms"} <= set(plan["peak_bytes"])

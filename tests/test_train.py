@@ -580,3 +580,24 @@ class TestProgress:
         progress.on_step_begin(None, state, None)  # at 104 s
         line = progress.line(2, 10)  # at 108 s: 8 s of training, 800 tokens, 8 steps left at 4 s each
         assert line == "100 tokens/s  0:32 left"
+
+
+def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monkeypatch):
+    from sft_play.train.trainer import PlannedTrainer
+
+    def full(*_args, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(PlannedTrainer, "training_step", full)
+    code, printed, folder = train("one")
+    assert code == 3
+    assert "the GPU's memory ran out (CUDA out of memory" in printed
+    assert "predicted were" in printed
+    assert "try train.batch_size=4" in printed
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
+
+
+def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
+    code, printed, _ = train("one", "train.effective_batch_size=256", "train.max_steps=1")
+    assert code == 0, printed
+    assert "rows are fewer than one effective batch of 256" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
-from sft_play.plan.batching import BatchPlan, plan_batch
+from sft_play.plan.batching import BatchPlan, divisors, plan_batch
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
 from sft_play.plan.precision import SHORT, Precision, choose_precision
 
@@ -20,8 +21,40 @@ of their plateau with 16k tokens (fms-acceleration, one A100); larger models nee
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A micro-batch and accumulation that was weighed; `rejected_because` is None for the chosen one."""
+
+    layout: str
+    batch: BatchPlan
+    memory: MemoryEstimate
+    fits: bool
+    rejected_because: str | None
+
+    def as_json(self, budget: int) -> dict[str, Any]:
+        """The plan's fields for this candidate."""
+        return {
+            "fits": self.fits,
+            "layout": self.layout,
+            "rejected_because": self.rejected_because,
+            **_batch_json(self.batch),
+            "peak_bytes": _peak_json(self.memory, budget),
+        }
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """A change of the run YAML that would need less memory: bytes that must be free, of one rank."""
+
+    change: str
+    required: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a run will do. Bytes are per rank; `max_seq_len` is what the model's positions leave of the wish."""
+    """What a run will do. Bytes are per rank; `max_seq_len` is what the model's positions leave of the wish.
+
+    Where nothing fits, `batch` is the smallest there is and `ways_out` says what would need less.
+    """
 
     layout: str
     precision: Precision
@@ -35,36 +68,49 @@ class Plan:
     model_params: int
     hardware: Hardware
     reasons: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
+    ways_out: tuple[WayOut, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers."""
-        peak = {
-            "allocated": self.memory.allocated,
-            "reserved": self.memory.reserved,
-            "budget": self.budget_bytes,
-            "margin": self.memory.margin,
-            "outside_allocator": self.memory.outside_allocator,
-            "terms": self.memory.terms,
-        }
         return {
             "fits": self.fits,
             "layout": self.layout,
-            "ranks": self.batch.ranks,
-            "data_parallel_ranks": self.batch.ranks,
-            "micro_batch": self.batch.micro_batch,
-            "grad_accum": self.batch.grad_accum,
-            "effective_batch": self.batch.effective_batch,
+            **_batch_json(self.batch),
             "eval_batch": self.eval_batch,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "gradient_checkpointing": self.gradient_checkpointing,
-            "peak_bytes": peak,
+            "peak_bytes": _peak_json(self.memory, self.budget_bytes),
             "tokens_per_s": None,
             "confirmed_by_trace": False,
             "model_params": self.model_params,
             "hardware": self.hardware.as_json(),
             "reasons": list(self.reasons),
+            "candidates": [candidate.as_json(self.budget_bytes) for candidate in self.candidates],
+            "ways_out": [asdict(way) for way in self.ways_out],
         }
+
+
+def _batch_json(batch: BatchPlan) -> dict[str, int]:
+    return {
+        "ranks": batch.ranks,
+        "data_parallel_ranks": batch.ranks,
+        "micro_batch": batch.micro_batch,
+        "grad_accum": batch.grad_accum,
+        "effective_batch": batch.effective_batch,
+    }
+
+
+def _peak_json(memory: MemoryEstimate, budget: int) -> dict[str, Any]:
+    return {
+        "allocated": memory.allocated,
+        "reserved": memory.reserved,
+        "budget": budget,
+        "margin": memory.margin,
+        "outside_allocator": memory.outside_allocator,
+        "terms": memory.terms,
+    }
 
 
 def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks: int = 1) -> Plan:
@@ -72,7 +118,6 @@ def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks
 
     Raises:
         ConfigError: batch sizes that do not divide, a mesh of several processes.
-        DoesNotFit: the batch was left to the plan, and not even one sequence fits.
     """
     check_mesh(config)
     precision = choose_precision(config, hardware)
@@ -80,19 +125,21 @@ def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks
     budget = budget_bytes(hardware)
     busy = max(1, _busy_tokens(shape) // seq_len)
 
-    def peak(micro: int, accum: int) -> MemoryEstimate:
-        return estimate(config, shape, precision, Step(micro, accum, seq_len, ranks, bool(hardware.gpus)))
+    def peak(micro: int, accum: int, changed: RunConfig = config) -> MemoryEstimate:
+        length = min(seq_len, changed.model.max_seq_len)
+        return estimate(changed, shape, precision, Step(micro, accum, length, ranks, bool(hardware.gpus)))
 
     batch = plan_batch(
         config.train, ranks=ranks, micro_limit=busy, fits=lambda micro, accum: peak(micro, accum).required <= budget
     )
     if batch is None:
-        raise DoesNotFit(_does_not_fit(config, hardware, peak(1, 1), budget))
+        per_rank = config.train.effective_batch_size // ranks
+        batch = BatchPlan(1, per_rank, ranks, "nothing fits, not even one sequence a pass")
     memory = peak(batch.micro_batch, batch.grad_accum)
     fits = memory.required <= budget
     reasons = [precision.reason, *seq_reason, batch.reason, *_advice(config, precision, fits, memory, budget)]
     return Plan(
-        layout="ddp" if ranks > 1 else "single",
+        layout=_layout(ranks),
         precision=precision,
         batch=batch,
         max_seq_len=seq_len,
@@ -104,7 +151,62 @@ def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks
         model_params=shape.params,
         hardware=hardware,
         reasons=tuple(reasons),
+        candidates=tuple(_candidates(batch, peak, budget)),
+        ways_out=()
+        if fits
+        else tuple(WayOut(change, peak(1, 1, other).required) for change, other in _smaller(config)),
     )
+
+
+def _layout(ranks: int) -> str:
+    return "ddp" if ranks > 1 else "single"
+
+
+def _candidates(chosen: BatchPlan, peak: Callable[[int, int], MemoryEstimate], budget: int) -> Iterator[Candidate]:
+    """Every split of the effective batch over passes, with its peak and why it was not taken."""
+    per_rank = chosen.micro_batch * chosen.grad_accum
+    for micro in divisors(per_rank):
+        memory = peak(micro, per_rank // micro)
+        fits = memory.required <= budget
+        because: str | None = None
+        if micro != chosen.micro_batch:
+            because = f"needs {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB"
+            if fits:
+                larger = micro > chosen.micro_batch
+                because = "more tokens a pass than keep the device busy" if larger else "smaller passes than fit"
+        batch = BatchPlan(micro, per_rank // micro, chosen.ranks, "")
+        yield Candidate(_layout(chosen.ranks), batch, memory, fits, because)
+
+
+def require_fit(plan: Plan, config: RunConfig) -> None:
+    """Raises DoesNotFit when the batch was left to the plan and nothing fits; a batch that was given is tried."""
+    train = config.train
+    if plan.fits or train.batch_size != "auto" or train.grad_accum != "auto":
+        return
+    where = plan.hardware.gpus[0].name if plan.hardware.gpus else "this machine's free memory"
+    largest = sorted(plan.memory.terms.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    ways = ", ".join(f"{way.change} ({way.required / GIB:.1f} GiB)" for way in plan.ways_out)
+    raise DoesNotFit(
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit: one sequence of {plan.max_seq_len} "
+        f"tokens needs {plan.memory.required / GIB:.1f} GiB ({parts}), and {where} has "
+        f"{plan.budget_bytes / GIB:.1f} GiB; try {ways or 'a smaller model'}, or set train.batch_size=1 to start all "
+        "the same"
+    )
+
+
+def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Changes that need less memory, the least harmful first, each with the config that it makes."""
+    if not config.train.gradient_checkpointing:
+        train = config.train.model_copy(update={"gradient_checkpointing": True})
+        yield "train.gradient_checkpointing=true", config.model_copy(update={"train": train})
+    if config.model.max_seq_len > 512:
+        half = config.model.max_seq_len // 2
+        model = config.model.model_copy(update={"max_seq_len": half})
+        yield f"model.max_seq_len={half}", config.model_copy(update={"model": model})
+    if config.tuning.mode != "qlora":
+        tuning = config.tuning.model_copy(update={"mode": "qlora"})
+        yield "tuning.mode=qlora", config.model_copy(update={"tuning": tuning})
 
 
 def check_mesh(config: RunConfig) -> None:
@@ -153,28 +255,6 @@ def _advice(config: RunConfig, precision: Precision, fits: bool, memory: MemoryE
             f"the batch that was given is predicted to need {memory.required / GIB:.1f} GiB of {budget / GIB:.1f} GiB"
         )
     return reasons
-
-
-def _does_not_fit(config: RunConfig, hardware: Hardware, memory: MemoryEstimate, budget: int) -> str:
-    where = hardware.gpus[0].name if hardware.gpus else "this machine's free memory"
-    largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    return (
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit: one sequence of "
-        f"{config.model.max_seq_len} tokens needs {memory.required / GIB:.1f} GiB ({parts}), and {where} has "
-        f"{budget / GIB:.1f} GiB; {_ways_out(config)}"
-    )
-
-
-def _ways_out(config: RunConfig) -> str:
-    ways = []
-    if not config.train.gradient_checkpointing:
-        ways.append("train.gradient_checkpointing=true")
-    if config.model.max_seq_len > 512:
-        ways.append(f"model.max_seq_len={config.model.max_seq_len // 2}")
-    if config.tuning.mode != "qlora":
-        ways.append("tuning.mode=qlora")
-    return "try " + ", ".join([*ways, "a smaller model"]) + ", or set train.batch_size=1 to start all the same"
 
 
 def detected_lines(hardware: Hardware) -> list[str]:

@@ -21,7 +21,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.render import Renderer, show_row
-from sft_play.errors import ConfigError, HardwareError, Interrupted, SftPlayError
+from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan, precision_name
 from sft_play.runs import RunFolder
@@ -99,12 +99,26 @@ def run(job: Job) -> dict[str, Any]:
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             return _train_and_judge(job, prepared, memory, started)
+        except torch.OutOfMemoryError as error:
+            _record_failure(job, error)
+            raise DoesNotFit(_out_of_memory_message(job, error)) from error
         except BaseException as error:
             _record_failure(job, error)
             raise
         finally:
             logging.getLogger().removeHandler(log_file)
             log_file.close()
+
+
+def _out_of_memory_message(job: Job, error: BaseException) -> str:
+    """What ran out, what had been predicted, and what to do: the plan was wrong, or the memory is someone else's."""
+    batch = job.plan.batch.micro_batch
+    smaller = f"train.batch_size={batch // 2}" if batch > 1 else "a shorter model.max_seq_len"
+    return (
+        f"the GPU's memory ran out ({one_line(str(error))}); predicted were {job.plan.memory.required / GIB:.1f} of "
+        f"{job.plan.budget_bytes / GIB:.1f} GiB with micro-batch {batch}. See with nvidia-smi whether another process "
+        f"took memory meanwhile; try {smaller}"
+    )
 
 
 def prepare(job: Job) -> Prepared:
@@ -123,6 +137,11 @@ def prepare(job: Job) -> Prepared:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         _say(split.report.lines(name) if split else [])
+    count, effective = len(splits.train.rows), plan.batch.effective_batch
+    if count < effective:
+        logger.warning(
+            "Data train: %d rows are fewer than one effective batch of %d: a step sees them all", count, effective
+        )
     row = one_line(show_row(splits.train.rows[0], tokenizer.tokenizer), limit=2_000)
     logger.info("First training row, trained part in [[ ]]: %s", row)
     _say(blueprint.notes)
@@ -187,8 +206,9 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
     stop = StopAfter(config.train.stop_after_steps)
     held_out, name = _held_out(prepared.splits)
     asked = _questions(job, prepared, held_out)
+    asked_while_training = asked if name == "val" else _questions(job, prepared, prepared.splits.val)
     step = checkpoints.step_of(checkpoint) if checkpoint else 0
-    runs.keep_metrics_until(folder.metrics_path, step)
+    runs.keep_metrics_until(folder.metrics_path, step if checkpoint else -1)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     trainer = build_trainer(
         config,
@@ -201,12 +221,14 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
         evaluation=prepared.splits.val,
         callbacks=[GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop],
         resume_step=step,
-        questions=_questions(job, prepared, prepared.splits.val),
-        stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer) if asked else (),
+        questions=asked_while_training,
+        stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer)
+        if asked or asked_while_training
+        else (),
         max_new_tokens=config.eval.max_new_tokens,
     )
     _say_parameters(trainer.model)
-    before = _before(job, trainer, held_out, name, asked)
+    before = _before(job, trainer, held_out, name, asked, resumed=checkpoint is not None)
     memory.start()
     try:
         with StopSignals(stop):
@@ -255,11 +277,13 @@ def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Questi
     return asked
 
 
-def _before(job: Job, trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question]) -> Judged | None:
-    """The figures before training; a resumed run has those of its first start."""
+def _before(
+    job: Job, trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question], *, resumed: bool
+) -> Judged | None:
+    """The figures before training; a run that goes on from a checkpoint has those of its first start."""
     if not job.loaded.config.eval.before_training or split is None:
         return None
-    if job.resume:
+    if resumed:
         kept = job.folder.manifest().get("before")
         return Judged(kept["loss"], kept["exact_match"], kept["rows"]) if kept else None
     before = _judge(trainer, split, name, asked)
