@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
-from sft_play.facts.architecture import shape_of
+from sft_play.facts.architecture import hub_answers, local_folder, shape_of
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.log import escape_control, redact, set_up_logging, start_log_buffer
 from sft_play.plan.batching import BatchPlan
@@ -204,10 +204,18 @@ def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool)
         logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
     paths = data_paths(loaded.config.data)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    _offline_without_hub(loaded.config.model.name)
     from sft_play.train.run import Job, run
 
     run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
     return 0
+
+
+def _offline_without_hub(name: str) -> None:
+    """Tell the libraries, before they are imported, not to wait for a hub that does not answer."""
+    if local_folder(name) is None and not hub_answers():
+        logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _one_gpu(hardware: Hardware) -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,3 +124,31 @@ def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, 
     assert "go on with: make resume CONFIG=" in printed
     assert "Traceback" not in printed
     assert list((tmp_path / "outputs" / "one" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_a_hub_id_is_trained_from_the_local_cache_when_there_is_no_network(tmp_path, tiny_llama, sums):
+    """The cache's layout is huggingface_hub's: models--OWNER--NAME/snapshots/COMMIT and refs/main."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--me--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(tiny_llama, repository / "snapshots" / commit)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {name: me/tiny, max_seq_len: 64}\ntuning: {mode: lora}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 8, max_steps: 1, report_to: [], gradient_checkpointing: false}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+    answer = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "me/tiny is looked for in the local cache only" in answer.stdout
+    assert (tmp_path / "outputs" / "one" / "adapter").is_dir()
+
+    config.write_text(config.read_text().replace("me/tiny", "me/absent").replace("name: one", "name: two"))
+    answer = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 2
+    assert "model me/absent is no folder here" in answer.stderr
+    assert not (tmp_path / "outputs" / "two").exists()

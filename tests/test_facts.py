@@ -148,7 +148,7 @@ def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
 
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.architecture._hub_answers", lambda: False)
+    monkeypatch.setattr("sft_play.facts.architecture.hub_answers", lambda: False)
     with pytest.raises(ModelError, match=r"no folder here .* not in the local cache, .* cannot be reached"):
         config_json("nobody/no-such-model")
 

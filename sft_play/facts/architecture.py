@@ -212,7 +212,7 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         RepositoryNotFoundError,
     )
 
-    offline = not _hub_answers()
+    offline = not hub_answers()
     try:
         path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except HFValidationError:
@@ -239,11 +239,19 @@ def _fetch_config(name: str, revision: str | None) -> Config:
     return _read_config(Path(path).parent)
 
 
-def _hub_answers() -> bool:
+def check_available(name: str, *, revision: str | None = None) -> None:
+    """Raises ModelError where a hub model can be had neither from the cache nor from the hub; folders are there."""
+    if local_folder(name) is None:
+        _fetch_config(name, revision)
+
+
+def hub_answers() -> bool:
     """Whether a connection to the hub can be opened; with a proxy the library finds out by itself.
 
     The library would try again and again for half a minute before it says that there is no network.
     """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")

@@ -22,6 +22,7 @@ from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.render import Renderer, show_row
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
+from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan, precision_name
 from sft_play.runs import RunFolder
@@ -128,6 +129,7 @@ def prepare(job: Job) -> Prepared:
     if backend.fallback_from:
         logger.warning("Backend: %s", backend.reason)
     check_trackers(config)
+    check_available(config.model.name, revision=config.model.revision)
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
