@@ -278,6 +278,7 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
         options["key_mapping"] = TEXT_TOWER_KEYS
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization(precision)
+    if config.tuning.mode == "qlora" or device == "cuda":  # straight to the GPU: no second copy in the host's memory
         options["device_map"] = {"": 0} if device == "cuda" else {"": "cpu"}
     try:
         with _no_load_report():
@@ -292,6 +293,8 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
         model.resize_token_embeddings(blueprint.resize_to)
     keep_4bit_trainable(model)
     model.config.use_cache = False
+    if device == "cuda":
+        torch.cuda.empty_cache()  # blocks that loading left over would count in every later peak
     return model
 
 
