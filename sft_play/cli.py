@@ -126,9 +126,7 @@ def _plan(request: Request) -> int:
     hardware = named(request.hardware) if request.hardware else detect()
     plan = _make_plan(loaded, hardware, ranks=max(1, len(hardware.gpus)))
     if request.out is not None:
-        from sft_play.runs import write_json
-
-        write_json(request.out, plan.as_json())
+        _write_out(request.out, plan)
     if request.json:
         sys.stdout.write(json.dumps(plan.as_json()) + "\n")
     else:
@@ -136,6 +134,16 @@ def _plan(request: Request) -> int:
             logger.info("%s", line)
         require_fit(plan, loaded.config)
     return 0 if plan.fits else DoesNotFit.exit_code
+
+
+def _write_out(path: Path, plan: Plan) -> None:
+    """The plan's JSON in a file of its own; raises ConfigError where it cannot be written."""
+    from sft_play.runs import write_json
+
+    try:
+        write_json(path, plan.as_json())
+    except OSError as error:
+        raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 
 
 def _make_plan(loaded: LoadedConfig, hardware: Hardware, *, ranks: int = 1) -> Plan:

@@ -153,6 +153,18 @@ def _scrub(value: Any) -> Any:
     return [_scrub(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def output_dir(output: OutputConfig) -> Path:
+    """The folder of the run folders; raises RunFolderError where it can be none."""
+    try:
+        base = Path(output.dir).expanduser()
+        is_file = base.exists() and not base.is_dir()
+    except (OSError, RuntimeError) as error:
+        raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
+    if is_file:
+        raise RunFolderError(f"output.dir={one_line(str(base))} is a file; name a folder")
+    return base
+
+
 def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
     """The folder's name: as given, or the config's stem with the UTC time.
 
@@ -186,9 +198,7 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
         RunFolderError: the name is refused, or the folder exists and `output.if_exists` is fail.
     """
     now = now or datetime.now(UTC)
-    base = Path(output.dir).expanduser()
-    if base.exists() and not base.is_dir():
-        raise RunFolderError(f"output.dir={base} is a file; name a folder")
+    base = output_dir(output)
     name = run_name(output, config_path=config_path, now=now)
     path, number = base / name, 2
     while output.name is None and path.exists():
@@ -314,7 +324,7 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
     Raises:
         RunFolderError: there is none, or the named one is finished or not ours.
     """
-    base = Path(output.dir).expanduser()
+    base = output_dir(output)
     if name is not None or output.name is not None:
         return _named_run(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
     runs = [(folder, manifest) for folder, manifest in _runs(base) if _is_of(manifest, config_path)]

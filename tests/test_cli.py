@@ -152,3 +152,33 @@ def test_a_hub_id_is_trained_from_the_local_cache_when_there_is_no_network(tmp_p
     assert answer.returncode == 2
     assert "model me/absent is no folder here" in answer.stderr
     assert not (tmp_path / "outputs" / "two").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"data.train_path=/{'a' * 300}", "does not exist"),
+        (f"model.name=/{'a' * 300}", "does not exist"),
+        (f"output.dir=/{'a' * 300}", "cannot be a folder"),
+        ("data.train_path=~nobody-there/x", "does not exist"),
+        ("model.name=~nobody-there/x", "does not exist"),
+        (r'data.train_path="a\0b"', "does not exist"),
+        (r'model.name="a\0b"', "neither a folder here nor a hub id"),
+        ("data.train_path=/dev/null", "the file is empty"),
+        ("output.dir=/dev/null", "is a file"),
+        ("data.chat_template=/tmp", "is neither a file"),
+        ("train.epochs=1e400", "found 1e400"),
+    ],
+)
+def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, command, override, message):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        f"train: {{max_steps: 1, report_to: []}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+    )
+    code, printed = command("train", "--config", str(config), override)
+    assert code == 2
+    assert message in printed
+    assert printed.count("error:") == 1
+    assert not (tmp_path / "outputs").exists()

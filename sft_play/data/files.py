@@ -75,8 +75,8 @@ def data_paths(data: DataConfig) -> DataPaths:
     def find(key: str, value: str | None, default: str | None) -> Path | None:
         if value is None:
             return None
-        path = Path(value).expanduser()
-        if path.exists():
+        path = _existing(value)
+        if path is not None:
             return path
         if own_train and value == default:
             notes.append(f"data.{key}: there is no {value}; going on without it")
@@ -101,10 +101,23 @@ def data_paths(data: DataConfig) -> DataPaths:
     return DataPaths(train, val, test, text, tuple(notes))
 
 
+def _existing(value: str) -> Path | None:
+    try:
+        path = Path(value).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name too long for the file system; ~someone who does not exist
+        return None
+
+
 def _hint(value: str) -> str:
-    parent = Path(value).expanduser().parent
-    names = sorted(item.name for item in parent.iterdir())[:12] if parent.is_dir() else []
-    return f"; {parent} holds {', '.join(names)}" if names else f"; the folder {parent} does not exist"
+    parent = Path(value).parent
+    try:
+        names = sorted(one_line(item.name, limit=60) for item in parent.expanduser().iterdir())[:12]
+    except (OSError, RuntimeError):
+        names = []
+    if not names and _existing(str(parent)) is not None:
+        return ""
+    return f"; {parent} holds {', '.join(names)}" if names else f"; the folder {one_line(str(parent))} does not exist"
 
 
 def read_rows(path: Path, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:

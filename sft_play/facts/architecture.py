@@ -171,16 +171,37 @@ def local_folder(name: str) -> Path | None:
     Raises:
         ModelError: it is a path, and there is no such folder.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _expand(name)
+    if _is_dir(path):
         return path
     first = Path(path.parts[0]) if path.parts else path
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists()):
-        parent = next((up for up in path.absolute().parents if up.is_dir()), Path("/"))
-        there = sorted(child.name for child in parent.iterdir() if child.is_dir())[:12]
+        parent = next((up for up in path.absolute().parents if _is_dir(up)), Path("/"))
+        there = _folders_in(parent)
         listed = f"; {parent} has the folders {', '.join(there)}" if there else ""
         raise ModelError(f"model path {one_line(name)} does not exist (looked from {Path.cwd()}){listed}")
     return None
+
+
+def _expand(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~someone who does not exist
+        return Path(name)
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long for the file system
+        return False
+
+
+def _folders_in(parent: Path) -> list[str]:
+    try:
+        return sorted(one_line(child.name, limit=60) for child in parent.iterdir() if _is_dir(child))[:12]
+    except OSError:
+        return []
 
 
 def _read_config(folder: Path) -> Config:
@@ -190,8 +211,10 @@ def _read_config(folder: Path) -> Config:
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"{path} is not a model's config.json: it has no model_type")
     return config

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cache import cache_dir
-from sft_play.errors import BackendError, DoesNotFit
+from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.starter import language
 from sft_play.starter.names import BASE_NAME
@@ -59,7 +59,12 @@ def ensure_base() -> Path:
     final = folder / f"base-{_digest()}"
     if _is_whole(final):
         return final / "model"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {folder} cannot be made ({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
+        ) from None
     with _locked(folder / "lock"):
         if not _is_whole(final):
             _make(folder, final)
