@@ -90,9 +90,18 @@ class _Once(logging.Filter):
         return True
 
 
+class _OutputHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stdout` is at the time, so that lines stand above a progress bar that redirects it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        self.setStream(sys.stdout)
+        super().emit(record)
+
+
 def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None) -> None:
     """Send this process's log to `stream` (standard output by default), replacing earlier handlers."""
-    handler = logging.StreamHandler(sys.stdout if stream is None else stream)
+    handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
     root = logging.getLogger()
