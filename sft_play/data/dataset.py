@@ -136,10 +136,16 @@ class _Builder:
         if self._config.task_mode == "cpt" and any(isinstance(example, Chat) for example in read.examples):
             self._notes.append(
                 f"data.{split}_path={path} holds chats ({read.format}) and task_mode is cpt: it is not used"
-                + ("; data.val_fraction splits off training text instead" if split == "val" else "")
+                + self._instead(split)
             )
             return None
         return read
+
+    def _instead(self, split: SplitName) -> str:
+        share = self._config.data.val_fraction
+        if split != "val":
+            return ""
+        return f"; {share:g} of the training text is" if share else "; data.val_fraction would split off training text"
 
     def _read(self, path: Path, split: SplitName, *, text_wanted: bool) -> _Read:
         examples: list[Example] = []
@@ -152,9 +158,15 @@ class _Builder:
                 shape = recognise(row.data)
                 if shape is None:
                     raise unknown_format(row)
-            item = to_example(row, shape) if isinstance(row, RawRow) and shape is not None else row
-            assert not isinstance(item, RawRow)
-            (bad if isinstance(item, BadRow) else examples).append(item)  # type: ignore[arg-type]
+            if isinstance(row, BadRow):
+                bad.append(row)
+                continue
+            assert shape is not None
+            item = to_example(row, shape)
+            if isinstance(item, BadRow):
+                bad.append(item)
+            else:
+                examples.append(item)
         if not examples and not bad:
             raise DataError(f"{path} has no rows")
         return _Read(examples, bad, shape.name if shape else "unknown", str(path))
