@@ -85,7 +85,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     out = value(given.out, "OUT")
     return Request(
         command=given.command,
-        config=Path(value(given.config, "CONFIG") or CONFIG),
+        config=Path(os.path.expanduser(value(given.config, "CONFIG") or CONFIG)),  # noqa: PTH111  (no error for ~nobody)
         overrides=(*split_overrides(environment.get("SET", "")), *given.overrides),
         hardware=value(given.hardware, "HARDWARE"),
         run=value(given.run, "RUN"),
@@ -194,7 +194,9 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
     from sft_play.train.starter_base import ensure_base
 
     overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
-    return dataclasses.replace(load_config(loaded.path, overrides=overrides), text=loaded.text)
+    return dataclasses.replace(
+        load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
+    )
 
 
 def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool) -> int:
@@ -252,7 +254,8 @@ def _as_started(plan: Plan, folder: Any, loaded: LoadedConfig) -> Plan:
     from sft_play.runs import RunFolder
 
     assert isinstance(folder, RunFolder)
-    batch = folder.manifest().get("batch") or {}
+    batch = folder.manifest().get("batch")
+    batch = batch if isinstance(batch, dict) else {}
     micro, accum = batch.get("micro_batch"), batch.get("grad_accum")
     train = loaded.config.train
     is_open = train.batch_size == "auto" and train.grad_accum == "auto"

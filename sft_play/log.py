@@ -6,6 +6,7 @@ WARNING with their rank in the prefix.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -17,12 +18,16 @@ from pathlib import Path
 from typing import TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+_URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
 # Shapes of tokens that services hand out: they are secret wherever they come from.
 _TOKEN_SHAPES = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16})\b"
+    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
+    r"|glpat-[\w-]{16,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|xox[abpros]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?)"
+    r"|(?<=access_token=)[^\s&\"']+|(?<=Bearer )[\w.~+/=-]{16,}"
 )
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_KEY$|^KEY$|_PAT$|AUTH|BEARER", re.IGNORECASE
+)
 _SHORTEST_SECRET = 8
 """Shorter values of secret-looking variables are words like `true`: hiding them would garble every line."""
 
@@ -47,7 +52,8 @@ def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
 def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
     """Text without tokens, keys, values of secret environment variables, or passwords inside URLs."""
     for secret in secret_values(os.environ.items()) if secrets is None else secrets:
-        text = text.replace(secret, "***")
+        for form in {secret, json.dumps(secret)[1:-1], json.dumps(json.dumps(secret)[1:-1])[1:-1]}:
+            text = text.replace(form, "***")
     return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
 
 

@@ -158,7 +158,7 @@ def output_dir(output: OutputConfig) -> Path:
     try:
         base = Path(output.dir).expanduser()
         is_file = base.exists() and not base.is_dir()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise RunFolderError(f"output.dir={one_line(output.dir)} cannot be a folder: {error}") from None
     if is_file:
         raise RunFolderError(f"output.dir={one_line(str(base))} is a file; name a folder")
@@ -226,7 +226,8 @@ def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any],
     try:
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        error = error if isinstance(error, OSError) else OSError(0, str(error))
         raise RunFolderError(f"output.dir={folder.path.parent} cannot be written: {error.strerror}") from None
     try:
         building.chmod(0o755)
@@ -260,8 +261,8 @@ def lock(folder: RunFolder) -> TextIO:
     """
     file = folder.log_path.open("a", encoding="utf-8")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the data loader's processes
+    except OSError:
         file.close()
         raise RunFolderError(f"{folder.path} is being written by another process; wait for it, or stop it") from None
     return file
@@ -368,12 +369,17 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
     new = json.loads(json.dumps(_scrub(resolved(loaded.config))))
+    if not isinstance(old, dict):
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
     differing = {key: pair for key, pair in differing_keys(old, new).items() if key not in FREE_TO_CHANGE}
     lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]
     manifest = folder.manifest()
+    recorded = manifest.get("data")
     for name, facts in data.items():
-        was = manifest.get("data", {}).get(name, {})
-        if was.get("sha256") != facts.get("sha256"):
+        was = recorded.get(name) if isinstance(recorded, dict) else None
+        if not isinstance(was, dict):
+            lines.append(f"data {name}: the run's manifest does not say what it was")
+        elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
     before = manifest.get("batch")
     if before and before != batch:
@@ -409,6 +415,6 @@ def keep_metrics_until(path: Path, step: int) -> None:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if int(entry.get("step", 0)) <= step:
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
             kept.append(line)
     write_text(path, "".join(f"{line}\n" for line in kept))

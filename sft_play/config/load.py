@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from pydantic import ValidationError
 
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show
+from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show, walk
 from sft_play.errors import ConfigError
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 OVERRIDE = "SET"
 """What an override is called where a message says where a value stands."""
 
@@ -176,6 +178,12 @@ def _validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
     unknown = list(_unknown_keys(document))
     blocked = {path for path, _ in unknown} | set(_misplaced(document))
     problems = [problem for _, problem in unknown] + list(_misplaced(document).values())
+    broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
+    problems += [
+        Problem(dotted(path), place(document, path), "half of a surrogate pair in the text") for path in broken
+    ]
+    if broken:
+        return None, problems
     pruned = _without(document.data, blocked)
     assert isinstance(pruned, dict)
     try:
@@ -304,7 +312,9 @@ def _hint(value: Plain, raw: str | None, expected: str) -> str:
         word = value.lower()
         if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):
             return f"; write {'true' if word in ('yes', 'on', 'y') else 'false'}"
-        if "number" in expected and value.lstrip("+-").isdigit():
+        if expected.startswith("a list of") and value in expected:
+            return f"; write [{value}]"
+        if "number" in expected and value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
             return "; a number has no leading zero"
         if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators"

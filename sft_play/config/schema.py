@@ -64,7 +64,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """The adapters of `tuning.mode: lora` and `qlora`."""
 
-    r: int = leaf(16, owner="train.model", ge=1)
+    r: int = leaf(16, owner="train.model", ge=1, le=65_536)
     """Rank of the adapters."""
 
     alpha: int = leaf(32, owner="train.model", ge=1)
@@ -139,7 +139,7 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """How long, how fast, with what precision."""
 
-    effective_batch_size: int = leaf(32, owner="plan.batching", ge=1)
+    effective_batch_size: int = leaf(32, owner="plan.batching", ge=1, le=1_000_000)
     """Sequences per optimizer step over all GPUs; micro x accumulation x ranks equals it exactly."""
 
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.batching")

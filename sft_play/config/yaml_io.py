@@ -88,6 +88,8 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is a folder; CONFIG names a run YAML, such as configs/run_bnb.yaml") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a null character in the name
+        raise ConfigError(f"{one_line(str(path))} cannot be a file: {error}") from None
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

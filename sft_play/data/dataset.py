@@ -23,6 +23,7 @@ from sft_play.data.formats import (
     Format,
     Text,
     check_columns,
+    check_mapping,
     recognise,
     rename_columns,
     to_example,
@@ -33,6 +34,8 @@ from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
 _SHOWN_BAD_ROWS = 8
+MAX_TEXT_PASSES = 1_000
+"""Passes over the same text in one epoch beyond which a mix cannot be meant."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Report:
     tokens_trained: int = 0
     tokens_cut: int = 0
     trained_tokens_lost: int = 0
+    answers_merged: int = 0
 
     def lines(self, split: str) -> list[str]:
         """The report in words, one thing a line."""
@@ -62,6 +66,11 @@ class Report:
             lines.append(
                 f"Data {split}: {self.rows_cut:,} rows cut at max_seq_len: {self.tokens_cut:,} tokens, "
                 f"{self.trained_tokens_lost:,} of them trained ones, are lost"
+            )
+        if self.answers_merged:
+            lines.append(
+                f"Data {split}: {self.answers_merged:,} answers begin inside the last token of their prompt (white "
+                "space before the answer?); that token is not trained"
             )
         return lines
 
@@ -153,6 +162,8 @@ class _Builder:
         shape: Format | None = None
         columns = self._config.data.columns
         for raw in read_rows(path, split=split, text_wanted=text_wanted):
+            if isinstance(raw, RawRow) and shape is None and split == "train":
+                check_mapping(raw, columns)
             row = rename_columns(raw, columns) if isinstance(raw, RawRow) else raw
             if isinstance(row, RawRow) and shape is None:
                 shape = recognise(row.data)
@@ -276,6 +287,11 @@ class _Builder:
         """All chats once, with as many text blocks between them as the ratio asks for, in a seeded order."""
         share = self._config.data.text_fraction
         wanted = max(1, round(len(chats.rows) * share / (1 - share)))
+        if wanted > MAX_TEXT_PASSES * len(text.rows):
+            raise DataError(
+                f"data.text_fraction={share:g} of {len(chats.rows)} chats asks for {wanted:,} text blocks, and "
+                f"{text.report.source} has {len(text.rows)}: more than {MAX_TEXT_PASSES} passes over it; lower it"
+            )
         order = random.Random(self._config.train.seed)
         blocks = [text.rows[index % len(text.rows)] for index in range(wanted)]
         rows = [*chats.rows, *blocks]
@@ -314,6 +330,7 @@ def _report(read: _Read, rows: Sequence[TokenRow], bad: Sequence[BadRow], *, kep
         tokens_trained=sum(row.trained for row in rows),
         tokens_cut=sum(row.cut for row in cut),
         trained_tokens_lost=sum(row.lost for row in cut),
+        answers_merged=sum(row.merged for row in rows),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,12 +183,16 @@ def _bytes(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def decode(raw: bytes, path: Path) -> str:
     """UTF-8 text without a byte order mark; raises DataError with the line, the byte and what to run."""
+    if raw[:4] == b"PAR1":
+        raise DataError(f"{path} is Parquet; rows are JSONL or JSON, or a folder saved by datasets (save_to_disk)")
+    if raw[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
+        raise DataError(f"{path} is UTF-32, not UTF-8. Convert it: iconv -f utf-32 -t utf-8 {path} > new.jsonl")
     if raw[:2] in _UTF16_MARKS:
         raise DataError(f"{path} is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8 {path} > new.jsonl")
     try:
@@ -272,7 +277,7 @@ def _skip(text: str, position: int) -> int:
 def _decode_at(text: str, position: int, fail: Callable[[ValueError], DataError]) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, position)
-    except (json.JSONDecodeError, _RefusedJson, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise fail(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
 
 
@@ -297,7 +302,7 @@ def _read_objects(text: str, path: Path) -> Iterator[RawRow | BadRow]:
         _DECODER.decode(first.strip())
     except _RefusedJson:
         pass
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         if _is_spread_out(text):
             yield from _read_spread_out(text, path)
             return
@@ -315,13 +320,15 @@ def _read_line(line: str, where: str) -> RawRow | BadRow:
         return BadRow(where, str(error))
     except RecursionError:
         return BadRow(where, "nested too deeply")
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        return BadRow(where, "a number has too many digits")
 
 
 def _is_spread_out(text: str) -> bool:
     """Whether the text begins with an object that spans lines."""
     try:
         _, end = json.JSONDecoder().raw_decode(text, _skip(text, 0))
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
     return "\n" in text[:end].strip()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,7 +93,7 @@ def _tools(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise _Unusable("tools is a string that is not JSON", str(error)) from None
     if value in (None, "", [], {}):
         return ()
@@ -219,7 +220,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
             break
         try:
             value = json.loads(value) if value.strip() else {}
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             raise _Unusable("tool call arguments are a string that is not JSON", where) from None
     if value is None:
         return {}
@@ -231,7 +232,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 def _calls_in_text(value: Any, where: str) -> list[Any]:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise _Unusable("function_call is not JSON", where) from None
     return _tool_calls(parsed if isinstance(parsed, list) else [parsed], where)
 
@@ -263,7 +264,10 @@ def _from_alpaca(row: RawRow) -> Chat:
     messages: list[Message] = []
     if _words(row, "system", needed=False):
         messages.append({"role": "system", "content": row.data["system"]})
-    for turn in row.data.get("history") or []:
+    history = row.data.get("history") or []
+    if not isinstance(history, list):
+        raise _Unusable("history is not a list of [question, answer]")
+    for turn in history:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
             raise _Unusable("history is not a list of [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -328,8 +332,19 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     return RawRow(row.where, {mine.get(key, key): value for key, value in kept.items()})
 
 
+def check_mapping(row: RawRow, columns: Mapping[str, str]) -> None:
+    """Raises DataError when `data.columns` names a column of the user's that the first row does not have."""
+    absent = [theirs for theirs in columns.values() if theirs not in row.data]
+    if absent:
+        there = ", ".join(one_line(str(key), limit=40) for key in row.data) or "none"
+        raise DataError(f"{row.where}: data.columns names {one_line(absent[0])}, and the columns there are: {there}")
+
+
 def check_columns(data: DataConfig) -> None:
-    """Raises DataError when `data.columns` names a column that no format has."""
+    """Raises DataError when `data.columns` names a column that no format has, or one of the user's twice."""
+    twice = [theirs for theirs, count in Counter(data.columns.values()).items() if count > 1]
+    if twice:
+        raise DataError(f"data.columns: {one_line(twice[0])} is mapped to two columns; each of yours stands for one")
     for known in data.columns:
         if known not in KNOWN_COLUMNS:
             near = difflib.get_close_matches(known, KNOWN_COLUMNS, n=1)

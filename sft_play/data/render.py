@@ -10,8 +10,9 @@ Shape letters: T tokens of one row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from sft_play.data.files import BadRow
@@ -47,13 +48,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row of the data set: ids and labels of shape [T]; `lost` trained tokens fell to the length limit."""
+    """One row of the data set: ids and labels of shape [T]; `lost` trained tokens fell to the length limit, and
+    `merged` answers begin inside a token of their prompt, which is not trained."""
 
     where: str
     input_ids: list[int]
     labels: list[int]
     cut: int = 0
     lost: int = 0
+    merged: int = 0
 
     @property
     def trained(self) -> int:
@@ -141,11 +144,14 @@ class Renderer:
             return BadRow(example.where, error.reason, error.detail)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = list(encoded["input_ids"])
-        labels = label_spans(ids, encoded["offset_mapping"], spans)
+        offsets = encoded["offset_mapping"]
+        labels = label_spans(ids, offsets, spans)
+        merged = sum(any(start < begin < end for start, end in offsets) for begin, _ in spans)
         bos = self._tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             return BadRow(example.where, "two BOS tokens", "the row's text begins with the template's own BOS")
-        return self._cut(example.where, ids, labels)
+        row = self._cut(example.where, ids, labels)
+        return row if isinstance(row, BadRow) else replace(row, merged=merged)
 
     def document_ids(self, example: Text) -> list[int]:
         """A document's tokens with what the tokenizer puts around a text, ended by the end-of-text token."""
@@ -175,6 +181,7 @@ class Renderer:
             raise _Inexact("the chat template refuses the row", one_line(str(error))) from error
         if self._loss_on == "all":
             return text, [(0, len(text))]
+        _check_context(chat, text)
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         wanted = turns[-1:] if self._loss_on == "completion" else turns
         starts = [self._start(chat, text, index) for index in wanted]
@@ -217,7 +224,20 @@ class Renderer:
         end = text.find(marker, position, limit)
         if end < 0:
             raise _Inexact(f"a turn does not end with {one_line(marker)}", f"messages[{index}]")
-        return start, end + len(marker)
+        end += len(marker)
+        self._check_nothing_follows(chat, index, text, end)
+        return start, end
+
+    def _check_nothing_follows(self, chat: Chat, index: int, text: str, end: int) -> None:
+        """Raises where more of the turn stands behind its first end marker: its text or its calls hold one."""
+        if not chat.messages[index].get("tool_calls"):
+            return
+        try:
+            prefix = self._render(chat.messages[: index + 1], tools=chat.tools)
+        except Exception:  # a template that cannot render the conversation up to a call says nothing about its end
+            return
+        if text.startswith(prefix) and text[end : len(prefix)].strip():
+            raise _Inexact("a turn holds its own end marker", f"messages[{index}]")
 
     def _end_without_marker(self, chat: Chat, index: int, text: str, position: int) -> int:
         """Where a turn ends whose template writes nothing behind it: with the conversation up to it, if that is a
@@ -228,6 +248,26 @@ class Renderer:
         raise _Inexact(
             "the chat template ends turns with nothing, so where one ends cannot be told", f"messages[{index}]"
         )
+
+
+def _check_context(chat: Chat, text: str) -> None:
+    """Raises where the template drops what the model should answer to: a system, user or tool turn's text."""
+    for index, message in enumerate(chat.messages):
+        content = str(message.get("content") or "").strip()
+        if message["role"] == "assistant" or not content:
+            continue
+        if content not in text and json.dumps(content)[1:-1] not in text and not _stands_as_json(content, text):
+            raise _Inexact(f"the chat template drops a {message['role']} turn's text", f"messages[{index}]")
+
+
+def _stands_as_json(content: str, text: str) -> bool:
+    """Whether a tool's JSON answer stands in the text, written with other spaces."""
+    try:
+        value = json.loads(content)
+    except ValueError:
+        return False
+    plain = "".join(text.split())
+    return "".join(content.split()) in plain or "".join(json.dumps(value).split()) in plain
 
 
 def _after_calls(calls: Sequence[Any], text: str, start: int, limit: int, index: int) -> int:

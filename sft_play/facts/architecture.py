@@ -174,6 +174,8 @@ def local_folder(name: str) -> Path | None:
     path = _expand(name)
     if _is_dir(path):
         return path
+    if _is_file(path):
+        raise ModelError(f"model path {one_line(name)} is a file; name the model's folder")
     first = Path(path.parts[0]) if path.parts else path
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists()):
         parent = next((up for up in path.absolute().parents if _is_dir(up)), Path("/"))
@@ -194,6 +196,13 @@ def _is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # a name too long for the file system
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
         return False
 
 
@@ -333,7 +342,34 @@ def _gpt2(config: Config, name: str) -> ModelShape:
     )
 
 
+OTHER_NAMES = {
+    "hidden_size": ("d_model", "n_embd", "word_embed_proj_dim"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "intermediate_size": ("ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
+}
+"""What older model types (OPT, BLOOM, Falcon, MPT) call the same sizes."""
+
+
+def _renamed(config: Config) -> Config:
+    """The config with the usual names for its sizes; an MLP whose width is not said is four times as wide."""
+    found = dict(config)
+    for usual, others in OTHER_NAMES.items():
+        for other in others:
+            if usual not in found and isinstance(found.get(other), int):
+                found[usual] = found[other]
+    if "intermediate_size" not in found and isinstance(found.get("hidden_size"), int):
+        found["intermediate_size"] = 4 * found["hidden_size"]
+    return found
+
+
+def _count(config: Config, key: str, name: str) -> int | None:
+    """A whole number that may be absent; raises ModelError for anything else."""
+    return _need(config, key, name) if config.get(key) else None
+
+
 def _decoder(config: Config, kind: str, name: str) -> ModelShape:
+    config = _renamed(config)
     hidden, heads = _need(config, "hidden_size", name), _need(config, "num_attention_heads", name)
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
     width = config.get("moe_intermediate_size") if experts else None
@@ -345,12 +381,12 @@ def _decoder(config: Config, kind: str, name: str) -> ModelShape:
         intermediate_size=int(width) if width else _need(config, "intermediate_size", name),
         num_layers=_need(config, "num_hidden_layers", name),
         num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        num_kv_heads=_count(config, "num_key_value_heads", name) or heads,
+        head_dim=_count(config, "head_dim", name) or max(1, hidden // heads),
         vocab_size=_need(config, "vocab_size", name),
         tied=bool(config.get("tie_word_embeddings", False)),
-        max_positions=config.get("max_position_embeddings"),
-        window=_window(config),
+        max_positions=_count(config, "max_position_embeddings", name),
+        window=_count(config, "sliding_window", name) if config.get("use_sliding_window", True) else None,
         num_experts=experts,
         attention_bias=bias or kind in ("qwen2", "qwen2_moe"),
         output_bias=bias and kind in ("llama", "gpt_oss"),
@@ -359,8 +395,3 @@ def _decoder(config: Config, kind: str, name: str) -> ModelShape:
         expert_bias=kind == "gpt_oss",
         sinks=kind == "gpt_oss",
     )
-
-
-def _window(config: Config) -> int | None:
-    window = config.get("sliding_window")
-    return int(window) if window and config.get("use_sliding_window", True) else None

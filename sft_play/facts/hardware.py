@@ -84,7 +84,7 @@ def named(text: str) -> Hardware:
         HardwareError: the text is not COUNTxGPU, the count is 0, or the GPU is unknown and `mem=` is missing.
     """
     spec, *options = [part.strip() for part in text.split(",")]
-    match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w. +-]*)", spec)
+    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX*]\s*)?([A-Za-z][\w. +-]*)", spec)
     if match is None:
         raise HardwareError(f"HARDWARE={one_line(text)} is not COUNTxGPU, such as 2xH200 or 2xMyGPU,mem=24GiB")
     count = int(match[1] or 1)

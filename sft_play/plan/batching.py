@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ class BatchPlan:
 
 def divisors(number: int) -> list[int]:
     """All divisors, rising."""
-    return [part for part in range(1, number + 1) if number % part == 0]
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return sorted({*small, *(number // part for part in small)})
 
 
 def plan_batch(train: TrainConfig, *, ranks: int, micro_limit: int, fits: Fits) -> BatchPlan | None:

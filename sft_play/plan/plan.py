@@ -154,7 +154,7 @@ def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks
         candidates=tuple(_candidates(batch, peak, budget)),
         ways_out=()
         if fits
-        else tuple(WayOut(change, peak(1, 1, other).required) for change, other in _smaller(config)),
+        else tuple(WayOut(change, peak(1, 1, other).required) for change, other in _smaller(config, seq_len)),
     )
 
 
@@ -195,15 +195,18 @@ def require_fit(plan: Plan, config: RunConfig) -> None:
     )
 
 
-def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+def _smaller(config: RunConfig, seq_len: int) -> Iterator[tuple[str, RunConfig]]:
     """Changes that need less memory, the least harmful first, each with the config that it makes."""
     if not config.train.gradient_checkpointing:
         train = config.train.model_copy(update={"gradient_checkpointing": True})
         yield "train.gradient_checkpointing=true", config.model_copy(update={"train": train})
-    if config.model.max_seq_len > 512:
-        half = config.model.max_seq_len // 2
+    if seq_len > 512:
+        half = seq_len // 2
         model = config.model.model_copy(update={"max_seq_len": half})
         yield f"model.max_seq_len={half}", config.model_copy(update={"model": model})
+    if config.tuning.mode != "full" and config.tuning.lora.r > 16:
+        lora = config.tuning.lora.model_copy(update={"r": 16})
+        yield "tuning.lora.r=16", config.model_copy(update={"tuning": config.tuning.model_copy(update={"lora": lora})})
     if config.tuning.mode != "qlora":
         tuning = config.tuning.model_copy(update={"mode": "qlora"})
         yield "tuning.mode=qlora", config.model_copy(update={"tuning": tuning})

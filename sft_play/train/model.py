@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -105,8 +107,7 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     notes = notes if is_text_tower else []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    skeleton = _skeleton(hf_config, config)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
     peft_config = None if config.tuning.mode == "full" else _peft_config(config, skeleton)
@@ -118,6 +119,18 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
     return Blueprint(hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, tuple(notes))
+
+
+def _skeleton(hf_config: Any, config: RunConfig) -> Any:
+    """The model on the meta device: names and shapes without a byte of weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # each model class checks its config in its own way
+        raise ModelError(
+            f"{config.model.name}: transformers cannot build a {type(hf_config).__name__} from its config.json: "
+            f"{one_line(str(error), limit=300)}"
+        ) from error
 
 
 def _where(config: RunConfig) -> str:
@@ -132,13 +145,14 @@ def _whole_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(
             _where(config), revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
 
 
 def _model_class(hf_config: Any, config: RunConfig) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    _refuse_other_kinds(hf_config, config)
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
@@ -147,6 +161,22 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
         f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a causal language "
         "model; this toolkit trains causal language models"
     )
+
+
+def _refuse_other_kinds(hf_config: Any, config: RunConfig) -> None:
+    """Raises ModelError for encoders, classifiers, and weights that are already quantised in another way."""
+    names = list(getattr(hf_config, "architectures", None) or ())
+    other = [
+        name for name in names if name.endswith(("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"))
+    ]
+    if other:
+        raise ModelError(f"{config.model.name} is a {other[0]}, not a causal language model; take the language model")
+    method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
+    if method is not None and not (method == "bitsandbytes" and config.tuning.mode == "qlora"):
+        raise ModelError(
+            f"the weights of {config.model.name} are already quantised ({one_line(str(method))}); take the unquantised "
+            "model: tuning.mode=qlora quantises it while loading"
+        )
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | None:
@@ -251,6 +281,12 @@ def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> Non
             )
         if saved in targets:
             raise ModelError(f"tuning.lora: {one_line(saved)} is both in target_modules and in modules_to_save")
+        inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
+        if inside:
+            raise ModelError(
+                f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or are "
+                f"quantised, such as {inside[0]}; name whole modules without them: embed_tokens, lm_head, norms"
+            )
 
 
 def _expert_note(model: nn.Module) -> list[str]:
@@ -283,7 +319,9 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
     try:
         with _no_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
-    except OSError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(_weights_message(config, error)) from error
     _check_loaded(model, info, config)
     unused = [] if blueprint.is_text_tower else sorted(info.get("unexpected_keys", ()))
@@ -320,7 +358,7 @@ def quantization(precision: Precision) -> BitsAndBytesConfig:
     )
 
 
-def _weights_message(config: RunConfig, error: OSError) -> str:
+def _weights_message(config: RunConfig, error: Exception) -> str:
     folder = local_folder(config.model.name)
     if folder is not None:
         pickled = sorted(item.name for item in folder.iterdir() if item.suffix in (".bin", ".pt", ".pth"))
@@ -334,7 +372,7 @@ def _weights_message(config: RunConfig, error: OSError) -> str:
 
 def _check_loaded(model: Any, info: dict[str, Any], config: RunConfig) -> None:
     """Raises ModelError where weights were missing, since they would be random numbers."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+    tied = set(model.all_tied_weights_keys) if hasattr(model, "all_tied_weights_keys") else set()
     missing = sorted(set(info.get("missing_keys", ())) - tied)
     if missing or info.get("mismatched_keys"):
         names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
@@ -354,6 +392,26 @@ def keep_4bit_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
+    """What tells the base weights from others: the hub's commit, or a digest of each file's size, head and tail.
+
+    Whole files are not read: 140 GB would take minutes, and weights that differ differ at their ends too, since a
+    safetensors file begins with its index and training moves every tensor.
+    """
+    folder = local_folder(name)
+    if folder is None:
+        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read(1 << 20))
+    return {"path": str(folder), "sha256": digest.hexdigest()}
 
 
 def save_model(model: Any, tokenizer: Any, path: Path, *, native_names: bool = False) -> None:

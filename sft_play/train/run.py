@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shlex
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ from sft_play.train.model import (
     draw_blueprint,
     load_model,
     save_model,
+    weights_facts,
 )
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainer import PlannedTrainer, build_trainer, check_trackers, learning_rate, to_dataset
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 SAMPLE_ANSWERS = 3
+_NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
+"""Overrides of a start that a command to go on with it leaves out."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def run(job: Job) -> dict[str, Any]:
     quiet_libraries()
     check_device(job.plan)
     prepared = prepare(job)
-    facts = _data_facts(job.paths, prepared)
+    facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
     with _open_folder(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
@@ -156,8 +160,9 @@ def _say(lines: Any) -> None:
         logger.info("%s", line)
 
 
-def _data_facts(paths: DataPaths, prepared: Prepared) -> dict[str, Any]:
-    """Path, digest and report of each file that is used, and the tokenizer's digest."""
+def _data_facts(paths: DataPaths, prepared: Prepared, name: str) -> dict[str, Any]:
+    """Path, digest and report of each file that is used, and digests of the base weights and the tokenizer."""
+    hf_config = prepared.blueprint.hf_config
     facts: dict[str, Any] = {}
     for name, path in (("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)):
         if path is not None:
@@ -169,6 +174,7 @@ def _data_facts(paths: DataPaths, prepared: Prepared) -> dict[str, Any]:
     ):
         if split is not None:
             facts.setdefault(name, {})["report"] = vars(split.report)
+    facts["weights"] = weights_facts(name, hf_config)
     facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
     return facts
 
@@ -425,7 +431,12 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
 
 def _resume_command(job: Job) -> str:
-    return f"make resume CONFIG={job.loaded.path} RUN={job.folder.path.name}"
+    """The command that goes on with this run, with the settings that it was started with."""
+    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.path.name}"]
+    kept = [word for word in job.loaded.overrides if not word.startswith(_NOT_FOR_RESUMING)]
+    if kept:
+        words.append(f"SET={shlex.join(kept)}")
+    return shlex.join(words)
 
 
 def _next_lines(job: Job) -> list[str]:

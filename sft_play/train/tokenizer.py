@@ -79,7 +79,7 @@ def _load(config: RunConfig) -> Any:
         return AutoTokenizer.from_pretrained(
             str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # a damaged file fails in as many ways as there are tokenizers
         raise TokenizerError(
             f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
         ) from error
@@ -122,6 +122,7 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
     if wanted is not None:
         text, note = _template_text(wanted, tokenizer)
         tokenizer.chat_template = text
+        _try_template(tokenizer, wanted)
         return [note]
     if config.task_mode != "cpt" and tokenizer.chat_template is None:
         fitting = [name for name, tokens in TEMPLATE_TOKENS.items() if _has(tokenizer, tokens)]
@@ -131,6 +132,19 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
             f"({', '.join(fitting)}), take an instruction-tuned model, or train plain text with task_mode=cpt"
         )
     return []
+
+
+def _try_template(tokenizer: Any, wanted: str) -> None:
+    """Raises TokenizerError for a template that is not Jinja or writes nothing, before data is read."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # jinja2's errors and the template's own
+        raise TokenizerError(
+            f"data.chat_template={one_line(wanted)} cannot render a question and an answer: {one_line(str(error))}"
+        ) from error
+    if "hello" not in text:
+        raise TokenizerError(f"data.chat_template={one_line(wanted)} does not write an assistant's answer")
 
 
 def _has(tokenizer: Any, tokens: tuple[str, ...]) -> bool:

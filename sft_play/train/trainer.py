@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
         report_to=[name for name in train.report_to if name != "tensorboard"],
         dataloader_num_workers=train.dataloader_num_workers,
         dataloader_pin_memory=train.dataloader_pin_memory and plan.hardware.device == "cuda",
-        dataloader_persistent_workers=train.dataloader_num_workers > 0,
+        dataloader_persistent_workers=False,  # kept workers draw no seed at an epoch's start; resumed ones do
         disable_tqdm=True,
         label_names=["labels"],
         max_length=None,
@@ -113,6 +114,23 @@ def _eval_schedule(config: RunConfig, has_eval: bool) -> tuple[str, int | None]:
 def to_dataset(rows: Sequence[TokenRow]) -> Dataset:
     """Rows as the trainer takes them: columns input_ids and labels."""
     return Dataset.from_dict({"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]})
+
+
+LOGGING_STATE = "logging_state.json"
+"""In a checkpoint: the losses summed since the last log, so that the next logged mean is the unbroken run's."""
+
+
+class _GoOnLogging(TrainerCallback):
+    """Puts the sum of losses since the last log back, once the Trainer has set it to zero."""
+
+    def __init__(self, trainer: Any, checkpoint: Path) -> None:
+        self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Restore what the checkpoint says."""
+        state = json.loads(self._path.read_text(encoding="utf-8"))
+        self._trainer._tr_loss += state["loss_sum"]
+        self._trainer._globalstep_last_logged = state["last_logged"]
 
 
 class PlannedTrainer(SFTTrainer):
@@ -148,14 +166,18 @@ class PlannedTrainer(SFTTrainer):
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train, watched for early stopping only here: evaluations before and after are not counted."""
-        if self._patience is None:
-            return super().train(*args, **options)
-        watching = EarlyStoppingCallback(early_stopping_patience=self._patience)
-        self.add_callback(watching)
+        watching: list[TrainerCallback] = []
+        if self._patience is not None:
+            watching.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
+        if options.get("resume_from_checkpoint"):
+            watching.append(_GoOnLogging(self, Path(options["resume_from_checkpoint"])))
+        for callback in watching:
+            self.add_callback(callback)
         try:
             return super().train(*args, **options)
         finally:
-            self.remove_callback(watching)
+            for callback in watching:
+                self.remove_callback(callback)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
@@ -216,6 +238,8 @@ class PlannedTrainer(SFTTrainer):
         with self._writing_to(checkpoints.staging(folder)) as aside:
             super()._save_checkpoint(model, trial)
         written = checkpoints.path_of(aside, step)
+        state = {"loss_sum": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
+        (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
         if self.state.best_global_step:
             best = checkpoints.path_of(folder, self.state.best_global_step)
             is_there = best.exists() or self.state.best_global_step == step
