@@ -85,6 +85,9 @@ def test_a_folder_of_files_is_read_in_order(tmp_path):
         (b"hello there", 'is not JSON: it begins with "hello there"'),
         (b'{"a": "caf\xe9"}', "x.jsonl:1: byte 0xE9 at column 11 is not UTF-8"),
         ("{}".encode("utf-16"), "is UTF-16"),
+        (b"PAR1xxxx", "is Parquet"),
+        ("{}".encode("utf-32"), "is UTF-32"),
+        (b"\x1f\x8b\x08\x00garbage", "cannot be read"),
         (b'[{"a": 1, "a": 2}]', 'the key "a" stands twice'),
     ],
 )
@@ -102,6 +105,7 @@ def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path, content, messag
         ("[1]", "a row is not an object"),
         ('{"a": 1, "a": 2}', 'the key "a" stands twice in one object'),
         ('{"a": NaN}', "NaN is not JSON"),
+        ('{"a": ' + "1" * 5000 + "}", "too many digits"),
         (r'{"a": "\ud83d"}', "half of a surrogate pair"),
     ],
 )
@@ -187,6 +191,8 @@ def test_content_parts_are_joined_and_reasoning_and_calls_kept_apart():
         ({"question": "a", "answer": None}, "answer is not text"),
         ({"question": "a", "answer": {"x": 1}}, "answer is not text"),
         ({"text": "  "}, "text is empty"),
+        ({"instruction": "a", "output": "b", "history": 5}, "history is not a list"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": "[" * 9000}, "tools is a string that is not"),
         ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list"),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}, "tools is a string that is not JSON"),
     ],
@@ -273,12 +279,47 @@ class TestMasks:
         )
         row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
         assert isinstance(row, BadRow)
-        assert "differently" in row.reason or "drops or rewrites" in row.reason
+        assert row.reason == "the chat template drops a system turn's text"
+        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS[2:]))
+        assert isinstance(row, BadRow)
 
     def test_a_template_that_drops_the_answer_is_refused(self, tokenizer):
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
         with pytest.raises(TokenizerError, match="drops an assistant's answer"):
             _ = Renderer(tokenizer, loss_on="assistant", max_seq_len=100).end_of_turn
+
+    def test_a_marker_inside_a_call_is_refused_not_trained_in_part(self, tokenizer):
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+            "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        )
+        call = {"type": "function", "function": {"name": "get", "arguments": {"a": "yes"}}}
+        turns = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+        (trained,) = self.trained(tokenizer, turns)
+        assert trained.endswith('{"a": "yes"}}<|im_end|>')
+        call["function"]["arguments"]["a"] = "<|im_end|>x"
+        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=1000)(Chat("f:1", turns))
+        assert isinstance(row, BadRow)
+        assert "its own end marker" in row.reason
+
+    def test_context_that_the_template_drops_is_a_bad_row(self, tokenizer):
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
+        )
+        turns = (self.TURNS[1], self.TURNS[2], {"role": "tool", "content": "result 42"}, self.TURNS[4])
+        row = Renderer(tokenizer, loss_on="completion", max_seq_len=1000)(Chat("f:1", turns))
+        assert isinstance(row, BadRow)
+        assert row.reason == "the chat template drops a tool turn's text"
+
+    def test_an_answer_that_begins_inside_its_prompts_last_token_is_counted(self):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+        renderer = Renderer(tokenizer, loss_on="assistant", max_seq_len=1000)
+        answers = {content: renderer(Chat("f:1", (self.TURNS[1], {"role": "assistant", "content": content})))
+                   for content in ("lead", "\n\nlead")}  # fmt: skip
+        assert [row.merged for row in answers.values()] == [0, 1]
 
     def test_two_bos_tokens_are_never_trained(self, tokenizer):
         tokenizer.bos_token = "<|im_start|>"
@@ -450,6 +491,30 @@ class TestSplits:
         with pytest.raises(DataError, match="did you mean prompt"):
             self.build(
                 tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, columns: {{promt: q}}}}"
+            )
+
+    def test_a_mapping_of_a_column_that_is_not_there_is_named(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", {"q": "a", "r": "b"})
+        with pytest.raises(
+            DataError, match="data.columns names nix, and the columns there are: q, r".replace(".", r"\.")
+        ):
+            self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: nix, completion: r}}}}"
+            )
+        with pytest.raises(DataError, match="q is mapped to two columns"):
+            self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: q, completion: q}}}}"
+            )
+
+    def test_a_mix_that_would_repeat_the_text_without_end_is_refused(self, tokenizer, tmp_path):
+        chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
+        text = tmp_path / "t.txt"
+        text.write_text("the light in the kitchen is on. " * 60)
+        with pytest.raises(DataError, match="passes over it; lower it"):
+            self.build(
+                tokenizer,
+                f"task_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, text_fraction: 0.9999999, "
+                "val_path: null, test_path: null}",
             )
 
     def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):

@@ -11,7 +11,7 @@ from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import Gpu, Hardware, named
-from sft_play.plan.batching import plan_batch
+from sft_play.plan.batching import divisors, plan_batch
 from sft_play.plan.memory import Step, adapter_params, estimate, nf4_bytes
 from sft_play.plan.plan import batch_lines, check_mesh, detected_lines, make_plan, require_fit
 from sft_play.plan.precision import Precision, choose_precision
@@ -65,6 +65,11 @@ def test_what_does_not_divide_names_the_two_nearest_values(ranks, train, message
     with pytest.raises(ConfigError) as error:
         batch(ranks=ranks, **train)
     assert message in str(error.value)
+
+
+def test_a_large_effective_batch_is_split_at_once():
+    assert divisors(1_000_000) == sorted(n for n in range(1, 1_000_001) if 1_000_000 % n == 0)
+    assert divisors(999_983) == [1, 999_983]  # a prime
 
 
 def test_nothing_fits_is_no_plan():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import pytest
@@ -13,6 +15,7 @@ from sft_play import runs
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line, redact
+from tests.conftest import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -160,9 +163,32 @@ def runs_log(folder):
     return write_log_to(folder.log_path)
 
 
-def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
-    import subprocess
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "glpat-abcdefghij0123456789",
+        "npm_abcdefghijklmnopqrstuvwxyz0123456789",
+        "AIzaSyA0123456789abcdefghijklmnopqrstuvw",
+        "xoxb-123456789012-abcdefghijkl",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.abcdefghijk",
+        "https://user:p4ss/w@rd@host",
+        "https://host/?access_token=s3cr3t-value-123",
+    ],
+)
+def test_tokens_of_well_known_shapes_are_hidden_wherever_they_come_from(secret):
+    shown = redact(f"# note: {secret} end")
+    assert "***" in shown
+    assert shown.endswith(" end")
+    for part in ("abcdefghij", "p4ss", "w@rd", "s3cr3t", "Sy"):
+        assert part not in shown
 
+
+def test_a_secret_is_hidden_in_its_json_form_too(monkeypatch):
+    monkeypatch.setenv("MY_PAT", 'a"b\\cdefghij')
+    assert "cdefghij" not in redact(json.dumps({"x": 'a"b\\cdefghij'}))
+
+
+def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
     def git(*words):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
 
@@ -196,9 +222,34 @@ def test_short_values_of_secret_looking_variables_hide_nothing(monkeypatch):
 
 def test_a_run_that_another_process_writes_is_left_alone(tmp_path):
     folder = make(tmp_path)
-    with runs.lock(folder), pytest.raises(RunFolderError, match="being written by another process"):
-        runs.lock(folder)
+    code = (
+        "import sys; from pathlib import Path; from sft_play import runs; "
+        f"mark = runs.lock(runs.RunFolder(Path({str(folder.path)!r}))); "
+        "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.read(6) == "locked"
+        with pytest.raises(RunFolderError, match="being written by another process"):
+            runs.lock(folder)
+        other.stdin.close()
     runs.lock(folder).close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("resolved.json", "[]", "damaged"),
+        ("resolved.json", "{", "cannot be read"),
+        ("manifest.json", "{", "no manifest"),
+    ],
+)
+def test_a_damaged_run_says_what_is_damaged(tmp_path, file, content, message):
+    folder = make(tmp_path)
+    (folder.path / file).write_text(content)
+    job = loaded(tmp_path, overrides=("output.name=one",))
+    with pytest.raises(RunFolderError, match=message):
+        runs.check_same_run(folder, job, data={}, batch={})
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
@@ -213,7 +264,9 @@ def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
 
 def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '5\n{"step": null}\n{"step": 5, "lo'
+    )
     runs.keep_metrics_until(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 

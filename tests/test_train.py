@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sft_play.errors import TrainingError
@@ -168,6 +170,46 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mod
     for index, state in one.items():
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][key])), (index, key)
+
+
+def test_a_run_with_workers_and_dropout_resumes_to_the_same_numbers_across_epochs(train):
+    same = ["tuning.mode=lora", "train.max_steps=9", "tuning.lora.dropout=0.2", "train.dataloader_num_workers=2"]
+    _, _, whole = train("whole", *same)
+    train("parts", *same, "train.stop_after_steps=3")
+    code, printed, parts = train("parts", *same, verb="resume")
+    assert code == 0, printed
+    assert losses(whole) == losses(parts)
+    assert_same_bits(weights(whole), weights(parts))
+
+
+def test_losses_logged_every_few_steps_are_the_same_after_a_resume(train):
+    same = ["tuning.mode=lora", "train.max_steps=6", "train.logging_steps=3"]
+    _, _, whole = train("whole", *same)
+    train("parts", *same, "train.stop_after_steps=2")
+    _, _, parts = train("parts", *same, verb="resume")
+    assert losses(whole) == losses(parts)
+
+
+def test_the_command_that_is_printed_goes_on_with_the_run(train, command, tmp_path):
+    code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=4", "train.stop_after_steps=2")
+    (line,) = [line for line in printed.splitlines() if "make resume" in line]
+    words = shlex.split(line.partition("make resume ")[2])
+    given = dict(word.split("=", 1) for word in words)
+    code, printed = command("resume", "--config", given["CONFIG"], "--run", given["RUN"], *shlex.split(given["SET"]))
+    assert code == 0, printed
+    assert "Resuming bnb run from step 2" in printed
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_run_does_not_go_on_with_other_base_weights(train, tmp_path):
+    folder = make_llama(tmp_path / "base")
+    same = [f"model.name={folder}", "tuning.mode=lora", "train.max_steps=4"]
+    train("one", *same, "train.stop_after_steps=2")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    code, printed, _ = train("one", *same, verb="resume")
+    assert code == 2
+    assert "data weights: the content of" in printed
 
 
 def test_a_full_run_of_a_mixture_of_experts_resumes_to_the_same_numbers(train, tmp_path):
@@ -368,6 +410,8 @@ REFUSALS = {
     "D1": ("tuning.lora.target_modules=[query_key_value]", "The linear layers are: down_proj, gate_proj, k_proj"),
     "D2 targets": ("tuning.lora.target_modules=[q_proj, qproj]", "qproj matches nothing (did you mean q_proj?)"),
     "D2 saved": ("tuning.lora.modules_to_save=[lm_heed]", "lm_heed matches nothing (did you mean lm_head?)"),
+    "no targets": ("tuning.lora.target_modules=[]", "tuning.lora.target_modules: expected auto or a list"),
+    "saved layers": ("tuning.lora.modules_to_save=[mlp]", "holds linear layers that get adapters"),
     "head": ("tuning.lora.target_modules=[lm_head]", "the output head, which takes no adapter"),
     "both": ("tuning.lora.modules_to_save=[q_proj]", "both in target_modules and in modules_to_save"),
     "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
@@ -466,8 +510,6 @@ def test_pickled_weights_are_not_read(train, tmp_path, tiny_llama):
 
 
 def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tiny_llama):
-    from safetensors.torch import save_file
-
     folder = tmp_path / "partial"
     folder.mkdir()
     for file in tiny_llama.iterdir():
@@ -478,6 +520,49 @@ def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tin
     code, printed, _ = train("one", f"model.name={folder}")
     assert code == 2
     assert "do not fill the model: model.layers.1.mlp.up_proj.weight" in printed
+
+
+def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
+    folder = make_llama(tmp_path / "untied", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    code, printed, _ = train("one", f"model.name={folder}")
+    assert code == 2
+    assert "do not fill the model: lm_head.weight" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "not a causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "already quantised (gptq)"),
+        ({"hidden_act": "nope"}, "transformers cannot build a LlamaConfig"),
+        ({"num_key_value_heads": "x"}, "needs a whole number"),
+        ({"hidden_size": 32}, "cannot be loaded"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_refused_and_nothing_is_left(train, tmp_path, tiny_llama, change, message):
+    folder = tmp_path / "changed"
+    shutil.copytree(tiny_llama, folder)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    code, printed, run = train("one", f"model.name={folder}", "tuning.mode=lora")
+    assert code == 2, printed
+    assert message in printed
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", b""])
+def test_a_weights_file_that_is_none_is_one_message(train, tmp_path, tiny_llama, content):
+    folder = tmp_path / "garbage"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "model.safetensors").write_bytes(content)
+    code, printed, run = train("one", f"model.name={folder}")
+    assert code == 2, printed
+    assert "cannot be loaded" in printed
+    assert not run.exists()
 
 
 def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):

@@ -73,7 +73,9 @@ class LoraConfig(Section):
     dropout: float = leaf(0.0, owner="train.model", ge=0.0, lt=1.0)
     """Dropout before the adapter; costs memory per target."""
 
-    target_modules: Literal["auto"] | tuple[Name, ...] = leaf("auto", owner="train.model")
+    target_modules: Literal["auto"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
+        "auto", owner="train.model"
+    )
     """Modules that get an adapter; auto takes every linear layer of the language model, never lm_head."""
 
     modules_to_save: tuple[Name, ...] = leaf((), owner="train.model")

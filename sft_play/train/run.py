@@ -160,7 +160,7 @@ def _say(lines: Any) -> None:
         logger.info("%s", line)
 
 
-def _data_facts(paths: DataPaths, prepared: Prepared, name: str) -> dict[str, Any]:
+def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, Any]:
     """Path, digest and report of each file that is used, and digests of the base weights and the tokenizer."""
     hf_config = prepared.blueprint.hf_config
     facts: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def _data_facts(paths: DataPaths, prepared: Prepared, name: str) -> dict[str, An
     ):
         if split is not None:
             facts.setdefault(name, {})["report"] = vars(split.report)
-    facts["weights"] = weights_facts(name, hf_config)
+    facts["weights"] = weights_facts(model, hf_config)
     facts["tokenizer"] = {"path": "tokenizer", "sha256": prepared.tokenizer.sha256}
     return facts
 
