@@ -11,15 +11,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
+from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import hub_answers, local_folder, shape_of
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.log import escape_control, redact, set_up_logging, start_log_buffer
-from sft_play.plan.batching import BatchPlan
 from sft_play.plan.plan import Plan, batch_lines, detected_lines, make_plan, require_fit
+from sft_play.runs import RunFolder
 from sft_play.starter.names import BASE_NAME, CONFIG
 
 logger = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ def _tell(command: str, error: SftPlayError) -> None:
 def _plan(request: Request) -> int:
     loaded = load_config(request.config, overrides=request.overrides)
     hardware = named(request.hardware) if request.hardware else detect()
-    plan = _make_plan(loaded, hardware, ranks=max(1, len(hardware.gpus)))
+    plan = _make_plan(loaded.config, hardware, ranks=max(1, len(hardware.gpus)))
     if request.out is not None:
         _write_out(request.out, plan)
     if request.json:
@@ -138,25 +140,20 @@ def _plan(request: Request) -> int:
 
 def _write_out(path: Path, plan: Plan) -> None:
     """The plan's JSON in a file of its own; raises ConfigError where it cannot be written."""
-    from sft_play.runs import write_json
-
     try:
-        write_json(path, plan.as_json())
+        runs.write_json(path, plan.as_json())
     except OSError as error:
         raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 
 
-def _make_plan(loaded: LoadedConfig, hardware: Hardware, *, ranks: int = 1) -> Plan:
-    model = loaded.config.model
+def _make_plan(config: RunConfig, hardware: Hardware, *, ranks: int = 1) -> Plan:
+    model = config.model
     shape = shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return make_plan(loaded.config, shape, hardware, ranks=ranks)
+    return make_plan(config, shape, hardware, ranks=ranks)
 
 
 def _train(request: Request) -> int:
     _refuse_hardware(request)
-    from sft_play import runs
-    from sft_play.runs import RunFolder
-
     if request.run:
         raise ConfigError(
             f"RUN={escape_control(request.run)} names a run for make resume; a new one is named output.name"
@@ -168,7 +165,7 @@ def _train(request: Request) -> int:
     if resume and folder.manifest().get("status") == "finished":
         logger.info("The run %s is finished; there is nothing to resume", folder.path)
         return 0
-    return _start(request, _with_starter(loaded), RunFolder(folder.path), resume=resume)
+    return _start(loaded, folder, resume=resume)
 
 
 def _refuse_hardware(request: Request) -> None:
@@ -180,11 +177,9 @@ def _refuse_hardware(request: Request) -> None:
 
 def _resume(request: Request) -> int:
     _refuse_hardware(request)
-    from sft_play import runs
-
     loaded = load_config(request.config, overrides=request.overrides)
     folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
-    return _start(request, _with_starter(loaded), folder, resume=True)
+    return _start(loaded, folder, resume=True)
 
 
 def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
@@ -199,20 +194,20 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
     )
 
 
-def _start(request: Request, loaded: LoadedConfig, folder: Any, *, resume: bool) -> int:
+def _start(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
     buffer = start_log_buffer()
     hardware = _one_gpu(detect())
-    plan = _make_plan(loaded, hardware)
-    require_fit(plan, loaded.config)
-    if resume:
-        plan = _as_started(plan, folder, loaded)
+    planned = _as_started(loaded.config, folder) if resume else loaded.config
+    plan = _make_plan(planned, hardware)
+    require_fit(plan, planned)
     from sft_play.data.files import data_paths
 
-    for line in batch_lines(plan, loaded.config):
+    for line in batch_lines(plan, planned):
         logger.info("%s", line)
     if not plan.fits:
         logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
     paths = data_paths(loaded.config.data)
+    loaded = _with_starter(loaded)
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     _offline_without_hub(loaded.config.model.name)
     from sft_play.train.run import Job, run
@@ -246,23 +241,22 @@ def _one_gpu(hardware: Hardware) -> Hardware:
     return hardware.first(1)
 
 
-def _as_started(plan: Plan, folder: Any, loaded: LoadedConfig) -> Plan:
-    """The plan with the batch that the run was started with, where the config leaves it open.
+def _as_started(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """The config to plan with: the batch that the run was started with, where the config leaves it open.
 
     What is free on the GPU may have changed; the order of the data, and so every number, must not.
     """
-    from sft_play.runs import RunFolder
-
-    assert isinstance(folder, RunFolder)
     batch = folder.manifest().get("batch")
     batch = batch if isinstance(batch, dict) else {}
-    micro, accum = batch.get("micro_batch"), batch.get("grad_accum")
-    train = loaded.config.train
-    is_open = train.batch_size == "auto" and train.grad_accum == "auto"
-    if not is_open or not micro or not accum or micro * accum * plan.batch.ranks != train.effective_batch_size:
-        return plan
-    kept = BatchPlan(micro, accum, plan.batch.ranks, f"micro {micro} x accum {accum}, as the run was started")
-    return dataclasses.replace(plan, batch=kept, reasons=(*plan.reasons[:-1], kept.reason))
+    numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
+    micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
+    is_open = config.train.batch_size == "auto" and config.train.grad_accum == "auto"
+    if not is_open or micro * accum * ranks != config.train.effective_batch_size:
+        return config
+    logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
+    )
 
 
 def _generate(request: Request) -> int:
