@@ -312,9 +312,10 @@ def parse_config(config: Config, *, name: str) -> ModelShape:
 def _need(config: Config, key: str, name: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        kind = one_line(str(config.get("model_type")))
         raise ModelError(
-            f"model {one_line(name)}: config.json has {key}: {one_line(json.dumps(value))}; a causal language model "
-            f"needs a whole number there (model_type: {one_line(str(config.get('model_type')))})"
+            f"model {one_line(name)}: config.json has {key}: {one_line(json.dumps(value))}; the plan needs a whole number "
+            f"there: it knows decoders with attention (model_type: {kind})"
         )
     return value
 
