@@ -314,8 +314,8 @@ def _need(config: Config, key: str, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         kind = one_line(str(config.get("model_type")))
         raise ModelError(
-            f"model {one_line(name)}: config.json has {key}: {one_line(json.dumps(value))}; the plan needs a whole number "
-            f"there: it knows decoders with attention (model_type: {kind})"
+            f"model {one_line(name)}: config.json has {key}: {one_line(json.dumps(value))}; the plan needs a whole "
+            f"number there: it knows decoders with attention (model_type: {kind})"
         )
     return value
 
