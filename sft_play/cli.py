@@ -234,8 +234,8 @@ def _one_gpu(hardware: Hardware) -> Hardware:
         return hardware
     first = hardware.gpus[0]
     idle = len(hardware.gpus) - 1
-    logger.info("Using GPU %d; %d other GPU%s stay idle (make train-distributed uses them all)",
-                first.index, idle, "s" if idle > 1 else "")  # fmt: skip
+    logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
+                first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     os.environ["CUDA_VISIBLE_DEVICES"] = str(first.index)
     return hardware.first(1)

@@ -22,7 +22,6 @@ from sft_play.log import one_line
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
 """Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
-_SHOWN_BAD_LINES = 5
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import TokenizerError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
-
-logger = logging.getLogger(__name__)
 
 BUILT_IN_TEMPLATES = {
     "chatml": (

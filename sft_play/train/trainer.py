@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints
 from sft_play.train.exact_match import Answer, Question, answers
-
-logger = logging.getLogger(__name__)
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 """Usual peaks for fine-tuning: the QLoRA paper's for adapters, a tenth to a twentieth of it for all weights."""
