@@ -1,6 +1,8 @@
 """The machine: GPUs found through NVML or nvidia-smi, or named (`2xH200`); no torch is imported.
 
-`CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted.
+`CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are split into instances
+(MIG) a process sees the first visible instance and nothing else: "CUDA can only enumerate a single compute instance",
+and no whole GPU beside it (NVIDIA Multi-Instance GPU user guide, "Device Enumeration").
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError
-from sft_play.facts.gpu_catalog import CATALOG, MIB, nearest
+from sft_play.facts.gpu_catalog import MIB, CatalogEntry, find, key_of, nearest
+from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line
 
 GIB = 2**30
@@ -24,27 +27,52 @@ BF16_CAPABILITY = (8, 0)
 """CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
 arithmetic by compute capability)."""
 _PROBE_TIMEOUT_S = 20
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named."""
+    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named.
+
+    `total_bytes` is what the driver reports of a GPU that was found, and what torch could use of one that is named.
+    `bandwidth` is bytes per second; rates are dense operations per second with 32-bit accumulation; None: not known,
+    or that the GPU has no such units. `mig` is the profile of an instance (`1g.10gb`), None for a whole GPU.
+    """
 
     index: int
     name: str
     total_bytes: int
     free_bytes: int | None
     capability: tuple[int, int] | None
+    bandwidth: float | None = None
+    bf16_flops: float | None = None
+    fp16_flops: float | None = None
+    fp8_flops: float | None = None
+    fp32_flops: float | None = None
+    tdp_watts: int | None = None
+    mig: str | None = None
 
     @property
     def has_bf16(self) -> bool:
         """Whether its matrix units compute in bfloat16; unknown counts as yes."""
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
+    def rate(self, dtype: str) -> float | None:
+        """Dense operations per second of matrix products in `bfloat16`, `float16`, `float8` or `float32`."""
+        rates = {"bfloat16": self.bf16_flops, "float16": self.fp16_flops, "float8": self.fp8_flops}
+        return rates.get(dtype, self.fp32_flops)
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan may use. Without GPUs the host's memory is what counts. `named`: not this machine."""
+    """What a plan may use. Without GPUs the host's memory is what counts. `named`: not this machine.
+
+    Where there are several nodes, RAM and cores are those of one. `link_bytes_per_s` is per GPU and one way between
+    the GPUs of a node, `network_bytes_per_s` per node and one way between nodes; None: not known. `ram_given` is
+    False where a machine was named without its RAM and this machine's stands in. `notes` are for people: what was
+    assumed.
+    """
 
     gpus: tuple[Gpu, ...]
     cpu_name: str
@@ -52,76 +80,253 @@ class Hardware:
     ram_bytes: int
     ram_free_bytes: int
     named: bool = False
+    nodes: int = 1
+    link_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    price_per_gpu_hour: float | None = None
+    notes: tuple[str, ...] = ()
+    ram_given: bool = True
 
     @property
     def device(self) -> str:
         """`cuda` or `cpu`."""
         return "cuda" if self.gpus else "cpu"
 
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs in each node, 1 where there are none: ranks that share a host."""
+        return max(1, -(-len(self.gpus) // self.nodes))
+
+    @property
+    def mig(self) -> bool:
+        """Whether its GPU is an instance of a split one."""
+        return any(gpu.mig for gpu in self.gpus)
+
     def first(self, count: int) -> Hardware:
-        """The same machine with its first `count` GPUs only."""
-        return Hardware(
-            self.gpus[:count], self.cpu_name, self.cpu_cores, self.ram_bytes, self.ram_free_bytes, self.named
-        )
+        """The same machine with its first `count` GPUs only, on as many nodes as they fill."""
+        gpus = self.gpus[:count]
+        return replace(self, gpus=gpus, nodes=max(1, -(-len(gpus) // self.gpus_per_node)))
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for `plan.json` and the manifest."""
         return asdict(self)
 
 
-def detect(environment: Mapping[str, str] | None = None) -> Hardware:
-    """This machine, as a process started with `environment` would see it."""
-    environment = os.environ if environment is None else environment
-    gpus = _visible(_probe_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
-    ram_total, ram_free = _memory()
-    return Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free)
+# --- a machine that is named -----------------------------------------------------------------------------------------
 
 
 def named(text: str) -> Hardware:
-    """A machine that is only named: `2xH200`, `1xRTX4090`, or `2xMyGPU,mem=24GiB`.
+    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file.
+
+    The grammar and the file's keys are those of `machine_spec`; options override the catalogue's figures.
 
     Raises:
-        HardwareError: the text is not COUNTxGPU, the count is 0, or the GPU is unknown and `mem=` is missing.
+        HardwareError: the text is not of that grammar, names no GPU, or one that is unknown and `mem=` is missing.
     """
-    spec, *options = [part.strip() for part in text.split(",")]
-    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX*]\s*)?([A-Za-z][\w. +-]*)", spec)
-    if match is None:
-        raise HardwareError(f"HARDWARE={one_line(text)} is not COUNTxGPU, such as 2xH200 or 2xMyGPU,mem=24GiB")
-    count = int(match[1] or 1)
-    if not 1 <= count <= 1024:
-        raise HardwareError(f"HARDWARE={one_line(text)} names {count} GPUs; name 1 to 1024")
-    memory, capability = _named_gpu(match[2], _options(options, text), text)
-    gpus = tuple(Gpu(index, f"NVIDIA {match[2]}", memory, None, capability) for index in range(count))
+    spec = read_spec(text)
     ram_total, _ = _memory()
-    return Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_total, named=True)
+    ram = spec.ram or ram_total
+    host = Hardware((), _cpu_name(), spec.cores or _cpu_cores(), ram, ram, named=True, ram_given=spec.ram is not None)
+    if spec.gpu is None:
+        return host
+    entry, notes = _entry(spec, text)
+    gpu = _named_gpu(spec, entry)
+    return replace(
+        host,
+        gpus=tuple(replace(gpu, index=index) for index in range(spec.nodes * spec.per_node)),
+        nodes=spec.nodes,
+        link_bytes_per_s=spec.link or (entry.link if entry else None),
+        network_bytes_per_s=spec.network,
+        price_per_gpu_hour=spec.price,
+        notes=(*notes, *spec.notes),
+    )
 
 
-def _options(options: list[str], text: str) -> dict[str, int]:
-    found = {}
-    for option in options:
-        match = re.fullmatch(r"mem=(\d+(?:\.\d+)?)\s*(GiB|GB|MiB)", option)
-        if match is None:
-            raise HardwareError(f"HARDWARE={one_line(text)}: {one_line(option)!r} is not mem=24GiB")
-        found["mem"] = int(float(match[1]) * {"GiB": GIB, "GB": 10**9, "MiB": MIB}[match[2]])
-    return found
+def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
+    """The catalogue's entry of the GPU's name, and what was assumed where the name has several meanings."""
+    name = spec.gpu or ""
+    found = find(name)
+    if found:
+        return found[0], _read_as(name, found)
+    if spec.mem is not None:
+        return None, ()
+    how = "mem: 24GiB beside its name" if is_path(text) else f"HARDWARE=1x{name.replace(' ', '')},mem=24GiB"
+    raise HardwareError(
+        f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; nearest: "
+        f"{', '.join(nearest(name))}; or give its memory: {how}"
+    )
 
 
-def _named_gpu(name: str, options: dict[str, int], text: str) -> tuple[int, tuple[int, int] | None]:
-    entry = CATALOG.get(_key(name))
-    if entry is None and "mem" not in options:
-        raise HardwareError(
-            f"HARDWARE={one_line(text)}: the GPU {name} is not in the catalogue; nearest: "
-            f"{', '.join(nearest(name))}; or give its memory: HARDWARE=1x{name},mem=24GiB"
+def _read_as(name: str, found: tuple[CatalogEntry, ...]) -> tuple[str, ...]:
+    """What a name of several GPUs was taken for."""
+    first, *others = found
+    if not others:
+        return ()
+    chosen = first.aliases[0] if key_of(first.name) == key_of(name) and first.aliases else first.name
+    listed = ", ".join(entry.name for entry in others)
+    return (f"{name} is read as {chosen} with {first.box_gb} GB; the catalogue also has {listed}",)
+
+
+def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
+    if entry is None:
+        # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
+        gpu = Gpu(0, spec.gpu or "", 0, None, None, bf16_flops=spec.fp16, fp16_flops=spec.bf16)
+    else:
+        gpu = _rated(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
+    return replace(
+        gpu,
+        total_bytes=spec.mem or gpu.total_bytes,
+        capability=spec.cc or gpu.capability,
+        bandwidth=spec.bandwidth or gpu.bandwidth,
+        bf16_flops=spec.bf16 or gpu.bf16_flops,
+        fp16_flops=spec.fp16 or gpu.fp16_flops,
+        fp8_flops=spec.fp8 or gpu.fp8_flops,
+        fp32_flops=spec.fp32 or gpu.fp32_flops,
+        tdp_watts=spec.tdp or gpu.tdp_watts,
+    )
+
+
+def _rated(gpu: Gpu, entry: CatalogEntry) -> Gpu:
+    return replace(
+        gpu,
+        bandwidth=entry.bandwidth,
+        bf16_flops=entry.bf16,
+        fp16_flops=entry.fp16,
+        fp8_flops=entry.fp8,
+        fp32_flops=entry.fp32,
+        tdp_watts=entry.tdp_watts,
+    )
+
+
+# --- the machine that is there ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`.
+
+    `parent` is the UUID of an instance's GPU and `path` its old-style name; `nvlinks` counts active links, None where
+    the driver does not say. `empty`: the GPU is split, and no instance was made.
+    """
+
+    uuid: str
+    gpu: Gpu
+    parent: str = ""
+    path: str = ""
+    nvlinks: int | None = None
+    empty: bool = False
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Hardware:
+    """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
+    environment = os.environ if environment is None else environment
+    found, notes = _seen(_probe_gpus(), environment)
+    entries = [_entry_of(item.gpu) for item in found]
+    gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(found, entries, strict=True))
+    ram_total, ram_free = _memory()
+    link = _link(found, entries)
+    return Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes)
+
+
+def _entry_of(gpu: Gpu) -> CatalogEntry | None:
+    name = gpu.name.split(" MIG ")[0]
+    found = find(name) if gpu.mig else find(name, gpu.total_bytes)
+    return found[0] if found else None
+
+
+def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
+    """With the catalogue's rates; an instance has its share of them, by slices of seven and by memory."""
+    if entry is None:
+        return gpu
+    rated = _rated(gpu, entry)
+    if gpu.mig is None:
+        return rated
+    match = re.match(r"(?:[0-9]c\.)?([0-9])g\.", gpu.mig)
+    compute, memory = (int(match[1]) / 7 if match else 1.0), min(1.0, gpu.total_bytes / entry.driver_bytes)
+    return replace(
+        rated,
+        bandwidth=entry.bandwidth * memory,
+        bf16_flops=_share(entry.bf16, compute),
+        fp16_flops=_share(entry.fp16, compute),
+        fp8_flops=_share(entry.fp8, compute),
+        fp32_flops=_share(entry.fp32, compute),
+    )
+
+
+def _share(rate: float | None, part: float) -> float | None:
+    return None if rate is None else rate * part
+
+
+_NVLINK_PER_LINK = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
+"""Bytes per second one way of an NVLink by the major compute capability: P100 80 GB/s on 4, V100 150 on 6, A100 300
+on 12, H100 450 on 18, B200 900 on 18 (figures of the catalogue)."""
+_NVLINK_GA10X = 14.0625e9
+"""The same of A40, RTX A6000 and RTX 3090: 112.5 GB/s both ways on 4 links (data sheet of the A40)."""
+
+
+def _link(found: tuple[_Found, ...], entries: list[CatalogEntry | None]) -> float | None:
+    """Bytes per second between the GPUs, one way: the slowest one's. A bridge counts where it joins all there are."""
+    rates = [_link_of(item, entry, len(found)) for item, entry in zip(found, entries, strict=True)]
+    known = [rate for rate in rates if rate]
+    return min(known) if known and len(known) == len(rates) else None
+
+
+def _link_of(item: _Found, entry: CatalogEntry | None, count: int) -> float | None:
+    major, minor = item.gpu.capability or (0, 0)
+    if item.nvlinks and (count == 2 or (entry and entry.nvlink)):
+        if entry and entry.nvlink:
+            return entry.nvlink
+        return item.nvlinks * (_NVLINK_GA10X if (major, minor) == (8, 6) else _NVLINK_PER_LINK.get(major, 25e9))
+    if entry is None:
+        return None
+    return entry.pcie if item.nvlinks == 0 else entry.link
+
+
+def _seen(found: tuple[_Found, ...], environment: Mapping[str, str]) -> tuple[tuple[_Found, ...], tuple[str, ...]]:
+    """What a CUDA process sees of the driver's list, in its order, and what a person should know about it."""
+    notes = [f"GPU {item.gpu.index} is in MIG mode and has no instance: CUDA does not see it"
+             for item in found if item.empty]  # fmt: skip
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = found if variable is None else _visible(found, variable)
+    visible = tuple(item for item in visible if not item.empty)
+    kinds = {item.gpu.name for item in found if not item.gpu.mig}
+    by_number = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
+    if len(kinds) > 1 and by_number and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(
+            "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
         )
-    memory = options.get("mem") or (entry.memory_bytes if entry else 0)
-    return memory, entry.capability if entry else None
+    instances = tuple(item for item in visible if item.gpu.mig)
+    if instances and len(visible) > 1:
+        notes.append(
+            f"of {len(visible)} visible GPUs and MIG instances CUDA sees one instance only, {instances[0].uuid}; "
+            "CUDA_VISIBLE_DEVICES=MIG-... chooses another"
+        )
+    return instances[:1] or visible, tuple(notes)
 
 
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower().replace("nvidia", "").replace("geforce", ""))
+def _visible(found: tuple[_Found, ...], variable: str) -> tuple[_Found, ...]:
+    """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
+    chosen: list[_Found] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        match = [item for item in found if _is_meant(item, entry)]
+        # a short UUID that fits two GPUs names none; a split GPU is meant with all its instances
+        meant = {item.uuid if entry.startswith("MIG-") else item.parent or item.uuid for item in match}
+        if len(meant) != 1 or match[0] in chosen:
+            break
+        chosen += match
+    return tuple(chosen)
 
 
-def _probe_gpus() -> tuple[tuple[str, Gpu], ...]:
+def _is_meant(item: _Found, entry: str) -> bool:
+    if re.fullmatch(r"[0-9]{1,9}", entry):
+        return item.gpu.index == int(entry)
+    if entry.startswith("MIG-"):
+        return item.uuid.startswith(entry) or (item.path != "" and item.path == entry)
+    return entry != "" and (item.parent or item.uuid).startswith(entry)
+
+
+def _probe_gpus() -> tuple[_Found, ...]:
     """Every GPU with its UUID: NVML first, nvidia-smi where its Python package cannot."""
     try:
         return _probe_nvml()
@@ -129,83 +334,193 @@ def _probe_gpus() -> tuple[tuple[str, Gpu], ...]:
         return _probe_nvidia_smi()
 
 
-def _probe_nvml() -> tuple[tuple[str, Gpu], ...]:
+def _probe_nvml() -> tuple[_Found, ...]:
     import pynvml
 
     pynvml.nvmlInit()
     try:
-        found = []
+        found: list[_Found] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
-            found.append((_text(uuid), Gpu(index, _text(name), int(memory.total), int(memory.free), capability)))
+            found += _nvml_gpu(pynvml, index)
         return tuple(found)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _nvml_gpu(nvml: Any, index: int) -> list[_Found]:
+    """A GPU, or its instances where it is split."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    if _is_split(nvml, handle):
+        whole = Gpu(index, name, 0, 0, (major, minor))
+        return _nvml_instances(nvml, handle, whole, uuid) or [_Found(uuid, whole, empty=True)]
+    gpu = Gpu(index, name, *_nvml_memory(nvml, handle), (major, minor))
+    return [_Found(uuid, gpu, nvlinks=_nvml_links(nvml, handle))]
+
+
+def _nvml_memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Total and free memory; the host's where the GPU has none of its own (Grace-Blackwell desktops, Jetson)."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except getattr(nvml, "NVMLError_NotSupported", ()):
+        return _memory()
+    return int(memory.total), int(memory.free)
+
+
+def _is_split(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except Exception:  # not supported: most GPUs, and old drivers
+        return False
+
+
+def _nvml_instances(nvml: Any, handle: Any, whole: Gpu, parent: str) -> list[_Found]:
+    found = []
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except Exception:  # no instance at that place
+            continue
+        memory, uuid = nvml.nvmlDeviceGetMemoryInfo(instance), _text(nvml.nvmlDeviceGetUUID(instance))
+        name = _text(nvml.nvmlDeviceGetName(instance))
+        profile = name.partition(" MIG ")[2] or f"{memory.total / GIB:.0f}gb"
+        gpu = replace(whole, name=name, total_bytes=int(memory.total), free_bytes=int(memory.free), mig=profile)
+        found.append(_Found(uuid, gpu, parent, _nvml_path(nvml, instance, parent)))
+    return found
+
+
+def _nvml_path(nvml: Any, instance: Any, parent: str) -> str:
+    """An instance's name before driver R470: `MIG-GPU-<uuid>/<GPU instance>/<compute instance>`."""
+    try:
+        gpu, compute = nvml.nvmlDeviceGetGpuInstanceId(instance), nvml.nvmlDeviceGetComputeInstanceId(instance)
+    except Exception:  # an old library has no such function
+        return ""
+    return f"MIG-{parent}/{gpu}/{compute}"
+
+
+def _nvml_links(nvml: Any, handle: Any) -> int | None:
+    """Active NVLinks of a GPU; 0 where it has none, None where the library cannot say."""
+    active = 0
+    for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
+        try:
+            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link))
+        except Exception:  # beyond the last link, or a GPU without any
+            return active
+    return active if hasattr(nvml, "NVML_NVLINK_MAX_LINKS") else None
 
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _probe_nvidia_smi() -> tuple[tuple[str, Gpu], ...]:
+def _probe_nvidia_smi() -> tuple[_Found, ...]:
+    fields = "index,uuid,name,memory.total,memory.free,compute_cap"
+    listed = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    whole = [item for line in listed.splitlines() if (item := _parse_nvidia_smi(line)) is not None]
+    if not whole:
+        return ()
+    split = _smi_instances(_nvidia_smi("-L"), whole)
+    return tuple(one for item in whole for one in split.get(item.uuid, [item]))
+
+
+def _nvidia_smi(*arguments: str) -> str:
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
-    fields = "index,uuid,name,memory.total,memory.free,compute_cap"
-    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        return ""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(gpu for line in answer.stdout.splitlines() if (gpu := _parse_nvidia_smi(line)) is not None)
+        command = [program, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
 
 
-def _parse_nvidia_smi(line: str) -> tuple[str, Gpu] | None:
+def _parse_nvidia_smi(line: str) -> _Found | None:
     parts = [part.strip() for part in line.split(",")]
     try:
         major, _, minor = parts[5].partition(".")
         total, free = int(float(parts[3]) * MIB), int(float(parts[4]) * MIB)
-        return parts[1], Gpu(int(parts[0]), parts[2], total, free, (int(major), int(minor or 0)))
-    except (IndexError, ValueError):
+        return _Found(parts[1], Gpu(int(parts[0]), parts[2], total, free, (int(major), int(minor or 0))))
+    except (IndexError, ValueError, OverflowError):
         return None
 
 
-def _visible(found: tuple[tuple[str, Gpu], ...], variable: str | None) -> tuple[Gpu, ...]:
-    """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
-    if variable is None:
-        return tuple(gpu for _, gpu in found)
-    chosen: list[Gpu] = []
-    for entry in (part.strip() for part in variable.split(",")):
-        match = [gpu for uuid, gpu in found if entry and (entry == str(gpu.index) or uuid.startswith(entry))]
-        if not match or match[0] in chosen:
-            break
-        chosen.append(match[0])
-    return tuple(chosen)
+_SMI_INSTANCE_SHARE = 0.95
+"""`nvidia-smi -L` gives an instance's size by its profile's name: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of
+5,120 (tables of `nvidia-smi` in the MIG user guide): the smaller share is taken for all."""
+
+
+def _smi_instances(listed: str, whole: list[_Found]) -> dict[str, list[_Found]]:
+    """Instances by their GPU's UUID from `nvidia-smi -L`."""
+    gpus, found, parent = {item.uuid: item.gpu for item in whole}, {}, ""  # type: ignore[var-annotated]
+    for line in listed.splitlines():
+        gpu_line = re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line)
+        instance = re.match(r"\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
+        if gpu_line:
+            parent = gpu_line[1]
+        elif instance and parent in gpus:
+            size = int(int(instance[2]) * GIB * _SMI_INSTANCE_SHARE)
+            name = f"{gpus[parent].name} MIG {instance[1]}"
+            gpu = replace(gpus[parent], name=name, total_bytes=size, free_bytes=size, mig=instance[1])
+            found.setdefault(parent, []).append(_Found(instance[3], gpu, parent))
+    return found
+
+
+# --- the host --------------------------------------------------------------------------------------------------------
 
 
 def _memory() -> tuple[int, int]:
-    """Total and available RAM in bytes, no more than the control group allows."""
+    """Total and available RAM in bytes, no more than the control groups of this process allow."""
     import psutil
 
     memory = psutil.virtual_memory()
-    limit = _cgroup_limit()
-    if limit is None or limit >= memory.total:
-        return int(memory.total), int(memory.available)
-    return limit, min(int(memory.available), limit)
+    total, free = int(memory.total), int(memory.available)
+    for limit, used in _cgroup_limits():
+        if limit < memory.total:
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
 
 
-def _cgroup_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Limit and use (without file cache that can be dropped) of each control group above this process, in bytes."""
+    found = []
+    for folder, limit_file, use_file in _cgroup_folders():
+        limit = _number(folder / limit_file)
+        if limit is not None:
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            used = (_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0)
+            found.append((limit, max(0, used)))
+    return found
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
+    paths = {"": "/", "memory": "/"}
+    for line in _read(_OWN_CGROUP).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for name in controllers.split(","):
+            if name in paths:
+                paths[name] = path
+    folders = []
+    for root, path, names in (
+        (_CGROUP, paths[""], ("memory.max", "memory.current")),
+        (_CGROUP / "memory", paths["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        own = root / path.strip("/")
+        folders += [(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _cpu_cores() -> int:
@@ -213,10 +528,7 @@ def _cpu_cores() -> int:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"

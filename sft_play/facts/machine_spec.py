@@ -1,0 +1,341 @@
+"""What a user says of a machine that is not here: `2x8xH100,network=400Gbps`, or a YAML file. Text in, numbers out.
+
+The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs. The options:
+
+    mem=24GiB            memory of one GPU that a process can use (B, MiB, GiB, TiB; MB, GB, TB are powers of ten)
+    bandwidth=1000GB/s   its memory's bandwidth
+    bf16=165TFLOPS       dense matrix rates with 32-bit accumulation; also fp16=, fp8=, fp32=
+    link=900GB/s         between the GPUs of a node, per GPU, both directions together, as data sheets quote NVLink
+    network=400Gbps      between nodes, per node, one way, as network cards are quoted
+    ram=256GiB  cores=64 of each node's host
+    cc=8.9               CUDA compute capability
+    tdp=350W             power limit of one GPU
+    price=2.5            money per GPU and hour
+
+A YAML file says the same:
+
+    gpus:
+      name: MyGPU        # of the catalogue, or any other with mem
+      count: 8           # in each node
+      mem: 80GiB         # and bandwidth, bf16, fp16, fp8, fp32, link, cc, tdp
+    nodes: 2
+    ram: 1TiB            # and cores, network, price
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from sft_play.errors import HardwareError
+from sft_play.log import one_line
+
+MAX_GPUS = 100_000
+_MAX_FILE_BYTES = 1_000_000
+_EXAMPLE = "such as 2xH200, 2x8xH100 or 2xMyGPU,mem=24GiB"
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"i": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
+
+
+@dataclass(frozen=True)
+class MachineSpec:
+    """A machine as it was named; None is what was not said. Memory in bytes, rates per second, `link` one way.
+
+    `gpu` is None for a machine without GPUs, `per_node` is then 0.
+    """
+
+    gpu: str | None
+    per_node: int = 0
+    nodes: int = 1
+    mem: int | None = None
+    bandwidth: float | None = None
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    fp32: float | None = None
+    link: float | None = None
+    network: float | None = None
+    ram: int | None = None
+    cores: int | None = None
+    cc: tuple[int, int] | None = None
+    tdp: int | None = None
+    price: float | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+class _Unreadable(Exception):
+    """A value that its option does not take; the text says what it takes."""
+
+
+def _memory(text: str) -> int:
+    match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]?)(I?)(B?)", text.upper())
+    if match is None or not (match[4] or match[3]):
+        value = 0
+    else:
+        value = round(float(match[1]) * (_BINARY[match[2] + "i"] if match[3] else _PREFIXES[match[2]]))
+    if not 2**20 <= value <= 2**50:
+        raise _Unreadable("a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB")
+    return value
+
+
+def _speed(text: str) -> float:
+    match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?", text)
+    value = float(match[1]) * {**_PREFIXES, **_BINARY}[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
+    if not 1e3 <= value <= 1e17:
+        raise _Unreadable("a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps")
+    return value
+
+
+def _rate(text: str) -> float:
+    match = re.fullmatch(rf"{_NUMBER}\s*([GTP])(?:FLOPS?(?:/s)?|OPS?(?:/s)?)?", text, re.IGNORECASE)
+    value = float(match[1]) * _PREFIXES[match[2].upper()] if match else 0.0
+    if not 1e9 <= value <= 1e18:
+        raise _Unreadable("a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS")
+    return value
+
+
+def _capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", text)
+    if match is None:
+        raise _Unreadable("a CUDA compute capability, such as 8.9")
+    return int(match[1]), int(match[2])
+
+
+def _watts(text: str) -> int:
+    match = re.fullmatch(rf"{_NUMBER}\s*(k?)W?", text)
+    value = round(float(match[1]) * (1000 if match[2] else 1)) if match else 0
+    if not 1 <= value <= 100_000:
+        raise _Unreadable("watts, such as 350W")
+    return value
+
+
+def _cores(text: str) -> int:
+    value = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
+    if value < 1:
+        raise _Unreadable("a whole number from 1, such as 64")
+    return value
+
+
+def _price(text: str) -> float:
+    if re.fullmatch(_NUMBER, text) is None:
+        raise _Unreadable("a number without currency, per GPU and hour, such as 2.5")
+    return float(text)
+
+
+_READERS: dict[str, Callable[[str], object]] = {
+    "mem": _memory,
+    "bandwidth": _speed,
+    "bf16": _rate,
+    "fp16": _rate,
+    "fp8": _rate,
+    "fp32": _rate,
+    "link": _speed,
+    "network": _speed,
+    "ram": _memory,
+    "cores": _cores,
+    "cc": _capability,
+    "tdp": _watts,
+    "price": _price,
+}
+_HOST_OPTIONS = ("ram", "cores")
+_OF_GPU = ("mem", "bandwidth", "bf16", "fp16", "fp8", "fp32", "link", "cc", "tdp")
+_OF_MACHINE = ("ram", "cores", "network", "price")
+
+
+def read_spec(text: str) -> MachineSpec:
+    """What `HARDWARE=` says: the grammar above, or the path of a YAML file.
+
+    Raises:
+        HardwareError: it is neither, or a value in it is not what its option takes.
+    """
+    if is_path(text):
+        return _read_file(Path(text.strip()).expanduser())
+    where = f"HARDWARE={one_line(text)}"
+    head, *options = [part.strip() for part in text.split(",")]
+    spec = _head(head, where)
+    said: dict[str, str] = {}
+    for option in options:
+        name, value = _option(option, where)
+        if name in said:
+            raise HardwareError(f"{where} gives {name}= twice: {said[name]} and {one_line(value)}; keep one")
+        said[name] = one_line(value)
+        spec = _with(spec, name, value, where)
+    return spec
+
+
+def is_path(text: str) -> bool:
+    """Whether the text means a YAML file: by its ending, or because it is there."""
+    stripped = text.strip()
+    if stripped.lower().endswith((".yaml", ".yml")):
+        return True
+    try:
+        return bool(stripped) and Path(stripped).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, ~nobody, a NUL
+        return False
+
+
+def _head(text: str, where: str) -> MachineSpec:
+    if re.fullmatch(r"cpu", text, re.IGNORECASE):
+        return MachineSpec(None)
+    match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*){0,2})(.+)", text)
+    name = match[2].strip() if match else ""
+    if match is None or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) or not _names_a_gpu(name):
+        raise HardwareError(f"{where} is not COUNTxGPU, {_EXAMPLE}; or cpu, or a YAML file")
+    counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]
+    if name.lower() == "cpu":
+        raise HardwareError(f"{where}: a machine without GPUs takes no count; say cpu,ram=64GiB,cores=16")
+    total = 1
+    for count in counts:
+        total *= count
+    if not 1 <= total <= MAX_GPUS:
+        raise HardwareError(f"{where} names {total} GPUs; name 1 to {MAX_GPUS}")
+    return MachineSpec(name, per_node=counts[-1] if counts else 1, nodes=counts[0] if len(counts) == 2 else 1)
+
+
+def _names_a_gpu(name: str) -> bool:
+    """Whether this can be a GPU's name: not a bare count (`2x`), and no third count (`2x2x2xH100`)."""
+    return re.match(r"[0-9.]+\s*[xX*×]", name) is None
+
+
+def _option(option: str, where: str) -> tuple[str, str]:
+    name, found, value = (part.strip() for part in option.partition("="))
+    if not found:
+        told = f"{one_line(option)!r} is no option" if option else "there is nothing between two commas"
+        raise HardwareError(f"{where}: {told}; options are NAME=VALUE with {', '.join(_READERS)}")
+    return _known(name.lower(), tuple(_READERS), f"{where}: {one_line(name)!r}"), value
+
+
+def _known(name: str, names: tuple[str, ...], what: str) -> str:
+    if name in names:
+        return name
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+    raise HardwareError(f"{what} is no option of a machine; {_nearest(close)}there are {', '.join(names)}")
+
+
+def _nearest(close: list[str]) -> str:
+    return f"nearest: {', '.join(close)}; " if close else ""
+
+
+def _with(spec: MachineSpec, name: str, value: str, where: str) -> MachineSpec:
+    if spec.gpu is None and name not in _HOST_OPTIONS:
+        raise HardwareError(f"{where}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
+    try:
+        read = _READERS[name](value)
+    except _Unreadable as takes:
+        raise HardwareError(f"{where}: {name} takes {takes}, not {one_line(value)!r}") from None
+    if name == "link":
+        assert isinstance(read, float)
+        note = f"link={value} is read as data sheets quote it, both directions: {read / 2e9:g} GB/s each way"
+        return replace(spec, link=read / 2, notes=(*spec.notes, note))
+    return replace(spec, **{name: read})  # type: ignore[arg-type]
+
+
+# --- the YAML file ---------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> MachineSpec:
+    root = _root(path)
+    if not isinstance(root, yaml.MappingNode):
+        _refuse(path, root, "is not a mapping; a machine's file has gpus:, nodes:, ram:, cores:, network:, price:")
+    top = _entries(path, root, ("gpus", "nodes", *_OF_MACHINE))
+    spec = _gpus(path, top["gpus"]) if "gpus" in top else MachineSpec(None)
+    if "nodes" in top:
+        spec = _nodes(path, spec, top["nodes"])
+    return _fill(path, spec, {name: node for name, node in top.items() if name in _OF_MACHINE})
+
+
+def _root(path: Path) -> yaml.Node | None:
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: it is no description of a machine")
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise HardwareError(f"HARDWARE={path} does not exist (looked from {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, HardwareError):
+            raise
+        raise HardwareError(f"HARDWARE={path} cannot be read: {one_line(str(error))}") from None
+    except yaml.YAMLError as error:
+        raise HardwareError(f"HARDWARE={path} is not YAML: {one_line(str(error))}") from None
+    except RecursionError:
+        raise HardwareError(f"HARDWARE={path} is nested too deeply: it is no description of a machine") from None
+
+
+def _refuse(path: Path, node: yaml.Node | None, what: str) -> NoReturn:
+    raise HardwareError(f"{_where(path, node)}: {what}")
+
+
+def _where(path: Path, node: yaml.Node | None) -> str:
+    return f"HARDWARE={path}" + (f", line {node.start_mark.line + 1}" if node is not None else "")
+
+
+def _entries(path: Path, node: yaml.MappingNode, names: tuple[str, ...]) -> dict[str, yaml.Node]:
+    found: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+        _known(name, names, f"{_where(path, key)}: {one_line(str(name))!r}")
+        if name in found:
+            _refuse(path, key, f"{name} stands there twice; keep one")
+        found[name] = value
+    return found
+
+
+def _gpus(path: Path, node: yaml.Node) -> MachineSpec:
+    if isinstance(node, yaml.SequenceNode):
+        if len(node.value) != 1:
+            _refuse(path, node, f"gpus lists {len(node.value)} kinds of GPU; a plan is for one kind: plan each alone")
+        node = node.value[0]
+    if isinstance(node, yaml.ScalarNode):
+        if node.value.lower() in ("", "~", "null", "none", "0", "cpu"):
+            return MachineSpec(None)
+        return _head(node.value.strip(), f"{_where(path, node)}: {one_line(node.value)}")
+    assert isinstance(node, yaml.MappingNode)
+    entries = _entries(path, node, ("name", "count", *_OF_GPU))
+    if "name" not in entries:
+        _refuse(path, node, "gpus has no name; give a GPU of the catalogue, or any name with mem")
+    name = _scalar(path, entries.pop("name"), "name")
+    spec = _head(name, f"{_where(path, node)}: {one_line(name)}")
+    if "count" in entries:
+        count = entries.pop("count")
+        if spec.per_node != 1 or spec.nodes != 1:
+            _refuse(path, count, f"count says it again: name is {one_line(name)}; keep one")
+        spec = replace(spec, per_node=_count(path, count, "count"))
+    return _fill(path, spec, entries)
+
+
+def _nodes(path: Path, spec: MachineSpec, node: yaml.Node) -> MachineSpec:
+    nodes = _count(path, node, "nodes")
+    if spec.gpu is None and nodes > 1:
+        _refuse(path, node, f"nodes={nodes} of machines without GPUs; a plan is for one of them")
+    if spec.nodes != 1:
+        _refuse(path, node, "nodes says it again: the GPU's name has a number of nodes; keep one")
+    if nodes * spec.per_node > MAX_GPUS:
+        _refuse(path, node, f"names {nodes * spec.per_node} GPUs; name 1 to {MAX_GPUS}")
+    return replace(spec, nodes=nodes)
+
+
+def _count(path: Path, node: yaml.Node, name: str) -> int:
+    text = _scalar(path, node, name)
+    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+    if not 1 <= value <= MAX_GPUS:
+        _refuse(path, node, f"{name}: {one_line(text)} is not a whole number from 1 to {MAX_GPUS}")
+    return value
+
+
+def _scalar(path: Path, node: yaml.Node, name: str) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        _refuse(path, node, f"{name} is a list or a mapping; it takes one value")
+    return str(node.value).strip()
+
+
+def _fill(path: Path, spec: MachineSpec, entries: dict[str, yaml.Node]) -> MachineSpec:
+    for name, node in entries.items():
+        spec = _with(spec, name, _scalar(path, node, name), _where(path, node))
+    return spec

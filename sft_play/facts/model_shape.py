@@ -1,0 +1,241 @@
+"""What a decoder is made of, in numbers of elements: embedding, blocks by kind, head. No torch, no files.
+
+Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`), so that adapter targets can be
+matched as PEFT matches them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+AttentionKind = Literal["full", "sliding", "chunked", "none"]
+"""Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
+the block has no softmax attention (a recurrent or convolutional one)."""
+
+NormKind = Literal["rms", "gemma", "layer", "none"]
+"""rms: RMSNorm; gemma: RMSNorm times (1 + weight), all in fp32; layer: LayerNorm; none: no weights."""
+
+ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
+"""What the names of attention's own linear layers begin with."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of a block: `path` inside the block, input and output width."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def name(self) -> str:
+        """The module's own name, `q_proj` of `self_attn.q_proj`."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight matrix."""
+        return self.inputs * self.outputs
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it belongs to the attention, not to the MLP."""
+        return self.path.startswith(ATTENTION_PARTS)
+
+    def matches(self, target: str) -> bool:
+        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
+        return self.path == target or self.path.endswith(f".{target}")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Blocks that are alike. Sizes are of one block; `count` says how many there are."""
+
+    count: int
+    linears: tuple[Linear, ...]
+    attention: AttentionKind = "full"
+    mlp_width: int = 0
+    """Width of the dense MLP; 0 in a block of experts."""
+    num_experts: int = 0
+    expert_width: int = 0
+    expert_params: int = 0
+    """Experts' weights and biases. transformers keeps them as one tensor per projection: no linear layers, so they
+    get no LoRA adapter and stay as they are loaded."""
+    shared_width: int = 0
+    """Width of the experts that every token passes; their linear layers are in `linears`."""
+    router_params: int = 0
+    """The router, where it is no linear layer."""
+    norm_params: int = 0
+    other_params: int = 0
+    """What is left: attention sinks, weights of activations, convolutions."""
+
+    @property
+    def linear_weights(self) -> int:
+        """Elements of the linear layers' weight matrices."""
+        return sum(linear.weights for linear in self.linears)
+
+    @property
+    def linear_biases(self) -> int:
+        """Elements of the linear layers' biases."""
+        return sum(linear.outputs for linear in self.linears if linear.bias)
+
+    @property
+    def params(self) -> int:
+        """All parameters of one block."""
+        rest = self.expert_params + self.router_params + self.norm_params + self.other_params
+        return self.linear_weights + self.linear_biases + rest
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek): ranks and head sizes; `q_rank` is None where queries stay whole."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none.
+
+    `layers` says what the blocks are made of and is what every count comes from; the single fields above it describe
+    the whole model, or its first block of the commonest kind where blocks differ.
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP, of one expert where there are experts."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    max_positions: int | None
+    layers: tuple[LayerKind, ...]
+    layer_order: tuple[int, ...]
+    """For each block, from the first to the last, its place in `layers`."""
+    window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    gated_mlp: bool = True
+    activation: str = "silu"
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    norm: NormKind = "rms"
+    norms_per_layer: int = 2
+    """Norms over the hidden width in one block."""
+    norm_bias: bool = False
+    qk_norm: bool = False
+    fused_qkv: bool = False
+    """Query, key and value come from one linear layer."""
+    fused_gate_up: bool = False
+    """Gate and up projection are one linear layer."""
+    learned_positions: bool = False
+    position_rows: int = 0
+    """Rows of the learned position embedding."""
+    alibi: bool = False
+    rotary_dim: int = 0
+    """How much of a head is rotated; 0 without rotary positions."""
+    expert_bias: bool = False
+    sinks: bool = False
+    attention_softcap: float | None = None
+    """Attention scores are capped (Gemma-2): only eager attention does it."""
+    logit_softcap: float | None = None
+    parallel_blocks: bool = False
+    """Attention and MLP read the same input, and their outputs are added at once."""
+    mla: Mla | None = None
+    dropout: float = 0.0
+    """Share that the blocks themselves drop in training, after attention and MLP (GPT-2: 0.1)."""
+    attention_dropout: float = 0.0
+    """Share of attention probabilities dropped in training."""
+    embedding_dropout: float = 0.0
+    embedding_width: int = 0
+    """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
+    outer_linears: tuple[Linear, ...] = ()
+    """Linear layers outside the blocks, the output head left out."""
+    outer_params: int = 0
+    """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    note: str = ""
+    """What is only approximate about this description; empty where nothing is."""
+
+    @cached_property
+    def common(self) -> LayerKind:
+        """The kind of most blocks."""
+        return max(self.layers, key=lambda kind: kind.count)
+
+    @cached_property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Input and output width of each linear layer of the commonest block, by the module's name.
+
+        Two that share a name are listed by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`). Experts are not
+        linear layers.
+        """
+        names = [linear.name for linear in self.common.linears]
+        return {
+            linear.name if names.count(linear.name) == 1 else linear.path: (linear.inputs, linear.outputs)
+            for linear in self.common.linears
+        }
+
+    @property
+    def linears(self) -> tuple[tuple[Linear, int], ...]:
+        """Every linear layer but the head, with how many of it the model has."""
+        inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
+        return inner + tuple((linear, 1) for linear in self.outer_linears)
+
+    @property
+    def sliding_layers(self) -> int:
+        """Blocks whose attention sees a window or a chunk only."""
+        return sum(kind.count for kind in self.layers if kind.attention in ("sliding", "chunked"))
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the token (and learned position) embedding."""
+        return self.vocab_size * (self.embedding_width or self.hidden_size) + self.position_rows * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """Weights of an output head of its own; 0 where it is the embedding."""
+        return 0 if self.tied else self.vocab_size * (self.embedding_width or self.hidden_size)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all blocks' experts (not the shared ones)."""
+        return sum(kind.count * kind.expert_params for kind in self.layers)
+
+    @property
+    def linear_params(self) -> int:
+        """Parameters of all weight matrices between embedding and head: linear layers and every expert."""
+        return sum(count * linear.weights for linear, count in self.linears) + self.expert_params
+
+    @property
+    def other_params(self) -> int:
+        """Norms, biases, routers, attention sinks, and the last norm."""
+        inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
+        outer = sum(linear.outputs for linear in self.outer_linears if linear.bias)
+        return inner + outer + self.outer_params + (self.vocab_size if self.head_bias else 0)
+
+    @property
+    def params(self) -> int:
+        """All parameters of the language model."""
+        return self.embedding_params + self.head_params + self.linear_params + self.other_params

@@ -1,0 +1,407 @@
+"""The table of decoder families against transformers: every type is built on the meta device and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from sft_play.errors import ModelError
+from sft_play.facts.architecture import UnknownArchitecture, parse_config, shape_of
+from sft_play.facts.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.config_fields import ALIASES
+from sft_play.facts.families import FAMILIES, OTHER_KINDS, WRAPPERS
+from sft_play.facts.known_models import KNOWN_MODELS
+from tests.conftest import ROOT, shared
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+N_EXPERTS = {
+    **dict.fromkeys(("mixtral", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"), "num_local_experts"),
+    "llama4_text": "num_local_experts",
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "hunyuan_v1_moe"), "num_experts"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"), "n_routed_experts"),
+    "ernie4_5_moe": "moe_num_experts",
+}  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "helium": {"head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2], [["global"], 1]]},
+    "dots1": {"n_shared_experts": 1},
+    "opt": {"word_embed_proj_dim": 64},
+}
+"""Fields without which the class itself cannot be built."""
+
+NO_DEFAULT: dict[str, dict[str, Any]] = {
+    **{kind: {"head_dim": 64} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
+    "glm4_moe": {"head_dim": 64},
+    "dots1": {
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 36,
+        "num_key_value_heads": 36,
+    },
+    "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "opt": {"word_embed_proj_dim": 768},
+    "bloom": {"pad_token_id": 0},
+}
+"""Fields that every real file of the type states, since the class has no default that works."""
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": None}),
+    ("mistral", {"head_dim": 32, "sliding_window": None}),
+    ("mistral", {"sliding_window": 32}),
+    ("ministral", {"sliding_window": 32, "head_dim": 16}),
+    ("mixtral", {"sliding_window": 32, "head_dim": 8}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 3, "use_sliding_window": True}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 2, "qkv_bias": False}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 3], "attention_bias": True, "head_dim": 32}),
+    ("gemma2", {"attention_bias": True}),
+    ("gemma3_text", {"sliding_window_pattern": 3, "num_hidden_layers": 7}),
+    ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
+    ("phi", {"qk_layernorm": True}),
+    ("phi3", {"sliding_window": 16, "tie_word_embeddings": True}),
+    ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
+    ("starcoder2", {"use_bias": False, "sliding_window": 16}),
+    ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "alibi": True}),
+    ("falcon", {"ffn_hidden_size": 160, "tie_word_embeddings": False}),
+    ("mpt", {"expansion_ratio": 2}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("gpt2", {"n_inner": 80, "tie_word_embeddings": False}),
+    ("gptj", {"n_inner": 80}),
+    ("gpt_neo", {"attention_types": [[["local"], 3], [["global"], 2]], "intermediate_size": None}),
+    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("opt", {"word_embed_proj_dim": 64, "enable_bias": False, "layer_norm_elementwise_affine": False}),
+    ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 200}),
+    ("bloom", {"n_embed": 64}),
+    ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    ("cohere2", {"sliding_window_pattern": 2, "attention_bias": True}),
+    ("olmo2", {"attention_bias": True}),
+    ("olmo3", {"sliding_window": 16}),
+    ("olmoe", {"attention_bias": True}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("granitemoe", {"attention_bias": True}),
+    ("granitemoeshared", {"shared_intermediate_size": 48}),
+    ("gpt_oss", {"attention_bias": False}),
+    ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 2}),
+    ("deepseek_v2", {"attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 1}),
+    ("deepseek_v3", {"attention_bias": True, "n_shared_experts": 2, "q_lora_rank": None}),
+    ("glm", {"attention_bias": False, "head_dim": 32}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
+    ("ernie4_5", {"use_bias": True}),
+    ("ernie4_5_moe", {"use_bias": True, "moe_layer_interval": 2, "moe_layer_end_index": 3}),
+    ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True}),
+    ("llama4_text", {"interleave_moe_layer_step": 2, "attention_bias": True}),
+    ("llama4_text", {"moe_layers": [1, 2], "no_rope_layers": [1, 0, 1, 1, 0]}),
+    ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    ("nemotron", {"head_dim": 32, "mlp_bias": True, "attention_bias": True}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("cwm", {"mlp_bias": True, "sliding_window": 16}),
+    ("apertus", {"attention_bias": True}),
+    ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    ("helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    ("internlm3", {"head_dim": 32}),
+    ("internlm3", {"qkv_bias": True, "bias": True}),
+    ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    ("jais2", {"attention_bias": False, "mlp_bias": False, "head_dim": 32}),
+    ("nanochat", {"attention_bias": True}),
+    ("olmo", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("vaultgemma", {"attention_bias": True}),
+    ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 32}),
+    ("hunyuan_v1_moe", {"attention_bias": True, "head_dim": 16}),
+    ("dots1", {"n_shared_experts": 2, "first_k_dense_replace": 2, "attention_bias": True}),
+]
+
+
+COUNTS = ("norm_params", "router_params", "other_params")
+
+
+def file_of(kind: str, **changes: Any) -> dict[str, Any]:
+    """A config.json of small sizes."""
+    sizes = {**SIZES, **(EXPERTS if kind in N_EXPERTS else {}), **NEEDED.get(kind, {})}
+    if kind in N_EXPERTS:
+        sizes[N_EXPERTS[kind]] = 4
+    if kind in ("gpt2", "gptj", "codegen", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "gpt_neo", "gpt_neox"):
+        sizes = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
+    return {"model_type": kind, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes, **changes}
+
+
+def check(config: dict[str, Any]) -> None:
+    """The parsed shape equals what the class has on the meta device, block by block and module by module."""
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    parsed, built = parse_config(config, name="m"), shape_on_meta(config, name="m")
+    assert parsed.params == built.params
+    for key in ("embedding_params", "head_params", "tied", "vocab_size", "num_layers", "layer_order", "expert_params"):
+        assert getattr(parsed, key) == getattr(built, key), key
+    assert sorted(item.path for item, _ in parsed.linears if "project" not in item.path) == sorted(
+        item.path for item, _ in built.linears if "project" not in item.path
+    )
+    for mine, real in zip(parsed.layers, built.layers, strict=True):
+        assert mine.count == real.count
+        assert set(mine.linears) == set(real.linears)
+        assert mine.params == real.params
+        for key in ("attention", "mlp_width", "num_experts", "expert_width", "expert_params", "shared_width", *COUNTS):
+            assert getattr(mine, key) == getattr(real, key), key
+    for key in (
+        "window",
+        "activation",
+        "gated_mlp",
+        "norms_per_layer",
+        "position_rows",
+        "head_bias",
+        "embedding_width",
+    ):
+        assert getattr(parsed, key) == getattr(built, key) or (key, parsed.norm) == ("norms_per_layer", "none"), key
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_small_sizes_give_the_modules_of_the_class(kind):
+    check(file_of(kind))
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_variant_gives_the_modules_of_the_class(kind, changes):
+    check(file_of(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_fields_left_to_the_class_are_those_of_the_class(kind):
+    width = CLASS_DEFAULTS[kind].get("hidden_size") or CLASS_DEFAULTS[kind].get("n_embd") or 2048
+    config = {"model_type": kind, "hidden_size": width, "num_hidden_layers": 3, **NO_DEFAULT.get(kind, {})}
+    check(config)
+
+
+def test_the_table_of_class_defaults_is_transformers_own():
+    from transformers import CONFIG_MAPPING
+
+    seen = 0
+    for kind, defaults in CLASS_DEFAULTS.items():
+        own = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+        for key, value in defaults.items():
+            if key == "partial_rotary_factor":
+                built = CONFIG_MAPPING[kind](**NO_DEFAULT.get(kind, {}))
+                assert built.rope_parameters["partial_rotary_factor"] == value, kind
+            else:
+                assert own[key] == value, (kind, key)
+            seen += 1
+    assert set(CLASS_DEFAULTS) == set(FAMILIES)
+    assert seen > 700
+
+
+def test_sizes_by_another_name_are_read_as_transformers_reads_them():
+    from transformers import CONFIG_MAPPING
+
+    known = {other for others in ALIASES.values() for other in others} | {"num_local_experts", "num_experts"}
+    known |= {"n_routed_experts", "moe_num_experts", "qkv_bias", "bias", "num_mtp_layers", "num_nextn_predict_layers"}
+    for kind in FAMILIES:
+        for usual, own in CONFIG_MAPPING[kind].attribute_map.items():
+            assert {usual, own} & known, (kind, usual, own)
+
+
+def test_wrappers_have_the_language_model_that_transformers_gives_them():
+    from transformers import CONFIG_MAPPING
+
+    for wrapper, kind in WRAPPERS.items():
+        assert CONFIG_MAPPING[wrapper]().get_text_config().model_type == kind, wrapper
+    assert len(WRAPPERS) >= 8
+
+
+def test_what_is_called_no_decoder_is_a_type_of_transformers():
+    from transformers import CONFIG_MAPPING
+
+    assert not set(OTHER_KINDS) - set(CONFIG_MAPPING)
+    assert not set(OTHER_KINDS) & set(FAMILIES)
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "llava", "llama4"])
+@pytest.mark.parametrize("tied", [None, True, False])
+def test_a_wrapper_means_its_language_model(wrapper, tied):
+    inner = {key: value for key, value in file_of(WRAPPERS[wrapper]).items() if key != "model_type"}
+    config = {"model_type": wrapper, "text_config": inner, "vision_config": {}}
+    check(config | ({} if tied is None else {"tie_word_embeddings": tied}))
+
+
+def test_known_models_have_the_shapes_of_their_classes():
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    rows = {id(known): (name, known) for name, known in KNOWN_MODELS.items()}
+    for name, known in rows.values():
+        parsed, built = parse_config(known.config, name=name), shape_on_meta(known.config, name=name)
+        assert parsed.params == built.params == (known.params or built.params), name
+        assert parsed.layer_order == built.layer_order, name
+        assert [set(kind.linears) for kind in parsed.layers] == [set(kind.linears) for kind in built.layers], name
+        assert [kind.attention for kind in parsed.layers] == [kind.attention for kind in built.layers], name
+    assert len(rows) > 110
+
+
+def test_known_models_have_sources_and_published_counts():
+    published = [known for known in {id(known): known for known in KNOWN_MODELS.values()}.values() if known.params]
+    assert len(KNOWN_MODELS) > 200
+    assert len(published) > 20
+    for name, known in KNOWN_MODELS.items():
+        assert len(known.source) > 20, name
+
+
+def test_every_shipped_config_plans_without_a_network(monkeypatch):
+    monkeypatch.setattr("sft_play.facts.architecture._fetch_config", lambda *_: pytest.fail("asked the network"))
+    names = {
+        yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name"]
+        for path in sorted((ROOT / "configs").glob("run_*.yaml"))
+    }
+    assert len(names) >= 6
+    for name in names:
+        assert shape_of(name).params > 1e6
+
+
+def test_a_model_type_that_is_not_in_the_table_is_said_to_be_unknown():
+    with pytest.raises(UnknownArchitecture, match="model_type jamba is not among the"):
+        parse_config({"model_type": "jamba", "hidden_size": 64}, name="m")
+
+
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "qwen3_next", "mamba", "gemma3n_text"])
+def test_what_the_table_does_not_know_is_unknown_not_guessed(kind):
+    with pytest.raises(UnknownArchitecture):
+        parse_config({"model_type": kind, "hidden_size": 64}, name="m")
+
+
+def test_a_block_of_an_unknown_type_is_unknown():
+    config = file_of("qwen3", layer_types=["linear_attention"] + ["full_attention"] * 4)
+    with pytest.raises(UnknownArchitecture, match="linear_attention"):
+        parse_config(config, name="m")
+
+
+def test_published_configs_have_the_modules_of_their_classes():
+    checked = 0
+    for path in sorted(shared("model_configs").glob("*/config.json")):
+        if path.parent.name != "phi-2-remote-code":
+            check(json.loads(path.read_text(encoding="utf-8")))
+            checked += 1
+    assert checked == 19
+
+
+def test_what_a_step_keeps_is_read_too():
+    gpt2 = parse_config(file_of("gpt2", resid_pdrop=0.2), name="m")
+    assert (gpt2.dropout, gpt2.attention_dropout, gpt2.embedding_dropout) == (0.2, 0.1, 0.1)
+    assert (gpt2.activation, gpt2.norm, gpt2.gated_mlp, gpt2.fused_qkv, gpt2.rotary_dim) == (
+        "gelu_new", "layer", False, True, 0,
+    )  # fmt: skip
+    gemma = parse_config(file_of("gemma2"), name="m")
+    assert (gemma.attention_softcap, gemma.logit_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, 30.0, "gemma", 4)
+    phi = parse_config(file_of("phi"), name="m")
+    assert (phi.rotary_dim, phi.head_dim, phi.parallel_blocks, phi.head_bias) == (8, 16, True, True)
+    assert parse_config(file_of("phi", rope_parameters={"partial_rotary_factor": 0.25}), name="m").rotary_dim == 4
+    neox = parse_config(file_of("gpt_neox", rotary_pct=1.0), name="m")
+    assert (neox.rotary_dim, neox.parallel_blocks) == (16, True)
+    assert parse_config(file_of("bloom"), name="m").alibi
+    assert parse_config(file_of("gpt_oss"), name="m").sinks
+    mla = parse_config(file_of("deepseek_v3"), name="m").mla
+    assert mla is not None
+    assert (mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim) == (1536, 512, 128, 64, 128)
+
+
+def test_modules_that_share_a_name_are_listed_by_their_paths():
+    shape = parse_config(file_of("gpt2"), name="m")
+    assert shape.linear_shapes == {
+        "c_attn": (64, 192), "attn.c_proj": (64, 64), "c_fc": (64, 256), "mlp.c_proj": (256, 64),
+    }  # fmt: skip
+    assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]
+    assert [linear.path for linear, _ in shape.linears if linear.matches("attn.c_proj")] == ["attn.c_proj"]
+    assert not [linear for linear, _ in shape.linears if linear.matches("proj")]
+
+
+def test_blocks_that_differ_are_counted_by_kind():
+    # Gemma-3: 7 blocks, every sixth one sees everything
+    shape = parse_config(file_of("gemma3_text", num_hidden_layers=7, sliding_window=16), name="m")
+    assert {kind.attention: kind.count for kind in shape.layers} == {"sliding": 6, "full": 1}
+    assert shape.layer_order == (0, 0, 0, 0, 0, 1, 0)
+    assert (shape.sliding_layers, shape.window) == (6, 16)
+    # DeepSeek-V3: the first 3 blocks of 5 have no experts
+    shape = parse_config(file_of("deepseek_v3"), name="m")
+    assert [(kind.count, kind.num_experts, kind.mlp_width, kind.shared_width) for kind in shape.layers] == [
+        (3, 0, 96, 0), (2, 4, 0, 32),
+    ]  # fmt: skip
+
+
+GOOD = file_of("llama")
+BAD: list[tuple[object, str]] = [
+    ([], "holds a list, not a model's fields: it has no model_type"),
+    ("text", "holds a str"),
+    ({}, "it has no model_type"),
+    ({"model_type": 3, "hidden_size": 4}, "it has no model_type"),
+    ({"tokenizer_class": "LlamaTokenizer"}, "it is a tokenizer's config"),
+    ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "an adapter's; name the base model, here a/b"),
+    ({"_class_name": "UNet2DConditionModel", "sample_size": 64}, "a diffusion model's"),
+    ({"model_type": "t5", "d_model": 512}, "an encoder with a decoder"),
+    ({"model_type": "bert", "hidden_size": 768}, "is an encoder"),
+    ({"model_type": "vit", "hidden_size": 768}, "images or sound"),
+    ({**GOOD, "architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
+    ({**GOOD, "is_encoder_decoder": True}, "an encoder with a decoder"),
+    ({**GOOD, "hidden_size": -64}, "hidden_size: -64; the plan needs a whole number"),
+    ({**GOOD, "hidden_size": 1e12}, "hidden_size: 1000000000000.0; the plan needs a whole number"),
+    ({**GOOD, "hidden_size": 10**12}, "hidden_size: 1000000000000; no model is that large"),
+    ({**GOOD, "hidden_size": 66}, "hidden_size: 66 and num_attention_heads: 4; the first must be a multiple"),
+    ({**GOOD, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs a whole number"),
+    ({**GOOD, "num_attention_heads": 6, "head_dim": 16, "num_key_value_heads": 4}, "num_key_value_heads: 4"),
+    ({**GOOD, "num_key_value_heads": -2}, "num_key_value_heads: -2"),
+    ({**GOOD, "num_hidden_layers": "5"}, 'num_hidden_layers: "5"'),
+    ({**GOOD, "num_hidden_layers": 10**9}, "no model is that large"),
+    ({**GOOD, "vocab_size": None}, "vocab_size: null"),
+    ({**GOOD, "vocab_size": True}, "vocab_size: true"),
+    ({**GOOD, "tie_word_embeddings": "yes"}, 'tie_word_embeddings: "yes"; it is true or false'),
+    ({"model_type": "llama"}, "hidden_size: null"),
+    ({"model_type": "gemma3", "text_config": []}, "text_config of its config.json is no mapping"),
+    ({**file_of("qwen3"), "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers: 5"),
+    ({**file_of("gpt_neo"), "attention_types": [["global"]]}, "attention_types"),
+    ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
+    ({**file_of("gpt2"), "resid_pdrop": 2}, "resid_pdrop: 2; it is a number from 0 to 1"),
+    ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it is a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD)
+def test_a_config_json_that_is_none_gives_one_message(config, message):
+    with pytest.raises(ModelError) as caught:
+        parse_config(config, name="m")
+    assert message in str(caught.value)
+    assert not isinstance(caught.value, UnknownArchitecture)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_value_in_any_field_is_a_shape_or_a_message():
+    values: list[object] = [None, -1, 0, 1.5, "x", [], {}, [1], True, 10**30, "ü" * 500]
+    tried = 0
+    for kind in FAMILIES:
+        for key in CLASS_DEFAULTS[kind]:
+            for value in values:
+                with contextlib.suppress(ModelError):
+                    assert parse_config({**file_of(kind), key: value}, name="m").params > 0
+                tried += 1
+    assert tried > 5000

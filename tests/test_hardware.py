@@ -1,0 +1,789 @@
+"""Machines: what NVML and nvidia-smi show, what CUDA_VISIBLE_DEVICES leaves, what a name or a file means."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from sft_play.errors import HardwareError
+from sft_play.facts import hardware
+from sft_play.facts.gpu_catalog import (
+    CATALOG,
+    ENTRIES,
+    FAMILIES,
+    GIB,
+    MIB,
+    find,
+    gpus_by_memory,
+    key_of,
+    nearest,
+    reserve_bytes,
+)
+from sft_play.facts.hardware import Gpu, Hardware, detect, named
+from tests.conftest import ROOT
+
+# --- found: nvidia-smi -----------------------------------------------------------------------------------------------
+
+
+def fake_nvidia_smi(folder, lines, listed=()):
+    """`nvidia-smi --query-gpu` prints `lines`, `nvidia-smi -L` prints `listed`."""
+    text = "#!/bin/sh\nif [ \"$1\" = -L ]; then\ncat <<'END'\n" + "\n".join(listed)
+    text += "\nEND\nexit 0\nfi\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n"
+    program = folder / "nvidia-smi"
+    program.write_text(text)
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """A function that sets what nvidia-smi shows, on a machine where NVML does not answer."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hardware, "_probe_nvml", hardware._probe_nvidia_smi)
+    return lambda lines, listed=(): fake_nvidia_smi(tmp_path, lines, listed)
+
+
+@pytest.fixture
+def two_h200s(smi):
+    """Two H200s as nvidia-smi would show them: 144,384 MiB are 141.0 units of 2**30 bytes."""
+    smi([f"{n}, GPU-{n}{n}{n}-aa, NVIDIA H200, 144384, 143000, 9.0" for n in range(2)])
+
+
+def test_gpus_are_read_from_nvidia_smi(two_h200s):
+    gpus = detect({}).gpus
+    assert [gpu.name for gpu in gpus] == ["NVIDIA H200", "NVIDIA H200"]
+    assert gpus[0].total_bytes == 144384 * MIB
+    assert gpus[0].free_bytes == 143000 * MIB
+    assert gpus[0].capability == (9, 0)
+    assert gpus[0].has_bf16
+
+
+def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
+    found = detect({})
+    assert found.gpus[0].rate("bfloat16") == CATALOG["h200"].bf16
+    assert found.gpus[0].bandwidth == 4800e9
+    assert found.link_bytes_per_s == 450e9
+    assert (found.nodes, found.gpus_per_node, found.named) == (1, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "indices"),
+    [
+        ("0", [0]),
+        ("1,0", [1, 0]),
+        (" 1 , 0 ", [1, 0]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", [0]),
+        ("1,7,0", [1]),
+        ("GPU-111", [1]),
+        ("GPU-111,GPU-000-aa", [1, 0]),
+        ("GPU-", []),  # fits both: names none
+        ("0,0", [0]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
+    assert [gpu.index for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
+
+
+def test_a_machine_without_gpus_has_its_ram(monkeypatch):
+    monkeypatch.setattr(hardware, "_probe_gpus", lambda: ())
+    found = detect({})
+    assert found.device == "cpu"
+    assert found.ram_bytes >= found.ram_free_bytes > 0
+    assert found.cpu_cores >= 1
+    assert found.gpus_per_node == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+        "0, GPU-1, NVIDIA GB10, [N/A], [N/A], 12.1",
+        "",
+    ],
+)
+def test_a_nvidia_smi_that_shows_no_gpu_is_a_machine_without_gpus(smi, line):
+    smi([line])
+    assert hardware._probe_nvidia_smi() == ()
+
+
+def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(smi):
+    smi(["0, GPU-a, Tesla T4, 15360, 15000, 7.5", "1, GPU-b, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0"])
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in detect({"CUDA_VISIBLE_DEVICES": "1"}).notes[0]
+    assert not detect({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
+    assert not detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
+
+
+def test_instances_are_read_from_nvidia_smi(smi):
+    smi(
+        ["0, GPU-a, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0"],
+        [
+            "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-a)",
+            "  MIG 3g.20gb     Device  0: (UUID: MIG-one)",
+            "  MIG 1g.5gb      Device  1: (UUID: MIG-two)",
+        ],
+    )
+    found = detect({})
+    assert [gpu.mig for gpu in found.gpus] == ["3g.20gb"]
+    assert 18 * GIB < found.gpus[0].total_bytes <= 19_968 * MIB  # what the driver reports of 3g.20gb
+    assert detect({"CUDA_VISIBLE_DEVICES": "MIG-two"}).gpus[0].mig == "1g.5gb"
+
+
+# --- found: NVML -----------------------------------------------------------------------------------------------------
+
+
+class Unsupported(Exception):
+    """What NVML raises for a question that a GPU does not answer."""
+
+
+@dataclass
+class FakeGpu:
+    """A GPU as NVML knows it; sizes in MiB."""
+
+    uuid: str
+    name: str
+    total: int
+    capability: tuple[int, int] = (8, 0)
+    links: int | None = None
+    instances: list[tuple[str, str, int]] | None = None
+    used: int = 500
+    extra: dict = field(default_factory=dict)
+
+
+class FakeNvml:
+    """The part of pynvml that detection asks; handles are the FakeGpus, or (GPU, number) of an instance."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVMLError_NotSupported = Unsupported
+
+    def __init__(self, *gpus):
+        self.gpus, self.open = gpus, False
+
+    def nvmlInit(self):
+        self.open = True
+
+    def nvmlShutdown(self):
+        self.open = False
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.gpus[index]
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle[0].instances[handle[1]][0] if isinstance(handle, tuple) else handle.uuid
+
+    def nvmlDeviceGetName(self, handle):
+        if isinstance(handle, tuple):
+            return f"{handle[0].name} MIG {handle[0].instances[handle[1]][1]}"
+        return handle.name.encode()  # old versions of the package answer in bytes
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle):
+        return handle.capability
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if isinstance(handle, tuple):
+            total, used = handle[0].instances[handle[1]][2], 13
+        else:
+            total, used = handle.total, handle.used
+        if not total:
+            raise Unsupported
+        return SimpleNamespace(total=total * MIB, free=(total - used) * MIB)
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if handle.capability < (8, 0):
+            raise Unsupported
+        return [int(handle.instances is not None)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, number):
+        if number >= len(handle.instances):
+            raise Unsupported
+        return handle, number
+
+    def nvmlDeviceGetGpuInstanceId(self, handle):
+        return handle[1] + 7
+
+    def nvmlDeviceGetComputeInstanceId(self, handle):
+        return 0
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if handle.links is None or link >= handle.links:
+            raise Unsupported
+        return 1
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that puts these GPUs into the machine."""
+
+    def install(*gpus):
+        fake = FakeNvml(*gpus)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    return install
+
+
+def test_gpus_are_read_from_nvml_with_their_free_memory(nvml):
+    fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=12) for n in range(2)))
+    found = detect({})
+    assert [gpu.name for gpu in found.gpus] == ["NVIDIA A100-SXM4-80GB"] * 2
+    assert found.gpus[0].total_bytes - found.gpus[0].free_bytes == 500 * MIB
+    assert found.gpus[0].rate("float16") == 312e12
+    assert found.link_bytes_per_s == 300e9
+    assert not fake.open
+
+
+def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
+    nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=0) for n in range(2)))
+    assert detect({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4
+
+
+def test_a_bridge_counts_between_two_cards_and_not_among_four(nvml):
+    def cards(count):
+        return [FakeGpu(f"GPU-{n}", "NVIDIA RTX A6000", 49_140, (8, 6), links=4) for n in range(count)]
+
+    nvml(*cards(2))
+    assert detect({}).link_bytes_per_s == 56.25e9  # 112.5 GB/s, both ways, on the data sheet
+    nvml(*cards(4))
+    assert detect({}).link_bytes_per_s == 32e9
+
+
+def test_an_unknown_gpu_is_found_without_rates(nvml):
+    nvml(FakeGpu("GPU-0", "NVIDIA Q900", 20_000, (9, 9)))
+    found = detect({})
+    assert found.gpus[0].total_bytes == 20_000 * MIB
+    assert (found.gpus[0].rate("bfloat16"), found.gpus[0].bandwidth, found.link_bytes_per_s) == (None, None, None)
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_that(nvml):
+    nvml(FakeGpu("GPU-0", "NVIDIA GB10", 0, (12, 1)))
+    assert 0 < detect({}).gpus[0].free_bytes <= detect({}).ram_bytes
+
+
+SPLIT = FakeGpu(
+    "GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "3g.20gb", 19_968), ("MIG-2", "1g.5gb", 4_864)]
+)
+
+
+@pytest.mark.parametrize(
+    ("variable", "profile"),
+    [
+        (None, "3g.20gb"),
+        ("0", "3g.20gb"),
+        ("MIG-2", "1g.5gb"),
+        ("MIG-2,MIG-1", "1g.5gb"),
+        ("GPU-aaa", "3g.20gb"),
+        ("MIG-GPU-aaa/8/0", "1g.5gb"),
+        ("1", None),
+        ("1,0", "3g.20gb"),  # no whole GPU beside an instance
+        ("MIG-9", "nothing"),
+        ("MIG-", "nothing"),
+    ],
+)
+def test_cuda_sees_one_instance_of_a_split_gpu(nvml, variable, profile):
+    nvml(SPLIT, FakeGpu("GPU-bbb", "NVIDIA A100-SXM4-40GB", 40_960))
+    found = detect({} if variable is None else {"CUDA_VISIBLE_DEVICES": variable})
+    assert [gpu.mig for gpu in found.gpus] == ([] if profile == "nothing" else [profile])
+    assert found.mig == (profile not in (None, "nothing"))
+
+
+def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
+    nvml(SPLIT)
+    found = detect({"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    gpu = found.gpus[0]
+    assert (gpu.total_bytes, gpu.free_bytes) == (4_864 * MIB, 4_851 * MIB)
+    assert gpu.rate("bfloat16") == pytest.approx(312e12 / 7)
+    assert gpu.bandwidth == pytest.approx(1555e9 * 4_864 / 40_960)
+    assert "sees one instance only, MIG-1" in detect({}).notes[0]
+
+
+def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
+    nvml(FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 81_559, (9, 0), instances=[]))
+    found = detect({})
+    assert found.gpus == ()
+    assert found.notes == ("GPU 0 is in MIG mode and has no instance: CUDA does not see it",)
+
+
+def test_nvidia_smi_answers_where_nvml_does_not(smi, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "0, GPU-a, Tesla T4, 15360, 15000, 7.5\n")
+    found = detect({})
+    assert [gpu.name for gpu in found.gpus] == ["Tesla T4"]
+    assert not found.gpus[0].has_bf16
+    assert found.gpus[0].rate("bfloat16") is None
+    assert found.gpus[0].rate("float16") == 65e12
+
+
+# --- the host --------------------------------------------------------------------------------------------------------
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(hardware, "_OWN_CGROUP", tmp_path / "own")
+    return tmp_path
+
+
+def test_ram_is_what_every_control_group_above_leaves(cgroup):
+    write(cgroup / "own", "0::/slurm/job7/step0\n")
+    group = cgroup / "cgroup" / "slurm" / "job7"
+    write(group / "memory.max", str(3 * GIB))
+    write(group / "memory.current", str(2 * GIB))
+    write(group / "memory.stat", f"anon 1\ninactive_file {GIB}\n")
+    write(group / "step0" / "memory.max", "max\n")
+    total, free = hardware._memory()
+    assert total == 3 * GIB
+    assert free == min(2 * GIB, free)  # 3 GiB less 2 in use, of which 1 is file cache that can be dropped
+    write(group / "memory.stat", "anon 1\n")
+    assert hardware._memory()[1] <= GIB
+
+
+def test_version_1_control_groups_are_read_too(cgroup):
+    write(cgroup / "own", "12:cpu,memory:/docker/x\n3:pids:/\n")
+    group = cgroup / "cgroup" / "memory" / "docker" / "x"
+    write(group / "memory.limit_in_bytes", str(GIB))
+    write(group / "memory.usage_in_bytes", "0")
+    assert hardware._memory()[0] == GIB
+
+
+def test_a_limit_above_the_machines_ram_is_none(cgroup):
+    write(cgroup / "cgroup" / "memory.max", str(2**62))
+    assert hardware._memory()[0] < 2**62
+
+
+# --- named -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("2xH200", 2, "NVIDIA H200"),
+        ("H100", 1, "NVIDIA H100"),
+        ("8xA100-80GB", 8, "NVIDIA A100-80GB"),
+        ("1xRTX4060", 1, "NVIDIA RTX 4060"),
+        ("4xL40", 4, "NVIDIA L40"),
+        ("2x8xH100", 16, "NVIDIA H100"),
+        (" 2 x h200 ", 2, "NVIDIA H200"),
+        ("2*H200", 2, "NVIDIA H200"),
+        ("rtx 4090", 1, "NVIDIA RTX 4090"),
+        ("RTX_4090", 1, "NVIDIA RTX 4090"),
+        ("4x4090", 4, "NVIDIA RTX 4090"),
+        ("NVIDIA GeForce RTX 3090", 1, "NVIDIA RTX 3090"),
+        ("2xa100 80gb", 2, "NVIDIA A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 1, "NVIDIA A100-40GB"),
+        ("H100-94GB", 1, "NVIDIA H100-NVL"),
+        ("RTX 4060 Ti 16GB", 1, "NVIDIA RTX 4060 Ti 16GB"),
+        ("RTX 6000 Ada Generation", 1, "NVIDIA RTX 6000 Ada"),
+        ("Tesla T4", 1, "NVIDIA T4"),
+        ("8xMI300X", 8, "AMD MI300X"),
+        ("MyGPU,mem=24GiB", 1, "MyGPU"),
+    ],
+)
+def test_a_machine_can_be_named(text, count, name):
+    found = named(text)
+    assert (len(found.gpus), found.gpus[0].name, found.named) == (count, name, True)
+    assert [gpu.index for gpu in found.gpus] == list(range(count))
+
+
+def test_nodes_come_before_gpus_per_node():
+    found = named("2x8xH200,network=400Gbps")
+    assert (found.nodes, found.gpus_per_node, len(found.gpus)) == (2, 8, 16)
+    assert found.network_bytes_per_s == 50e9
+    assert (found.first(8).nodes, found.first(8).gpus_per_node) == (1, 8)
+    assert (found.first(9).nodes, len(found.first(9).gpus)) == (2, 9)
+    assert found.first(1).gpus_per_node == 1
+
+
+def test_options_override_the_catalogue_and_read_their_units():
+    found = named(
+        "2xH100,mem=70GiB,bandwidth=3TB/s,bf16=900TFLOPS,fp16=0.9PFLOPS,fp8=1800TFLOPS,link=600GB/s,network=50GBs,"
+        "ram=1TiB,cores=96,cc=9.1,tdp=500W,price=2.5"
+    )
+    gpu = found.gpus[1]
+    assert (gpu.total_bytes, gpu.bandwidth, gpu.capability, gpu.tdp_watts) == (70 * GIB, 3e12, (9, 1), 500)
+    assert [gpu.rate(dtype) for dtype in ("bfloat16", "float16", "float8")] == [900e12, 900e12, 1800e12]
+    assert (found.link_bytes_per_s, found.network_bytes_per_s) == (300e9, 50e9)  # a data sheet's link is both ways
+    assert any("300 GB/s each way" in note for note in found.notes)
+    assert (found.ram_bytes, found.ram_free_bytes, found.cpu_cores, found.ram_given) == (
+        1024 * GIB,
+        1024 * GIB,
+        96,
+        True,
+    )
+    assert found.price_per_gpu_hour == 2.5
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("24GiB", 24 * GIB), ("24gib", 24 * GIB), ("24GB", 24 * 10**9), ("24576MiB", 24 * GIB), ("0.5TiB", 512 * GIB)],
+)
+def test_an_unknown_gpu_can_be_given_with_its_memory(size, expected):
+    gpus = named(f"2xMyGPU,mem={size}").gpus
+    assert [gpu.total_bytes for gpu in gpus] == [expected] * 2
+    assert gpus[0].rate("bfloat16") is None
+    assert gpus[0].has_bf16  # unknown counts as yes
+
+
+def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
+    gpu = named("2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS").gpus[0]
+    assert (gpu.bandwidth, gpu.rate("bfloat16"), gpu.rate("float16"), gpu.rate("float8")) == (
+        1e12,
+        165e12,
+        165e12,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("A100", "A100 is read as A100-80GB with 80 GB; the catalogue also has A100-40GB"),
+        ("2xH100", "H100 is read as H100 SXM with 80 GB; the catalogue also has H100-PCIe, H100-NVL"),
+        ("RTX 6000", "RTX 6000 is read as RTX 6000 Ada with 48 GB; the catalogue also has RTX PRO 6000, Quadro"),
+        ("4060ti", "4060ti is read as RTX 4060 Ti 8GB"),
+    ],
+)
+def test_a_name_of_several_gpus_is_read_aloud(text, note):
+    assert named(text).notes[0].startswith(note)
+
+
+@pytest.mark.parametrize("text", ["H200", "A100-80GB", "L40S", "RTX4090", "2xA100-40GB"])
+def test_a_plain_name_needs_no_note(text):
+    assert named(text).notes == ()
+
+
+def test_a_host_without_gpus_can_be_named():
+    found = named("cpu,ram=64GiB,cores=16")
+    assert (found.device, found.ram_bytes, found.ram_free_bytes, found.cpu_cores) == ("cpu", 64 * GIB, 64 * GIB, 16)
+    assert found.named
+    assert named("CPU").ram_given is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not COUNTxGPU"),
+        (" ", "is not COUNTxGPU"),
+        ("2x", "is not COUNTxGPU"),
+        ("x", "not in the catalogue"),
+        ("-1xH200", "is not COUNTxGPU"),
+        ("2.5xH200", "is not COUNTxGPU"),
+        ("2x2x2xH100", "is not COUNTxGPU"),
+        ("２xH200", "is not COUNTxGPU"),
+        ("2xH200 💥", "is not COUNTxGPU"),
+        ("2xH200\nnvidia", "is not COUNTxGPU"),
+        ("a" * 300, "is not COUNTxGPU"),
+        ("0xH200", "names 0 GPUs"),
+        ("0x8xH200", "names 0 GPUs"),
+        ("200000xH100", "names 200000 GPUs; name 1 to 100000"),
+        (f"{10**20}xH100", "name 1 to 100000"),
+        ("3xH300", r"H300 is not in the catalogue; nearest: H200, .*HARDWARE=1xH300,mem=24GiB"),
+        ("RTX4095", "nearest: RTX 4090"),
+        ("2xMyGPU", "not in the catalogue"),
+        ("H200-80GB", "not in the catalogue; nearest: H200"),
+        ("RTX 4090 Laptop GPU", "not in the catalogue; nearest: RTX 4090"),
+        ("2xMyGPU,mem=lots", "mem takes a size with its unit, MiB, .* such as 24GiB, not 'lots'"),
+        ("2xMyGPU,mem=24", "mem takes a size with its unit"),
+        ("2xMyGPU,mem=-24GiB", "mem takes a size with its unit"),
+        ("2xMyGPU,mem=0GiB", "mem takes a size with its unit"),
+        ("2xMyGPU,mem=", "mem takes a size with its unit"),
+        ("2xMyGPU,mem=9999999TiB", "mem takes a size with its unit"),
+        ("2xH200,mem=24GiB,mem=48GiB", "gives mem= twice: 24GiB and 48GiB"),
+        ("2xH200,memory=24GiB", "'memory' is no option of a machine; nearest: mem"),
+        ("2xH200,24GiB", "'24GiB' is no option; options are NAME=VALUE with mem, bandwidth"),
+        ("2xH200,", "nothing between two commas"),
+        ("H200,bandwidth=4800", "bandwidth takes a rate with its unit"),
+        ("H200,bandwidth=1000gbs", "bandwidth takes a rate with its unit"),
+        ("H200,bf16=165", "bf16 takes a dense rate with its unit"),
+        ("H200,cc=nine", "cc takes a CUDA compute capability, such as 8.9"),
+        ("H200,tdp=0W", "tdp takes watts"),
+        ("H200,cores=0", "cores takes a whole number"),
+        ("H200,price=$2", "price takes a number without currency"),
+        ("cpu,mem=24GiB", "a machine without GPUs takes ram and cores, not mem"),
+        ("2xcpu", "takes no count"),
+    ],
+)
+def test_a_machine_that_cannot_be_meant_is_refused(text, message):
+    with pytest.raises(HardwareError, match=message) as refused:
+        named(text)
+    assert "\n" not in str(refused.value)
+
+
+# --- a file ----------------------------------------------------------------------------------------------------------
+
+BOX = """\
+gpus:
+  name: MyGPU
+  count: 4
+  mem: 80GiB
+  bandwidth: 2TB/s
+  bf16: 300TFLOPS
+  link: 600GB/s
+  cc: 8.0
+  tdp: 400
+nodes: 2
+ram: 1TiB
+cores: 64
+network: 200Gbps
+price: 1.5
+"""
+
+
+def test_a_machine_can_be_described_in_a_file(tmp_path):
+    path = tmp_path / "box.yaml"
+    path.write_text(BOX)
+    found = named(str(path))
+    gpu = found.gpus[7]
+    assert (len(found.gpus), found.nodes, found.gpus_per_node) == (8, 2, 4)
+    assert (gpu.name, gpu.total_bytes, gpu.rate("bfloat16"), gpu.capability) == ("MyGPU", 80 * GIB, 300e12, (8, 0))
+    assert (gpu.tdp_watts, gpu.bandwidth) == (400, 2e12)
+    assert (found.ram_bytes, found.cpu_cores, found.price_per_gpu_hour) == (1024 * GIB, 64, 1.5)
+    assert (found.link_bytes_per_s, found.network_bytes_per_s) == (300e9, 25e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "nodes"),
+    [
+        ("gpus: 8xH200\nnodes: 2\n", 16, 2),
+        ("gpus: 2x8xH200\n", 16, 2),
+        ("gpus:\n  - name: H200\n    count: 8\n", 8, 1),
+        ("gpus: {name: 8xH200}\n", 8, 1),
+        ("gpus: none\nram: 64GiB\n", 0, 1),
+        ("ram: 64GiB\ncores: 8\n", 0, 1),
+    ],
+)
+def test_a_file_may_be_short(tmp_path, text, count, nodes):
+    path = tmp_path / "machine"  # its ending does not matter where it is there
+    path.write_text(text)
+    found = named(str(path))
+    assert (len(found.gpus), found.nodes) == (count, nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a mapping"),
+        ("- H200\n", "line 1: is not a mapping"),
+        ("gpus: [\n", "is not YAML"),
+        ("gpu: H200\n", "line 1: 'gpu' is no option of a machine; nearest: gpus"),
+        ("gpus: {name: H200}\nram: 64\n", "line 2: ram takes a size with its unit"),
+        ("gpus: {name: H200}\nram: 64GiB\nram: 32GiB\n", "line 3: ram stands there twice"),
+        ("gpus:\n  name: H200\n  memory: 24GiB\n", "line 3: 'memory' is no option of a machine; nearest: mem"),
+        ("gpus:\n  name: H300\n", r"H300 is not in the catalogue; nearest: H200.*mem: 24GiB beside its name"),
+        ("gpus:\n  count: 2\n", "gpus has no name"),
+        ("gpus:\n  name: H200\n  count: 0\n", "line 3: count: 0 is not a whole number from 1"),
+        ("gpus:\n  name: H200\n  count: true\n", "line 3: count: true is not a whole number"),
+        ("gpus:\n  name: H200\n  count: [1]\n", "line 3: count is a list or a mapping"),
+        ("gpus:\n  name: 2xH200\n  count: 4\n", "line 3: count says it again"),
+        ("gpus: 2x8xH200\nnodes: 2\n", "line 2: nodes says it again"),
+        ("gpus: 8xH200\nnodes: 90000\n", "names 720000 GPUs"),
+        ("gpus: [{name: H200}, {name: L4}]\n", "lists 2 kinds of GPU; a plan is for one kind"),
+        ("gpus: []\n", "lists 0 kinds of GPU"),
+        ("nodes: 2\nram: 64GiB\n", "machines without GPUs"),
+        ("price: 2\n", "a machine without GPUs takes ram and cores, not price"),
+        ("gpus: !!python/object/apply:os.system [ls]\n", "gpus lists 1|is not COUNTxGPU|not in the catalogue"),
+        ("\x00", "is not YAML"),
+    ],
+)
+def test_a_file_that_describes_no_machine_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "box.yaml"
+    path.write_text(text)
+    with pytest.raises(HardwareError, match=message) as refused:
+        named(str(path))
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(HardwareError, match="does not exist"):
+        named(str(tmp_path / "none.yaml"))
+    folder = tmp_path / "folder.yaml"
+    folder.mkdir()
+    with pytest.raises(HardwareError, match="cannot be read"):
+        named(str(folder))
+    binary = tmp_path / "binary.yml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HardwareError, match="cannot be read"):
+        named(str(binary))
+    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    with pytest.raises(HardwareError, match=r"nested too deeply|not YAML"):
+        named(str(tmp_path / "deep.yaml"))
+
+
+# --- the catalogue ---------------------------------------------------------------------------------------------------
+
+
+def test_every_gpu_of_the_catalogue_has_a_source_and_plausible_figures():
+    assert len(ENTRIES) > 90
+    assert len(CATALOG) == len(ENTRIES)
+    for entry in ENTRIES:
+        assert len(entry.source) > 20, entry.name
+        assert 0.95 * entry.driver_bytes - 512 * MIB < entry.memory_bytes < entry.driver_bytes, entry.name
+        assert entry.driver_bytes <= 1.01 * entry.box_gb * GIB, entry.name
+        assert 150e9 <= entry.bandwidth <= 8e12, entry.name
+        assert entry.memory_kind in ("torch", "nvidia-smi less reserve", "box less reserve")
+        assert 8e9 <= entry.pcie <= 128e9
+        assert entry.nvlink is None or entry.nvlink > entry.pcie, entry.name
+        if entry.bf16:
+            assert entry.bf16 == entry.fp16
+            assert entry.capability >= (8, 0)
+        if entry.fp8:
+            assert entry.fp8 >= 1.99 * entry.bf16, entry.name
+            assert entry.capability >= (8, 9)
+        assert entry.fp16 is None or entry.fp16 > entry.fp32, entry.name
+
+
+def test_gpus_before_ampere_have_no_bf16():
+    assert {key for key, family in FAMILIES.items() if not family.bf16} == {
+        "gp100", "gp102", "volta", "turing", "turing_geforce", "turing_gtx",
+    }  # fmt: skip
+    assert CATALOG["t4"].bf16 is None
+    assert CATALOG["v10016gb"].fp16 == 125e12
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        # NVIDIA's data sheets and whitepapers: dense, FP32 accumulation
+        ("H100", 989.4, 1978.9),
+        ("H200", 989.4, 1978.9),
+        ("A100-80GB", 312, None),
+        ("A40", 149.7, None),
+        ("RTX A6000", 154.8, None),
+        ("RTX 4090", 165.2, 330.3),
+        ("RTX 4080", 97.5, 194.9),
+        ("RTX 3090", 71.2, None),
+        ("L40S", 362.05, 733),
+        ("L4", 121, 242),
+        ("B200", 2250, 4500),
+        ("RTX 5090", 209.5, 419.0),
+        ("MI300X", 1307.4, 2614.9),
+    ],
+)
+def test_rates_are_dense_with_32_bit_accumulation(name, bf16, fp8):
+    entry = CATALOG[key_of(name)]
+    assert entry.bf16 == pytest.approx(bf16 * 1e12, rel=2e-3)
+    assert (entry.fp8 is None) if fp8 is None else entry.fp8 == pytest.approx(fp8 * 1e12, rel=2e-3)
+
+
+def test_a_familys_operations_per_clock_give_the_published_rates():
+    """Titan RTX 130.5, RTX 2080 Ti 53.8: the Turing whitepaper; Quadro RTX 5000 89.2: its data sheet."""
+    for name, tflops in (("TITAN RTX", 130.5), ("RTX 2080 Ti", 53.8), ("Quadro RTX 5000", 89.2)):
+        assert CATALOG[key_of(name)].fp16 == pytest.approx(tflops * 1e12, rel=2e-3)
+
+
+def test_memory_is_what_torch_reports():
+    """Totals of out-of-memory messages: H200 139.80, H100 79.18, B200 178.35, MI300X 191.69 GiB."""
+    for name, gib in (("H200", 139.80), ("H100", 79.18), ("B200", 178.35), ("MI300X", 191.69)):
+        assert CATALOG[key_of(name)].memory_bytes / GIB == pytest.approx(gib, abs=0.006)
+    assert named("2xH200").gpus[0].total_bytes == CATALOG["h200"].memory_bytes
+
+
+def test_the_reserve_is_near_what_drivers_keep():
+    """Pairs of nvidia-smi's and torch's totals in MiB, of cards that are not the rule's only source."""
+    for total, torch in ((8188, 7806), (16303, 15840), (16376, 15944), (23034, 22563), (46068, 45495), (49140, 48539)):
+        assert abs(total * MIB - reserve_bytes(total * MIB) - torch * MIB) < 40 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "found"),
+    [
+        ("NVIDIA H100 80GB HBM3", 81_559, "H100"),
+        ("NVIDIA H100 PCIe", 81_559, "H100-PCIe"),
+        ("NVIDIA H100 NVL", 95_830, "H100-NVL"),
+        ("NVIDIA A100-SXM4-40GB", 40_960, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 81_920, "A100-80GB-PCIe"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16_380, "RTX 4060 Ti 16GB"),
+        ("NVIDIA GeForce RTX 4060 Ti", 8_188, "RTX 4060 Ti 8GB"),
+        ("NVIDIA GeForce RTX 3080", 12_288, "RTX 3080 12GB"),
+        ("NVIDIA GeForce RTX 4080 SUPER", 16_376, "RTX 4080 SUPER"),
+        ("Quadro RTX 6000", 23_040, "Quadro RTX 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "RTX PRO 6000"),
+        ("Tesla V100-SXM2-32GB", 32_510, "V100-32GB"),
+        ("NVIDIA GH200 480GB", 97_871, "GH200"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", 8_188, None),
+        ("NVIDIA Graphics Device", 8_188, None),
+    ],
+)
+def test_names_of_the_driver_are_found(name, total, found):
+    assert [entry.name for entry in find(name, total * MIB)] == ([found] if found else [])
+
+
+def test_every_name_and_alias_means_its_own_gpu_or_a_variant():
+    for entry in ENTRIES:
+        assert find(entry.name)[0] is entry
+        for alias in entry.aliases:
+            assert entry in find(alias)
+        assert named(f"1x{entry.name}").gpus[0].total_bytes == entry.memory_bytes
+
+
+def test_suggested_gpus_grow_and_nearest_names_are_of_the_catalogue():
+    sizes = [entry.memory_bytes for entry in gpus_by_memory()]
+    assert sizes == sorted(set(sizes))
+    assert all(entry.bf16 for entry in gpus_by_memory())
+    for text in ("H300", "banana", "", "A1000", "RTX 9090"):
+        assert set(nearest(text)) <= {entry.name for entry in ENTRIES}
+
+
+def test_hardware_is_plain_data_for_json():
+    machine = Hardware((Gpu(0, "X", GIB, None, (9, 0)),), "CPU", 2, GIB, GIB, named=True)
+    data = machine.as_json()
+    assert data["gpus"][0]["name"] == "X"
+    assert (data["nodes"], data["notes"], data["price_per_gpu_hour"]) == (1, (), None)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "gpus.md"
+
+
+def table() -> str:
+    """The catalogue as a table of Markdown, and its sources by number."""
+    head = ["GPU", "usable GiB", "GB/s", "bf16", "fp16", "fp8", "link GB/s", "cc", "W", "sources"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
+    numbers: dict[str, int] = {}
+    for entry in ENTRIES:
+        rates = ["–" if rate is None else f"{rate / 1e12:.4g}" for rate in (entry.bf16, entry.fp16, entry.fp8)]
+        memory = f"{entry.memory_bytes / GIB:.2f}" + ("" if entry.memory_kind == "torch" else "*")
+        link = f"{entry.link / 1e9:g}" + (
+            "" if entry.nvlink is None else " NVLink" if entry.vendor == "NVIDIA" else " IF"
+        )
+        capability = f"{entry.capability[0]}.{entry.capability[1]}" if entry.vendor == "NVIDIA" else "–"
+        cells = [f"{entry.vendor} {entry.name}", memory, f"{entry.bandwidth / 1e9:g}", *rates, link, capability]
+        cited = [str(numbers.setdefault(source, len(numbers) + 1)) for source in entry.source.split("; ")]
+        lines.append("| " + " | ".join([*cells, str(entry.tdp_watts or "–"), ", ".join(cited)]) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {source}" for source, number in numbers.items())])
+
+
+def test_the_page_shows_the_catalogue():
+    """UPDATE_DOCS=1 writes the table anew."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- table -->\n")
+    shown, _, after = rest.partition("\n<!-- end of table -->")
+    if os.environ.get("UPDATE_DOCS") == "1":
+        PAGE.write_text(f"{before}<!-- table -->\n{table()}\n<!-- end of table -->{after}", encoding="utf-8")
+        return
+    assert shown == table(), "the catalogue changed: UPDATE_DOCS=1 pytest tests/test_hardware.py -k page"
+
+
+def test_the_pages_example_of_a_file_is_one(tmp_path):
+    example = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "box.yaml"
+    path.write_text(example[1])
+    assert len(named(str(path)).gpus) == 16
