@@ -1,0 +1,1 @@
+"""The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching allocator."""

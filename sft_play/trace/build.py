@@ -1,0 +1,286 @@
+"""The model of a step, from its config alone: the real class, quantised by twins, with real adapters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_play.trace import kernels, twins
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+
+HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
+"""What TRL's SFTTrainer asks of the chunked head (its metrics)."""
+
+
+def skeleton(settings: StepSettings) -> Any:
+    """The model on the meta device, quantised where the mode says so. Call it outside a FakeTensorMode.
+
+    LoRA's adapters are made here too, in a third of the time that fake tensors take to initialise them.
+
+    Raises:
+        TraceUnavailable: the config names no causal language model that the libraries know.
+    """
+    model = _on_meta(settings)
+    if settings.mode == "qlora":
+        _quantise(model, settings)
+    if _is_lora(settings):
+        with torch.device("meta"):
+            model = _with_adapters(model, settings)
+    return model
+
+
+def furnish(model: Any, settings: StepSettings) -> Any:
+    """The skeleton as the trainer would step it: loaded, adapted, checkpointed, in training mode.
+
+    Storages are uninitialised and in module order, the base model's first; tied ones stay tied.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    _materialise(model, made, adapters=False)
+    if settings.fp32_rest:
+        _upcast_rest(model)
+    if settings.fp32_norms:
+        _upcast_norms(model)
+    if _is_lora(settings):
+        _materialise(model, made, adapters=True)
+    elif settings.peft is not None:
+        model = _with_adapters(model, settings)
+    _prepare_step(model, settings)
+    return model.train()
+
+
+def _is_lora(settings: StepSettings) -> bool:
+    return settings.peft is not None and str(settings.peft.get("peft_type", "LORA")).upper() in ("LORA", "DORA")
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# --- the bare model ---------------------------------------------------------------------------------------------------
+def config_of(settings: StepSettings) -> Any:
+    """The transformers config; of an image-text model the language model's.
+
+    Raises:
+        TraceUnavailable: transformers does not know the model type.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    plain = json.loads(json.dumps(dict(settings.model)))
+    kind = plain.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise TraceUnavailable(f"this version of transformers knows no model type {kind!r}")
+    plain.pop("quantization_config", None)
+    config = CONFIG_MAPPING[kind].from_dict(plain).get_text_config()
+    config.use_cache = False
+    return config
+
+
+def _on_meta(settings: StepSettings) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = config_of(settings)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, settings.weights), attn_implementation=_attention_name(settings)
+        )
+    return model
+
+
+def _attention_name(settings: StepSettings) -> str:
+    if settings.attention != "flash_attention_2":
+        return settings.attention
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+    AttentionInterface.register(kernels.FLASH, kernels.flash_attention_2)
+    AttentionMaskInterface.register(kernels.FLASH, flash_attention_mask)
+    return kernels.FLASH
+
+
+def _quantise(model: Any, settings: StepSettings) -> None:
+    """NF4 twins where transformers would put bitsandbytes' layers, chosen by its own functions."""
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    wanted = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=settings.double_quant,
+        bnb_4bit_compute_dtype=getattr(torch, settings.quant_compute),
+        bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
+    )
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantization_config=wanted)
+    linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, linear_4bit):
+            model.set_submodule(name, twins.nf4_twin(layer, settings))
+    model.is_loaded_in_4bit = True
+    model.quantization_method = "bitsandbytes"
+
+
+def _materialise(model: nn.Module, made: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
+    """Storages for what is on the meta device: one per tensor, in module order, ties kept (`made`: by old tensor).
+
+    The base model's, or those that PEFT added; a PEFT layer's own tensors are the ones outside its `base_layer`.
+    """
+    for path, module in model.named_modules():
+        if _is_adapter(path) != adapters:
+            continue
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                module._parameters[name] = made[old] if old in made else _storage_of(old, made)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _is_adapter(path: str) -> bool:
+    """True for modules that PEFT added, by the names that its LoRA layers and saved modules have."""
+    return any(part.startswith("lora_") or part == "modules_to_save" for part in path.split("."))
+
+
+def _storage_of(old: nn.Parameter, made: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+    new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
+    for field in twins.PARAMETER_FIELDS:
+        if field in old.__dict__:
+            setattr(new, field, old.__dict__[field])
+    made[old] = new
+    return new
+
+
+def _upcast_rest(model: Any) -> None:
+    """The casts of PEFT's `prepare_model_for_kbit_training`: every unquantised half parameter in fp32, all frozen.
+
+    Not called itself: it tells packed weights by their class, which twins do not have.
+    """
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            continue  # an adapter: PEFT makes it later
+        parameter.requires_grad = False
+        if parameter.dtype in (torch.float16, torch.bfloat16) and not hasattr(parameter, "quant_type"):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _upcast_norms(model: Any) -> None:
+    """Norms in fp32, told by class and name as TRL's `peft_module_casting_to_bf16` did."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm) or "norm" in name:
+            for parameter in (one for one in module.parameters(recurse=False) if not one.is_meta):
+                parameter.data = parameter.data.to(torch.float32)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+_NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_path", "inference_mode", "peft_version")
+
+
+def peft_config_of(plain: Mapping[str, Any]) -> Any:
+    """PEFT's config object from plain data; `DORA` is LoRA with `use_dora`. Fields unknown to PEFT are left out.
+
+    Raises:
+        TraceUnavailable: PEFT has no such method.
+    """
+    mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
+    given = json.loads(json.dumps(dict(plain)))
+    kind = str(given.get("peft_type", "LORA")).upper()
+    if kind == "DORA":
+        kind, given["use_dora"] = "LORA", True
+    kinds = {str(getattr(key, "value", key)): value for key, value in mapping.items()}
+    if kind not in kinds:
+        raise TraceUnavailable(f"this version of PEFT knows no method {kind}")
+    names = set(inspect.signature(kinds[kind].__init__).parameters)
+    options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
+    if "task_type" in names and "task_type" not in given:
+        options["task_type"] = "CAUSAL_LM"
+    if options.get("layers_to_transform") == []:
+        options["layers_to_transform"] = None
+    if kind == "ADALORA":
+        options["rank_pattern"] = None
+        options.setdefault("total_step", 1000)
+    return kinds[kind](**options)
+
+
+def _with_adapters(model: Any, settings: StepSettings) -> Any:
+    assert settings.peft is not None
+    model = importlib.import_module("peft").get_peft_model(model, peft_config_of(settings.peft))
+    dtype = adapter_dtype(settings)
+    if dtype is not None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
+    """The type that trained tensors are cast to after PEFT made them; None: as PEFT made them.
+
+    TRL 1.16 (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts
+    them to fp32 where the run computes in another type.
+    """
+    if settings.adapters is not None:
+        return getattr(torch, settings.adapters)
+    if settings.mode != "qlora":
+        return None
+    return torch.float32 if settings.autocast == "float16" or settings.weights == "float32" else torch.bfloat16
+
+
+# --- what the trainer sets --------------------------------------------------------------------------------------------
+def _prepare_step(model: Any, settings: StepSettings) -> None:
+    base = base_of(model)
+    if settings.checkpointing:
+        _checkpoint(base, settings)
+        if settings.peft is not None:
+            base.enable_input_require_grads()
+    if settings.loss.startswith("logits_shifted"):
+        base.loss_function = half_shifted_loss if settings.loss == "logits_shifted_half" else shifted_loss
+    if settings.loss == "logits_shifted_float":
+        base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
+    if settings.loss == "chunked":
+        importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+
+
+def _checkpoint(base: Any, settings: StepSettings) -> None:
+    """Gradient checkpointing on, in the words of the installed transformers; of the first layers only, if so wanted."""
+    word = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
+    options = {f"{word}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
+    getattr(base, f"{word}_checkpointing_enable")(**options)
+    if settings.checkpointed_layers is not None:
+        layers = decoder_layers(base)
+        if not hasattr(layers[0], "gradient_checkpointing"):
+            raise TraceUnavailable(f"{type(layers[0]).__name__} has no switch for its own checkpointing")
+        for layer in layers[settings.checkpointed_layers :]:
+            layer.gradient_checkpointing = False
+
+
+def decoder_layers(base: Any) -> list[Any]:
+    """The repeated layers of a transformers model: the longest module list of one class."""
+    lists = [list(module) for module in base.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    blocks = [found for found in lists if hasattr(found[0], "gradient_checkpointing")] or lists
+    if not blocks:
+        raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
+    return max(blocks, key=len)
+
+
+def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
+    """The loss of transformers before 4.50: the fp32 logits [batch, tokens, vocabulary] are copied to shift them."""
+    logits = logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))
+
+
+def half_shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
+    """The same in the logits' own dtype, or in fp32 under autocast, as CUDA's autocast takes a cross entropy."""
+    shifted = logits[..., :-1, :].contiguous()
+    if torch.is_autocast_enabled("cpu"):
+        shifted = shifted.float()
+    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))

@@ -1,0 +1,93 @@
+"""From a plan's candidate to the step that is traced, and back: the plan's second opinion."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.plan.candidates import Candidate
+from sft_play.plan.plan import Traced
+from sft_play.plan.precision import Precision
+from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
+"""The layouts that a trace can run, by their names there."""
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw_fused",
+    "adamw_torch": "adamw_foreach",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+}
+
+
+def trace_candidate(config: RunConfig, model: Mapping[str, Any], precision: Precision, candidate: Candidate) -> Traced:
+    """What a trace of the candidate's step finds; `unavailable` says why there is none."""
+    if not config.plan.trace:
+        return Traced(unavailable="plan.trace is false")
+    if not candidate.step.on_gpu:
+        return Traced(unavailable="a trace follows a GPU's rules, and this run is on the CPU")
+    if candidate.layout.name not in STRATEGIES:
+        return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
+    from sft_play.trace.step import cached_trace
+
+    try:
+        found = cached_trace(settings_of(config, model, precision, candidate))
+    except TraceUnavailable as error:
+        return Traced(unavailable=str(error))
+    logger.debug("traced in %.1f s", found.seconds)
+    return Traced(found.allocated, found.reserved)
+
+
+def settings_of(
+    config: RunConfig, model: Mapping[str, Any], precision: Precision, candidate: Candidate
+) -> StepSettings:
+    """The candidate's step as the trainer would run it."""
+    step, mode = candidate.step, config.tuning.mode
+    half = precision.compute != "float32"
+    adapters = "float32" if mode == "qlora" and precision.compute != "bfloat16" else None
+    return StepSettings(
+        model=model,
+        mode=mode,
+        peft=None if mode == "full" else _adapter(config),
+        micro_batch=step.micro_batch,
+        seq_len=step.seq_len,
+        grad_accum=min(step.grad_accum, 2),  # a third pass meets what the second met
+        weights=precision.load,
+        autocast=precision.compute if half else None,
+        adapters=adapters,  # type: ignore[arg-type]
+        quant_compute=precision.compute,
+        quant_storage="uint8" if candidate.layout.name != "fsdp" else precision.compute,
+        checkpointing=candidate.checkpointed > 0,
+        checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
+        loss=step.loss,
+        attention=step.attention,
+        mask="padded" if step.padded else "ones",
+        optimizer=OPTIMIZERS[config.train.optim],
+        clip=config.train.max_grad_norm > 0,
+        eval_batch=step.eval_batch or None,
+        strategy=STRATEGIES[candidate.layout.name],
+        world=candidate.layout.ranks,
+        mixed_precision=precision.compute if half else None,
+        device=Device(capability=step.capability or (9, 0)),
+    )
+
+
+def _adapter(config: RunConfig) -> dict[str, Any]:
+    """PEFT's config of the run's adapters, as train/model makes it."""
+    lora = config.tuning.lora
+    targets: str | list[str] = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": targets,
+        "modules_to_save": list(lora.modules_to_save) or None,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+    }

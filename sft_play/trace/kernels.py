@@ -1,0 +1,220 @@
+"""What CUDA does where a CPU does something else: which attention kernel runs, and what kernels take inside.
+
+Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is named.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sft_play.trace.settings import StepSettings
+
+aten = torch.ops.aten
+
+
+def cublas_workspace(capability: tuple[int, int]) -> int:
+    """Bytes of a thread's cuBLAS workspace, from the caching allocator; cuBLASLt shares it.
+
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on compute capability 9, 10 and 12, else
+    `:4096:2:16:8` in KiB.
+    """
+    return 32 << 20 if capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
+
+
+def up(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+# --- buffers inside kernels -------------------------------------------------------------------------------------------
+def workspace(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, ...]:
+    """Bytes of each buffer that this operator's CUDA kernel takes from the allocator and frees before it returns."""
+    rule = _WORKSPACES.get(func)
+    return () if rule is None else rule(args)
+
+
+def _softmax_backward(args: Any) -> tuple[int, ...]:
+    """`grad * output`, made first (aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    return (args[0].numel() * args[0].element_size(),)
+
+
+def _flash_backward(args: Any) -> tuple[int, ...]:
+    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp).
+
+    Layout of the arguments: batch, heads, tokens, head size.
+    """
+    query, key = args[1], args[2]
+    batch, heads, tokens, size = query.shape
+    rows, width = up(tokens, 128), up(size, 32)
+    sizes = [4 * batch * heads * rows, 4 * batch * heads * rows * width]
+    if key.shape[1] != heads:
+        sizes += [batch * key.shape[2] * heads * up(size, 8) * key.element_size()] * 2
+    return tuple(sizes)
+
+
+def _efficient_backward(args: Any) -> tuple[int, ...]:
+    """delta, and fp32 sums of dk and dv for half inputs wider than 64 (transformers/cuda/attention_backward.cu)."""
+    query, key = args[1], args[2]
+    batch, heads, tokens, size = query.shape
+    sizes = [4 * batch * heads * tokens]
+    if query.element_size() == 2 and size > 64:
+        sizes.append(2 * 4 * batch * heads * key.shape[2] * up(size, 32))
+    return tuple(sizes)
+
+
+def _embedding_backward(args: Any) -> tuple[int, ...]:
+    """Sorted indices and their segments, int64 each (native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu)."""
+    return (8 * args[1].numel(),) * 4
+
+
+def _index_put(args: Any) -> tuple[int, ...]:
+    """Accumulating: linear, sorted and original positions, int64 each (native/cuda/Indexing.cu)."""
+    accumulates = len(args) > 3 and args[3]
+    return (8 * args[2].shape[0],) * 4 if accumulates and args[2].dim() else ()
+
+
+_WORKSPACES = {
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._index_put_impl_.default: _index_put,
+}
+
+
+# --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
+class CudaAttention:
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (native/transformers/cuda/sdp_utils.cpp).
+
+    Flash attention from compute capability 8.0, without a mask, for half types and heads up to 256; else the
+    memory-efficient kernel, which has no grouped heads; else the composite one. It calls the kernels' operators, which
+    have fake implementations. Shapes: batch, heads, tokens, head size.
+    """
+
+    def __init__(self, settings: StepSettings) -> None:
+        self._has_flash = settings.device.capability >= (8, 0)
+        self._expands = settings.expand_kv
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attention's output, of the query's shape with the value's head size."""
+        if torch.is_autocast_enabled("cpu"):
+            low = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(low), key.to(low), value.to(low)
+        if self._expands and key.shape[1] != query.shape[1]:
+            times = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        same = query.shape[-1] == value.shape[-1]
+        if self._has_flash and attn_mask is None and is_half and same and query.shape[-1] <= 256:
+            return flash(query, key, value, dropout_p, is_causal, scale)
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            return _composite(query, key, value, attn_mask, is_causal, scale)
+        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def flash(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
+    """The flash kernel; head sizes are padded to a multiple of 8 first."""
+    size = query.shape[-1]
+    if size % 8:
+        query, key, value = (F.pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
+    return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
+
+
+def _efficient(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, scale: float | None
+) -> Any:
+    """The memory-efficient kernel; a mask becomes an additive one with rows of a multiple of 8."""
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        columns = mask.shape[-1]
+        if columns % 8:
+            mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, learns, dropout, is_causal, scale=scale
+    )[0]
+
+
+def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:
+    """`_scaled_dot_product_attention_math` (native/transformers/attention.cpp): half inputs are computed in fp32."""
+    kind = query.dtype
+    if kind in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        mask = torch.zeros_like(square, dtype=query.dtype).masked_fill_(square.logical_not(), float("-inf"))
+    query = query * root
+    if key.shape[1] != query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    key = key * root
+    with torch.autocast("cpu", enabled=False):
+        weights = query @ key.transpose(-2, -1)
+        if mask is not None:
+            weights = weights + mask
+        return (torch.softmax(weights, -1) @ value).to(kind)
+
+
+# --- the package flash-attn, through transformers' interface ----------------------------------------------------------
+FLASH = "sft_play_fa2"
+"""The name under which the stand-in for `flash_attention_2` is registered with transformers."""
+
+
+def flash_attention_2(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' `flash_attention_forward` (integrations/flash_attention.py), without the package.
+
+    fp32 inputs are cast to half first; rows with padding are gathered, computed without it, and scattered back.
+    Shapes: batch, heads, tokens, head size in; batch, tokens, heads, head size out.
+    """
+    if query.dtype == torch.float32:
+        low = _half_of(module)
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    if attention_mask is None:
+        return flash(query, key, value, dropout, True, scaling).transpose(1, 2), None
+    batch, heads, tokens, size = query.shape
+    position = torch.empty(attention_mask.numel(), dtype=torch.int64)
+    query, key, value = (
+        tensor.transpose(1, 2).reshape(batch * tokens, -1, size)[position].view(batch, tokens, -1, size).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    out = flash(query, key, value, dropout, True, scaling).transpose(1, 2).reshape(batch * tokens, heads, size)
+    padded = torch.zeros_like(out)
+    padded[position] = out
+    return padded.view(batch, tokens, heads, size), None
+
+
+def _half_of(module: Any) -> torch.dtype:
+    """What transformers casts fp32 queries to: autocast's type, the quantised model's, or a linear layer's."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        if weight is not None and weight.dtype in (torch.float16, torch.bfloat16):
+            return weight.dtype
+    return torch.bfloat16

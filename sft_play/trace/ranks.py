@@ -1,0 +1,231 @@
+"""Several GPUs seen from one of them: DDP's gradient buckets, and both real FSDPs in a group that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_play.trace import build, twins
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.storages import StorageLog
+
+BROADCAST_BUCKET = 250 << 20
+"""DDP sends its parameters to the other ranks in flat copies of at most this size (`_sync_module_states`)."""
+
+
+# --- DDP --------------------------------------------------------------------------------------------------------------
+class Buckets:
+    """DDP's second copy of all gradients: one flat bucket per dtype, cut anew after the first backward pass.
+
+    The reducer is C++ and reads tensors' data, so its buckets are made here, by PyTorch's own assignment. With
+    `gradient_as_bucket_view` the gradients live in them and nothing is added.
+    """
+
+    def __init__(self, model: nn.Module, settings: StepSettings, log: StorageLog) -> None:
+        self._log, self._settings = log, settings
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        log.passing((min(BROADCAST_BUCKET, sum(_nbytes(one) for one in model.parameters())),))
+        self._buckets: list[tuple[int, int]] = []
+        self._rebuilt = False
+        if not settings.gradient_as_bucket_view:
+            self._make([1 << 62])
+
+    def after_backward(self) -> None:
+        """After the first pass the order of the gradients is known: last layers first, 1 MiB and then 25 MiB."""
+        if self._rebuilt or self._settings.gradient_as_bucket_view:
+            return
+        for key, nbytes in self._buckets:
+            self._log.dies(key, nbytes)
+        self._trained.reverse()
+        self._make([1 << 20, 25 << 20])
+        self._rebuilt = True
+
+    def _make(self, limits: list[int]) -> None:
+        sizes = bucket_sizes([(str(one.dtype), _nbytes(one)) for one in self._trained], limits)
+        self._buckets = [(self._log.born(nbytes), nbytes) for nbytes in sizes]
+
+
+def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
+    """Bytes of each bucket for tensors (dtype, bytes) in this order (torch/csrc/distributed/c10d/reducer.cpp).
+
+    `compute_bucket_assignment_by_size`: each dtype fills its own bucket and closes it once the limit is reached; the
+    first bucket has the first limit, the others the last one.
+    """
+    open_buckets: dict[str, int] = {}
+    limit_of: dict[str, int] = {}
+    closed = []
+    for kind, nbytes in tensors:
+        open_buckets[kind] = open_buckets.get(kind, 0) + nbytes
+        at = limit_of.setdefault(kind, 0)
+        if open_buckets[kind] >= limits[at]:
+            closed.append(open_buckets.pop(kind))
+            limit_of[kind] = min(at + 1, len(limits) - 1)
+    return closed + list(open_buckets.values())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def fake_group(world: int) -> Iterator[Any]:
+    """A device mesh over `world` ranks of which this process is the first; its collectives do nothing.
+
+    Enter it outside a FakeTensorMode: a mesh reads its ranks' numbers.
+
+    Raises:
+        TraceUnavailable: this process already belongs to a group.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise TraceUnavailable("a sharded step is traced in a process without a process group of its own")
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+
+
+def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
+    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it, by that function itself.
+
+    Under mixed precision it keeps what is trained in fp32. 4-bit weights packed as uint8 stay whole on every rank, and
+    nothing is upcast beside them, as that function does for a Params4bit (which a twin is not).
+    """
+    from accelerate.utils import fsdp_utils
+
+    is_4bit = settings.mode == "qlora"
+    whole = [one for one in model.modules() if isinstance(one, twins.nf4_class())] if is_4bit else []
+    if settings.quant_storage != "uint8":
+        whole = []
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=_plugin(model, settings, whole)),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        mixed_precision="no" if is_4bit or settings.mixed_precision is None else "bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    return fsdp_utils.fsdp2_prepare_model(accelerator, model)
+
+
+# --- FSDP1 ------------------------------------------------------------------------------------------------------------
+def flat_sharded(model: Any, settings: StepSettings) -> Any:
+    """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters alone, and the rest.
+
+    BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original parameters.
+    """
+    from torch.distributed.distributed_c10d import _get_default_group
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+
+    base = build.base_of(model)
+    layers = build.decoder_layers(base)
+    if settings.checkpoints_wrappers:
+        for layer in layers:
+            layer.gradient_checkpointing = False
+    low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
+    wrapped = FullyShardedDataParallel(
+        model,
+        process_group=_get_default_group(),
+        auto_wrap_policy=functools.partial(
+            _is_flat_unit, layer_class=type(layers[0]), has_adapters=settings.peft is not None
+        ),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        limit_all_gathers=True,
+    )
+    if low is not None:
+        _keep_in_fp32(wrapped)
+    if settings.checkpointing and settings.checkpoints_wrappers:
+        limit = settings.checkpointed_layers
+        for layer in build.decoder_layers(wrapped)[:limit]:
+            layer.forward = _checkpointed(layer.forward, reentrant=settings.reentrant)
+    return wrapped
+
+
+def _is_flat_unit(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
+) -> bool:
+    """FSDP's wrap policy: go down everywhere; a decoder layer, or a trained leaf with a weight, is a unit.
+
+    PEFT's `fsdp_auto_wrap_policy` (peft/utils/other.py) adds the leaves, since a flat parameter is trained as a whole.
+    """
+    if recurse:
+        return True
+    weight = getattr(module, "weight", None)
+    is_leaf = not any(True for _ in module.children())
+    is_adapter = has_adapters and is_leaf and weight is not None and weight.requires_grad
+    return isinstance(module, layer_class) or is_adapter
+
+
+def _keep_in_fp32(wrapped: Any) -> None:
+    """accelerate's upcast of trained flat parameters under mixed precision (`Accelerator.prepare_model`)."""
+    for unit in type(wrapped).fsdp_modules(wrapped):
+        flat = getattr(unit, "_flat_param", None)
+        if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
+            flat.data = flat.data.to(torch.float32)
+            unit._handle._orig_param_dtype = torch.float32
+
+
+def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    def run(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **options)
+        return checkpoint(functools.partial(forward, **options), *args, use_reentrant=reentrant)
+
+    return run
+
+
+# --- what both shard --------------------------------------------------------------------------------------------------
+def shards(model: nn.Module) -> Iterator[torch.Tensor]:
+    """This rank's tensors of a sharded model, each once, in module order."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield getattr(tensor, "_local_tensor", tensor)
+
+
+def largest_unit(model: Any, settings: StepSettings) -> int:
+    """Bytes of the largest unit before it is cut: each passes through the GPU whole once (`fully_shard`)."""
+    base = build.base_of(model)
+    units = [*build.decoder_layers(base), base.get_input_embeddings(), base.get_output_embeddings()]
+    upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
+    return max(
+        sum(one.numel() * (4 if upcasts and one.requires_grad else one.element_size()) for one in unit.parameters())
+        for unit in units
+        if unit is not None
+    )
+
+
+def _plugin(model: Any, settings: StepSettings, whole: list[Any]) -> Any:
+    """What `fsdp2_prepare_model` reads of its plugin: units are the model's own undividable layers."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
+    policy = (
+        MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, output_dtype=low) if low else MixedPrecisionPolicy()
+    )
+    return SimpleNamespace(
+        set_auto_wrap_policy=lambda model: None,
+        auto_wrap_policy=transformer_auto_wrap_policy,
+        transformer_cls_names_to_wrap=[type(build.decoder_layers(build.base_of(model))[0]).__name__],
+        reshard_after_forward=settings.reshard_after_forward,
+        cpu_offload=OffloadPolicy(),
+        mixed_precision_policy=policy,
+        ignored_modules=whole or None,
+        cpu_ram_efficient_loading=False,
+        min_num_params=0,
+    )

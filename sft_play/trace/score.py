@@ -1,0 +1,370 @@
+"""Published measured peaks against the tracer: the table and the JSON of `make memory-model-score`.
+
+An error is predicted / measured - 1. Rows of equal settings are traced once. A row that cannot be traced is counted
+with its reason and takes no part in the errors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError
+from sft_play.trace.published import GIB, ConfigOf, PublishedRun, read_runs
+from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+
+logger = logging.getLogger(__name__)
+
+Trace = Callable[[StepSettings], TracedPeak]
+Progress = Callable[[str], None]
+
+WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "one GPU, lora dora full, sdpa or flash": {"allocated": (0.003, 0.015), "reserved": (0.01, 0.06)},
+    "one GPU, qlora": {"allocated": (0.01, 0.03), "reserved": (0.03, 0.14)},
+    "fsdp": {"allocated": (0.05, 0.15)},
+}
+"""Groups of class A with what is asked of them: median and 95th percentile of the absolute error."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row that the tracer expresses; bytes, None where the source measured no such figure."""
+
+    run: PublishedRun
+    predicted_allocated: int
+    predicted_reserved: int
+
+    @property
+    def allocated_error(self) -> float | None:
+        """Predicted / measured - 1; None where nothing was measured."""
+        return _error(self.predicted_allocated, self.run.measured_allocated)
+
+    @property
+    def reserved_error(self) -> float | None:
+        """Predicted / measured - 1; None where nothing was measured."""
+        return _error(self.predicted_reserved, self.run.measured_reserved)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as INTERFACES.md has it, its source and its errors beside."""
+        return {
+            "id": self.run.id,
+            "class": self.run.grade,
+            "mode": self.run.mode,
+            "strategy": self.run.strategy,
+            "source": self.run.source,
+            "predicted_allocated_bytes": self.predicted_allocated,
+            "measured_allocated_bytes": self.run.measured_allocated,
+            "predicted_reserved_bytes": self.predicted_reserved,
+            "measured_reserved_bytes": self.run.measured_reserved,
+            "allocated_error": _rounded(self.allocated_error),
+            "reserved_error": _rounded(self.reserved_error),
+        }
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Errors of a group: median and 95th percentile of their size, and the worst on either side (0: none there)."""
+
+    n: int
+    median_abs_error: float
+    p95_abs_error: float
+    worst_over: float
+    worst_under: float
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> Spread | None:
+        """The spread of these errors; None where there are none."""
+        found = sorted(errors)
+        if not found:
+            return None
+        sizes = sorted(abs(error) for error in found)
+        return cls(len(found), quantile(sizes, 0.5), quantile(sizes, 0.95), max(found[-1], 0.0), min(found[0], 0.0))
+
+    def as_json(self) -> dict[str, Any]:
+        """Fractions, rounded to a millionth."""
+        return {
+            "n": self.n,
+            "median_abs_error": _rounded(self.median_abs_error),
+            "p95_abs_error": _rounded(self.p95_abs_error),
+            "worst_over": _rounded(self.worst_over),
+            "worst_under": _rounded(self.worst_under),
+        }
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """The value at a share of an ordered list, between neighbours in proportion (numpy's default)."""
+    place = (len(ordered) - 1) * share
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one kind: how many were expressed, and the spread of both errors."""
+
+    n: int
+    allocated: Spread | None
+    reserved: Spread | None
+
+    @classmethod
+    def of(cls, rows: Iterable[Scored]) -> Group:
+        """The group of these rows."""
+        rows = list(rows)
+        allocated = [row.allocated_error for row in rows if row.allocated_error is not None]
+        reserved = [row.reserved_error for row in rows if row.reserved_error is not None]
+        return cls(len(rows), Spread.of(allocated), Spread.of(reserved))
+
+    def as_json(self) -> dict[str, Any]:
+        """INTERFACES.md's summary of one group; a kind that was measured nowhere is null."""
+        return {
+            "n": self.n,
+            "allocated": self.allocated.as_json() if self.allocated else None,
+            "reserved": self.reserved.as_json() if self.reserved else None,
+        }
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """What a score found, row by row, and why rows are missing."""
+
+    rows: tuple[Scored, ...]
+    refused: tuple[PublishedRun, ...] = ()
+    """Rows without a prediction; each has a reason."""
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def not_expressible(self) -> dict[str, int]:
+        """Rows without a prediction, counted by reason, most frequent first."""
+        return dict(Counter(run.reason or "" for run in self.refused).most_common())
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of INTERFACES.md, `memory-model-score --out`; bytes are integers, errors fractions."""
+        return {
+            "rows": [row.as_json() for row in self.rows],
+            "not_expressible": self.not_expressible,
+            "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
+            "summary": {name: group.as_json() for name, group in self.groups.items()},
+            "wanted": {
+                name: {kind: {"median_abs_error": asked[0], "p95_abs_error": asked[1]} for kind, asked in kinds.items()}
+                for name, kinds in WANTED.items()
+            },
+            "seconds": round(self.seconds, 1),
+        }
+
+    def table_lines(self) -> list[str]:
+        """Rows, summary and reasons as text, GiB and per cent."""
+        return [*self._row_lines(), "", *self._summary_lines(), "", *self._reason_lines()]
+
+    def _row_lines(self) -> list[str]:
+        head = f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row"
+        sub = f"{'predicted':>9} {'measured':>8} {'error':>7}  {'predicted':>9} {'measured':>8} {'error':>7}"
+        lines = [head, sub]
+        for row in sorted(self.rows, key=lambda one: (one.run.grade, one.run.mode, one.run.strategy, one.run.source)):
+            pair = (
+                _figures(row.predicted_allocated, row.run.measured_allocated),
+                _figures(row.predicted_reserved, row.run.measured_reserved),
+            )
+            lines.append(f"{pair[0]}  {pair[1]}  {row.run.grade} {row.run.mode} {row.run.strategy}: {row.run.id}")
+        return lines
+
+    def _summary_lines(self) -> list[str]:
+        width = max((len(name) for name in self.groups), default=5)
+        parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
+        lines = [f"{'absolute error':<{width}}  rows  allocated {parts[10:]}  reserved {parts[9:]}"]
+        for name, group in self.groups.items():
+            lines.append(f"{name:<{width}}  {group.n:>4}  {_spread(group.allocated)}  {_spread(group.reserved)}")
+            lines += _verdict(name, group)
+        return lines
+
+    def _reason_lines(self) -> list[str]:
+        total = len(self.rows) + len(self.refused)
+        lines = [f"{len(self.rows)} of {total} rows expressed; {len(self.refused)} not:"]
+        by_grade = Counter((run.reason or "", run.grade) for run in self.refused)
+        for reason, count in self.not_expressible.items():
+            grades = ", ".join(f"{n} {grade}" for (why, grade), n in sorted(by_grade.items()) if why == reason)
+            lines.append(f"{count:>5}  {reason} ({grades})")
+        return lines
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def score(
+    peaks: Path,
+    out: Path | None = None,
+    *,
+    progress: Progress | None = None,
+    trace: Trace | None = None,
+    config_of: ConfigOf | None = None,
+) -> ScoreReport:
+    """Trace the rows of a CSV file of measured peaks and compare; the JSON goes to `out` where one is given.
+
+    `progress` hears a line for each new trace. `trace` and `config_of` are the tracer and the finder of configs, unless
+    given. Raises ConfigError where the file cannot be read as a table of peaks or `out` cannot be written.
+    """
+    started = time.monotonic()
+    if out is not None:
+        _require_writable(out)
+    runs = read_runs(peaks, config_of=config_of)
+    traced = _Traces(trace or _tracer(), progress, _distinct(runs))
+    rows: list[Scored] = []
+    refused: list[PublishedRun] = []
+    for run in sorted(runs, key=lambda one: one.grade):
+        answer = run.reason or traced(run)
+        if isinstance(answer, str):
+            refused.append(replace(run, reason=answer))
+        else:
+            rows.append(Scored(run, answer.allocated, answer.reserved))
+    report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), time.monotonic() - started)
+    if out is not None:
+        _write(out, report)
+    return report
+
+
+def _tracer() -> Trace:
+    from sft_play.trace.step import cached_trace
+
+    return cached_trace
+
+
+def _distinct(runs: Iterable[PublishedRun]) -> int:
+    return len({run.settings.as_json() for run in runs if run.settings is not None})
+
+
+class _Traces:
+    """Traces by settings, each made once; a failure is kept as its reason."""
+
+    def __init__(self, trace: Trace, progress: Progress | None, total: int) -> None:
+        self._trace, self._progress, self._total = trace, progress, total
+        self._known: dict[str, TracedPeak | str] = {}
+
+    def __call__(self, run: PublishedRun) -> TracedPeak | str:
+        """The peak of the run's settings, or why there is none."""
+        assert run.settings is not None
+        key = run.settings.as_json()
+        if key not in self._known:
+            started = time.monotonic()
+            self._known[key] = self._attempt(run.settings)
+            if self._progress is not None:
+                seconds = time.monotonic() - started
+                self._progress(f"{len(self._known)}/{self._total} {run.id} ({seconds:.1f} s)")
+        return self._known[key]
+
+    def _attempt(self, settings: StepSettings) -> TracedPeak | str:
+        """A published run did fit: where the simulated card is too small by a little, it is traced without a bound."""
+        try:
+            return self._trace(settings)
+        except MemoryError:
+            if settings.device.capacity is None:
+                return "the simulated GPU is too small for it"
+            return self._attempt(replace(settings, device=replace(settings.device, capacity=None)))
+        except TraceUnavailable as why:
+            return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
+        except Exception as error:  # one row must not end the score of hundreds; its reason is counted
+            logger.debug("The trace of %s failed", settings.as_json(), exc_info=True)
+            return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
+
+
+def _method(settings: StepSettings) -> str:
+    kind = str((settings.peft or {}).get("peft_type", ""))
+    return kind if kind and kind != "LORA" else settings.mode
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split())[:160]
+
+
+def _require_writable(out: Path) -> None:
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise ConfigError(f"OUT={out}: no file can be written there; name a file in a folder that exists")
+
+
+def _write(out: Path, report: ScoreReport) -> None:
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        aside.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        aside.replace(out)
+    except OSError as error:
+        raise ConfigError(f"OUT={out}: cannot be written ({error.strerror or error})") from None
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def groups_of(rows: Iterable[Scored]) -> dict[str, Group]:
+    """Class A as asked, by mode, strategy, both, attention and source; the other classes by class and source."""
+    found: dict[str, list[Scored]] = {name: [] for name in WANTED}
+    for row in rows:
+        for name in _group_names(row.run):
+            found.setdefault(name, []).append(row)
+    order = {name: place for place, name in enumerate(WANTED)}
+    names = sorted((name for name in found if found[name]), key=lambda name: (order.get(name, len(order)), name))
+    return {name: Group.of(found[name]) for name in names}
+
+
+def _group_names(run: PublishedRun) -> list[str]:
+    if run.grade != "A":
+        return [f"class {run.grade}", f"class {run.grade}, mode {run.mode}", f"class {run.grade}, source {run.source}"]
+    strategy = plain_strategy(run.strategy)
+    names = ["class A", f"mode {run.mode}", f"strategy {strategy}", f"mode {run.mode}, strategy {strategy}"]
+    names += [f"source {run.source}", f"source {run.source}, mode {run.mode}, strategy {strategy}"]
+    if strategy == "single" and run.attention != "eager" and run.mode in {"lora", "dora", "full"}:
+        names.append("one GPU, lora dora full, sdpa or flash")
+    if strategy == "single" and run.attention == "eager":
+        names.append(f"mode {run.mode}, eager attention")
+    if strategy == "single" and run.mode == "qlora":
+        names.append("one GPU, qlora")
+    if strategy in {"fsdp", "fsdp2"}:
+        names.append("fsdp")
+    return names
+
+
+def plain_strategy(text: str) -> str:
+    """`fsdp2 (8)`, `fsdp2 4 x cp 2` as their first word; context parallel alone is sharded over its ranks too."""
+    word = text.lower().split(" ")[0] or "unknown"
+    return "fsdp2" if word == "cp" else word
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def _error(predicted: int, measured: int | None) -> float | None:
+    return None if not measured else predicted / measured - 1
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _figures(predicted: int, measured: int | None) -> str:
+    error = _error(predicted, measured)
+    if measured is None or error is None:
+        return f"{predicted / GIB:9.3f} {'-':>8} {'-':>7}"
+    return f"{predicted / GIB:9.3f} {measured / GIB:8.3f} {error:+7.2%}"
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return f"{'-':>4} {'':31}"
+    shares = f"{spread.median_abs_error:7.2%} {spread.p95_abs_error:7.2%} {spread.worst_over:+7.1%}"
+    return f"{spread.n:>4} {shares} {spread.worst_under:+7.1%}"
+
+
+def _verdict(name: str, group: Group) -> list[str]:
+    lines = []
+    for kind, (median, p95) in WANTED.get(name, {}).items():
+        spread = group.allocated if kind == "allocated" else group.reserved
+        if spread is None:
+            continue
+        met = spread.median_abs_error <= median and spread.p95_abs_error <= p95
+        lines.append(f"    wanted, {kind}: {median:.1%} and {p95:.1%}: {'met' if met else 'missed'}")
+    return lines

@@ -1,0 +1,120 @@
+"""What a trace runs: a frozen description of one training step, whoever wrote the script it stands for.
+
+Torch-free, hashable by its JSON, and the key of the cache. Dtypes are torch's names (`bfloat16`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+class TraceUnavailable(Exception):
+    """These settings cannot be traced with these libraries; the text says why. A plan then goes without."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
+
+    capability: tuple[int, int] = (9, 0)
+    capacity: int | None = None
+    expandable_segments: bool = False
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """One rank's training step. Sizes in tokens and sequences; defaults are what this toolkit's trainer does."""
+
+    model: Mapping[str, Any]
+    """The model's config.json as plain data."""
+    mode: Literal["full", "lora", "qlora"] = "qlora"
+    peft: Mapping[str, Any] | None = None
+    """PEFT's config as plain data (`peft_type`, `r`, `target_modules`, ...); None in full mode."""
+    micro_batch: int = 1
+    seq_len: int = 2048
+    grad_accum: int = 1
+    optimizer_steps: int = 2
+    # --- dtypes -----------------------------------------------------------------------------------------------------
+    weights: DtypeName = "bfloat16"
+    autocast: DtypeName | None = "bfloat16"
+    """None: the script runs without autocast."""
+    adapters: DtypeName | None = None
+    """None: what PEFT and TRL make of the mode (fp32 on unquantised bases, bf16 on NF4)."""
+    fp32_rest: bool = False
+    """`prepare_model_for_kbit_training`: norms, embedding and head in fp32."""
+    fp32_norms: bool = False
+    """The same, and embedding and head put back to `weights` (TRL before 1.0, `peft_module_casting_to_bf16`)."""
+    double_quant: bool = True
+    quant_compute: DtypeName = "bfloat16"
+    quant_storage: str = "uint8"
+    # --- the step ---------------------------------------------------------------------------------------------------
+    checkpointing: bool = True
+    checkpointed_layers: int | None = None
+    """None: all of them; a number: the first so many layers, the rest keep their activations."""
+    reentrant: bool = False
+    loss: Literal["chunked", "logits", "logits_shifted", "logits_shifted_float", "logits_shifted_half"] = "chunked"
+    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_shifted: transformers
+    before 4.50, which copied the shifted fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the
+    half logits by fp32 ones; logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
+    label_fraction: float = 1.0
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    mask: Literal["none", "ones", "padded", "packed"] = "ones"
+    """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids."""
+    expand_kv: bool = False
+    """The script repeats K and V to all heads before attention."""
+    optimizer: str = "adamw_fused"
+    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
+
+    lora_fa: AdamW (foreach) with every LoRA A frozen once the optimizer is made.
+    """
+    clip: bool = True
+    holds_outputs: bool = False
+    """The loop keeps the model's outputs (its logits) through backward and step."""
+    holds_until_next: bool = False
+    """With `holds_outputs`: they live until the next micro-batch's outputs take their name."""
+    empty_cache_after_load: bool = True
+    empty_cache_every_step: bool = False
+    """The loop calls `torch.cuda.empty_cache` after each optimizer step."""
+    peak_from: Literal["loaded", "start", "second_step"] = "loaded"
+    """When the script resets its counters: after loading, never, or after a first step."""
+    # --- other phases ------------------------------------------------------------------------------------------------
+    eval_batch: int | None = None
+    """Rows of an evaluation batch after the steps; None: no evaluation."""
+    # --- ranks ------------------------------------------------------------------------------------------------------
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = "single"
+    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran."""
+    world: int = 1
+    mixed_precision: DtypeName | None = "bfloat16"
+    """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
+    checkpoints_wrappers: bool = False
+    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper inside, as transformers did before its
+    layers checkpointed themselves; a recomputed layer then gathers its weights once more."""
+    reshard_after_forward: bool = True
+    gradient_as_bucket_view: bool = False
+    device: Device = field(default_factory=Device)
+
+    def as_json(self) -> str:
+        """A canonical text: equal settings give equal texts."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class TracedPeak:
+    """What a trace found: highest bytes of one rank, in tensors' blocks and in the allocator's segments."""
+
+    allocated: int
+    reserved: int
+    phases: Mapping[str, tuple[int, int]]
+    """Highest (allocated, reserved) inside each phase: build, forward, backward, optimizer, evaluation."""
+    resident: int
+    """Allocated bytes after loading."""
+    params: int
+    trained_params: int
+    notes: tuple[str, ...] = ()
+    """What the trace cannot see of this step (expert routing, kernels' own buffers)."""
+    seconds: float = 0.0

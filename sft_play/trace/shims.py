@@ -1,0 +1,344 @@
+"""Every place where a trace departs from what the libraries would run, with its reason and its guard.
+
+A patch replaces one attribute of a library while a trace runs. Its guard is the set of parameter names that the target
+must have, so that a library that moved on is named instead of giving a wrong number. Twins and rules patch nothing;
+their guards look for what they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.trace import kernels, twins
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.storages import StorageLog
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a shim may look at."""
+
+    settings: StepSettings
+    log: StorageLog
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One departure: `target` is `module:attribute`, `parameters` the names that it must have (none: only exist).
+
+    `make(original, situation)` gives the replacement; None leaves the target alone and only guards it.
+    """
+
+    name: str
+    reason: str
+    target: str
+    parameters: tuple[str, ...] = ()
+    make: Callable[[Any, Situation], Any] | None = None
+    needed: Callable[[StepSettings], bool] = lambda settings: True
+
+    def holder(self) -> tuple[Any, str, Any]:
+        """The object that holds the target, the attribute's name and its value.
+
+        Raises:
+            TraceUnavailable: the library has no such thing, or another one than the shim knows.
+        """
+        module, _, path = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            *way, last = path.split(".")
+            for name in way:
+                found = getattr(found, name)
+            value = getattr(found, last)
+        except (ImportError, AttributeError) as error:
+            raise self._gone(f"{self.target} is not there ({error})") from error
+        missing = set(self.parameters) - _parameters(value) if self.parameters else set()
+        if missing:
+            raise self._gone(f"{self.target} has no parameter {', '.join(sorted(missing))} any more")
+        return found, last, value
+
+    def _gone(self, problem: str) -> TraceUnavailable:
+        library = self.target.partition(".")[0].partition(":")[0]
+        return TraceUnavailable(f"shim '{self.name}' does not know {library} {version(library)}: {problem}")
+
+
+def version(library: str) -> str:
+    """The installed version of a library, or `none`."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _parameters(value: Any) -> set[str]:
+    if isinstance(value, type) and hasattr(value, "forward"):
+        value = value.forward
+    try:
+        return set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):  # C functions have none; `scaled_dot_product_attention` says them in its docstring
+        return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
+
+
+# --- replacements -----------------------------------------------------------------------------------------------------
+def _cuda_dropout(original: Any, _: Situation) -> Any:
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    return dropout
+
+
+class _HalfSoftmax(torch.autograd.Function):
+    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Any:
+        """Any shape."""
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """In fp16 again."""
+        (out,) = ctx.saved_tensors
+        product = grads[0] * out
+        grad = torch.empty(out.shape, dtype=ctx.dtype)
+        del product
+        return grad
+
+
+def _cuda_softmax(original: Any, _: Situation) -> Any:
+    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dtype is torch.float32 and input.dtype is torch.float16:
+            return _HalfSoftmax.apply(input)
+        return original(input, dim=dim, dtype=dtype)
+
+    return softmax
+
+
+def _packed_indices(original: Any, situation: Situation) -> Any:
+    def indices(position_ids: Any) -> Any:
+        return torch.cumsum(torch.ones_like(position_ids), -1) if situation.settings.mask == "packed" else None
+
+    return indices
+
+
+def _autocast_of_cpu(original: Any, _: Situation) -> Any:
+    return lambda device_type="cpu": original("cpu")
+
+
+def _telling_resize(original: Any, situation: Situation) -> Any:
+    def resize_(self: Any, size: int) -> Any:
+        out = original(self, size)
+        situation.log.resized(self)
+        return out
+
+    return resize_
+
+
+def _swap_by_data(original: Any, _: Situation) -> Any:
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        if t1 is not t2:
+            t1.data = t2.data
+
+    return swap_tensors
+
+
+def _hiding(original: Any, situation: Situation) -> Any:
+    def propagate(self: Any, *args: Any, **options: Any) -> Any:
+        with situation.log.hidden():
+            return original(self, *args, **options)
+
+    return propagate
+
+
+def _same_storage(a: Any, b: Any) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _is_quantised(settings: StepSettings) -> bool:
+    return settings.mode == "qlora"
+
+
+def _is_chunked(settings: StepSettings) -> bool:
+    return settings.loss == "chunked"
+
+
+def _is_fsdp(settings: StepSettings) -> bool:
+    return settings.strategy == "fsdp2"
+
+
+def _has_adapters(settings: StepSettings) -> bool:
+    return settings.peft is not None
+
+
+SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "attention by CUDA's choice",
+        "the CPU kernel saves other tensors; CUDA's flash and memory-efficient operators have fake kernels",
+        "torch.nn.functional:scaled_dot_product_attention",
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+        lambda original, situation: kernels.CudaAttention(situation.settings),
+    ),
+    Shim(
+        "dropout",
+        "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
+        "torch.nn.functional:dropout",
+        ("input", "p", "training", "inplace"),
+        _cuda_dropout,
+    ),
+    Shim(
+        "softmax of fp16 in fp32",
+        "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
+        "torch.nn.functional:softmax",
+        ("input", "dim", "_stacklevel", "dtype"),
+        _cuda_softmax,
+    ),
+    Shim(
+        "fake tensors count as real ones for masks",
+        "transformers builds every S x S mask when it believes it is traced",
+        "transformers.masking_utils:is_tracing",
+        ("tensor",),
+        lambda original, situation: lambda tensor=None: False,
+    ),
+    Shim(
+        "the mask's content",
+        "transformers reads whether a mask is all ones; fake tensors have no values",
+        "transformers.masking_utils:fast_all",
+        ("tensor",),
+        lambda original, situation: lambda tensor: situation.settings.mask != "padded",
+    ),
+    Shim(
+        "packing",
+        "transformers reads position ids for sequence borders; fake tensors have no values",
+        "transformers.masking_utils:find_packed_sequence_indices",
+        ("position_ids",),
+        _packed_indices,
+    ),
+    Shim(
+        "autocast's device",
+        "PEFT asks for autocast without a device, meaning CUDA; the trace runs under the CPU's",
+        "torch:is_autocast_enabled",
+        (),
+        _autocast_of_cpu,
+    ),
+    Shim(
+        "storages that are resized",
+        "FSDP empties and refills gathered parameters without an operator",
+        "torch:UntypedStorage.resize_",
+        (),
+        _telling_resize,
+    ),
+    Shim(
+        "swapped tensors",
+        "Module.to always swaps fake parameters, which fails where a weak reference is held",
+        "torch.utils:swap_tensors",
+        ("t1", "t2"),
+        _swap_by_data,
+    ),
+    Shim(
+        "Triton's way through TRL's head",
+        "only CUDA and XPU devices score labelled tokens alone",
+        "trl.trainer.utils:_use_triton",
+        ("device",),
+        lambda original, situation: lambda device: True,
+        _is_chunked,
+    ),
+    Shim(
+        "TRL's chunked head",
+        "Triton cannot run on fake tensors, and the fallback makes fp32 tiles that CUDA never has",
+        "trl.trainer.utils:_ChunkedLogProbFunction",
+        tuple(inspect.signature(twins.ChunkedLogProb.forward).parameters)[1:],
+        lambda original, situation: twins.ChunkedLogProb,
+        _is_chunked,
+    ),
+    Shim(
+        "weights of NF4 twins",
+        "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
+        "peft.tuners.lora.dora:dequantize_module_weight",
+        ("module",),
+        lambda original, situation: twins.dequantised_weight(original),
+        lambda settings: _is_quantised(settings) and _has_adapters(settings),
+    ),
+    Shim(
+        "NF4 layers",
+        "Params4bit cannot wrap a fake tensor; a twin makes the same buffers, always by dequantising",
+        "bitsandbytes.nn:Linear4bit",
+        ("x",),
+        None,
+        _is_quantised,
+    ),
+    Shim(
+        "NF4 products",
+        "the twin repeats MatMul4Bit: dequantise in forward and again in backward, nothing saved",
+        "bitsandbytes.autograd._functions:MatMul4Bit",
+        ("A", "B", "out", "bias", "quant_state"),
+        None,
+        _is_quantised,
+    ),
+    Shim(
+        "8-bit and paged states",
+        "bitsandbytes' optimizers update in C++; their states are made by formula",
+        "bitsandbytes.optim.optimizer:Optimizer2State.init_state",
+        ("group", "p", "gindex", "pindex"),
+        None,
+        lambda settings: "8bit" in settings.optimizer or "bnb" in settings.optimizer,
+    ),
+    Shim(
+        "tensors of global size",
+        "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+        ("op_schema",),
+        _hiding,
+        _is_fsdp,
+    ),
+    Shim(
+        "one storage or two",
+        "FSDP1 asks by address whether its views are still its own; all fake tensors have the address 0",
+        "torch.distributed.fsdp._flat_param:_same_storage",
+        ("a", "b"),
+        lambda original, situation: _same_storage,
+        lambda settings: settings.strategy == "fsdp1",
+    ),
+    Shim(
+        "gradient buckets",
+        "DistributedDataParallel's C++ reducer reads tensors' data; its own function cuts the buckets",
+        "torch.distributed:_compute_bucket_assignment_by_size",
+        (),
+        None,
+        lambda settings: settings.strategy == "ddp",
+    ),
+    Shim(
+        "gradients summed in place",
+        "the autograd engine sums in place only without modes; the second sum takes over the first one's storage",
+        "torch._C:_current_graph_task_id",
+        (),
+        None,
+    ),
+)
+
+
+@contextlib.contextmanager
+def installed(situation: Situation) -> Iterator[None]:
+    """The shims that these settings need, until the end of the block.
+
+    Raises:
+        TraceUnavailable: a library is not as a shim knows it.
+    """
+    with contextlib.ExitStack() as undo:
+        for shim in SHIMS:
+            if not shim.needed(situation.settings):
+                continue
+            holder, name, value = shim.holder()
+            if shim.make is not None:
+                setattr(holder, name, shim.make(value, situation))
+                undo.callback(setattr, holder, name, value)
+        yield

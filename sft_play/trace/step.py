@@ -1,0 +1,341 @@
+"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its highest.
+
+`trace_step` builds the model from its config, runs optimizer steps under FakeTensorMode, and replays every storage's
+birth and death through the simulated allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from sft_play.cache import cache_dir
+from sft_play.trace import build, kernels, shims, twins
+from sft_play.trace.replay import replay
+from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.storages import StorageLog
+
+logger = logging.getLogger(__name__)
+
+TRACE_VERSION = 1
+"""Part of the cache's key: raised whenever this room would give another number for the same settings."""
+SHARDED = ("fsdp1", "fsdp2")
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
+
+
+def trace_step(settings: StepSettings) -> TracedPeak:
+    """The highest bytes of one rank's step; seconds of work, no GPU, no weights.
+
+    Raises:
+        TraceUnavailable: the libraries cannot run this step on fake tensors, or moved on from what a shim knows.
+        SimulatedOutOfMemory: the device's capacity does not hold it.
+    """
+    start = time.perf_counter()
+    log, facts = record(settings)
+    peaks = replay(
+        log.events,
+        expandable_segments=settings.device.expandable_segments,
+        capacity=settings.device.capacity,
+        count_from=settings.peak_from,
+    )
+    return TracedPeak(
+        allocated=peaks.allocated,
+        reserved=peaks.reserved,
+        phases=peaks.phases,
+        resident=peaks.after["build"],
+        params=facts["params"],
+        trained_params=facts["trained_params"],
+        notes=notes(settings),
+        seconds=round(time.perf_counter() - start, 3),
+    )
+
+
+def record(settings: StepSettings, *, real: bool = False) -> tuple[StorageLog, dict[str, int]]:
+    """The events of the step, and counts of parameters. `real` runs it on real CPU tensors instead, for comparison.
+
+    Raises:
+        TraceUnavailable: as `trace_step`.
+    """
+    log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_library_faults())
+        stack.enter_context(shims.installed(shims.Situation(settings, log)))
+        model = build.skeleton(settings)
+        group = None
+        if settings.strategy in SHARDED:
+            from sft_play.trace import ranks
+
+            group = stack.enter_context(ranks.fake_group(settings.world))
+        if not real:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(log)
+        return log, _Run(settings, log, group).whole(model)
+
+
+class _Run:
+    """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
+
+    def __init__(self, settings: StepSettings, log: StorageLog, group: Any) -> None:
+        self.settings, self.log, self.group = settings, log, group
+        self._held: Any = None
+
+    def whole(self, skeleton: Any) -> dict[str, int]:
+        """Run it with this model; returns counts of parameters."""
+        settings, log = self.settings, self.log
+        model, counts = self._loaded(skeleton)
+        if settings.empty_cache_after_load:
+            log.empty_cache()
+        log.mark("prepare")
+        buckets = self._buckets(model)
+        log.born(kernels.cublas_workspace(settings.device.capability))  # the thread that runs forward
+        optimizer = make_optimizer(settings, model, log)
+        for step in range(settings.optimizer_steps):
+            for micro in range(settings.grad_accum):
+                log.mark("forward", step)
+                self._micro_batch(model, step)
+                if step == micro == 0:
+                    log.born(kernels.cublas_workspace(settings.device.capability))  # autograd's own thread
+                buckets()
+            log.mark("optimizer", step)
+            self._update(model, optimizer)
+            if not settings.holds_until_next:
+                self._held = None
+            if settings.empty_cache_every_step:
+                log.empty_cache()
+        if settings.eval_batch:
+            log.mark("evaluation", settings.optimizer_steps - 1)
+            self._evaluate(model)
+        log.mark("end", settings.optimizer_steps - 1)
+        return counts
+
+    def _loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
+        """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
+        if self.settings.strategy not in SHARDED:
+            model = build.furnish(skeleton, self.settings)
+            return model, _counts(model)
+        from sft_play.trace import ranks
+
+        with self.log.hidden():
+            model = build.furnish(skeleton, self.settings)
+            counts, largest = _counts(model), ranks.largest_unit(model, self.settings)
+            if self.settings.strategy == "fsdp1":
+                model = ranks.flat_sharded(model, self.settings)
+            else:
+                model = ranks.fully_sharded(model, self.settings, self.group)
+        self.log.passing((largest,))
+        for tensor in ranks.shards(model):
+            self.log.see(tensor)
+        return model, counts
+
+    def _buckets(self, model: Any) -> Callable[[], None]:
+        """What the strategy does after a backward pass."""
+        if self.settings.strategy != "ddp":
+            return lambda: None
+        from sft_play.trace import ranks
+
+        return ranks.Buckets(model, self.settings, self.log).after_backward
+
+    def _batch(self, rows: int) -> dict[str, torch.Tensor]:
+        shape = (rows, self.settings.seq_len)
+        batch = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
+        if self.settings.mask == "packed":
+            batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        elif self.settings.mask != "none":
+            batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        return batch
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        kind = self.settings.autocast
+        return torch.autocast("cpu", dtype=getattr(torch, kind)) if kind else contextlib.nullcontext()
+
+    def _loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """The loss of a batch as the script computes it, and what it keeps of the outputs."""
+        with self._autocast():
+            if self.settings.loss == "chunked":
+                out = model(**batch, use_cache=False, fused_lm_head=True)
+                loss = (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
+                return loss, None
+            out = model(**batch, use_cache=False)
+        return out.loss, out.logits if self.settings.holds_outputs else None
+
+    def _micro_batch(self, model: Any, step: int) -> None:
+        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch))
+        if self.settings.grad_accum > 1:
+            loss = loss / self.settings.grad_accum
+        self.log.mark("backward", step)
+        loss.backward()
+
+    def _update(self, model: Any, optimizer: Any) -> None:
+        if self.settings.clip and self.settings.strategy == "fsdp1":
+            model.clip_grad_norm_(1.0)
+        elif self.settings.clip:
+            trained = [one for one in model.parameters() if one.requires_grad]
+            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _evaluate(self, model: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            self._loss(model, self._batch(self.settings.eval_batch or 1))
+        model.train()
+
+
+def _counts(model: Any) -> dict[str, int]:
+    """Parameters of the whole model, and those that are trained."""
+    return {
+        "params": sum(_elements(one) for one in model.parameters()),
+        "trained_params": sum(_elements(one) for one in model.parameters() if one.requires_grad),
+    }
+
+
+def _elements(parameter: Any) -> int:
+    """Weights that a parameter stands for, packed ones counted whole."""
+    if hasattr(parameter, "quant_type"):
+        return int(parameter.numel()) * parameter.element_size() * 2
+    return int(parameter.numel())
+
+
+def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
+    """The optimizer of that name: PyTorch's and transformers' own, or a twin with bitsandbytes' states.
+
+    Raises:
+        TraceUnavailable: the name is unknown.
+    """
+    if settings.optimizer == "lora_fa":
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = {
+        "adamw_8bit": twins.adam_8bit_states,
+        "paged_adamw_8bit": twins.paged_adam_8bit_states,
+        "adamw_32bit_bnb": twins.adam_32bit_states,
+        "none": twins.no_states,
+    }
+    if settings.optimizer in states:
+        return twins.StateOptimizer(trained, states[settings.optimizer], log)
+    if settings.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
+    if settings.optimizer == "lora_fa":
+        return _lora_fa(model)
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(trained, lr=1e-3, foreach=True)
+    if settings.optimizer == "adamw_fused":
+        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    if settings.optimizer in ("adamw_foreach", "lora_fa"):
+        return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+    raise TraceUnavailable(f"no optimizer {settings.optimizer!r} is known to the trace")
+
+
+def _lora_fa(model: Any) -> Any:
+    """PEFT's LoRA-FA: every `lora_A` is frozen when the optimizer is made (peft/optimizers/lorafa.py)."""
+    trained = []
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+        elif parameter.requires_grad:
+            trained.append(parameter)
+    return torch.optim.AdamW(trained, lr=1e-4, foreach=False)
+
+
+def notes(settings: StepSettings) -> tuple[str, ...]:
+    """What a trace cannot see of this step."""
+    config = settings.model
+    text = config.get("text_config") or {}
+    found = []
+    if any("expert" in key for key in (*config, *text)):
+        found.append("expert routing is assumed even; a rank whose experts get more tokens needs more")
+    if settings.mode == "qlora":
+        found.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
+    if settings.strategy != "single":
+        found.append("communication buffers of NCCL are outside the allocator; one stream is assumed")
+    return tuple(found)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _library_faults() -> Iterator[None]:
+    """An exception that starts inside a library says that it cannot be traced; our own keep their traceback."""
+    try:
+        yield
+    except (TraceUnavailable, MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if Path(innermost).resolve().parent == Path(__file__).resolve().parent:
+            raise
+        text = " ".join(str(error).split())[:300]
+        raise TraceUnavailable(
+            f"the libraries cannot run this step on fake tensors: {type(error).__name__}: {text}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The libraries' advice to users of models off: nobody trains here."""
+    names = [name for name in ("transformers", "peft", "trl", "accelerate", "torch.distributed") if name]
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+def cached_trace(settings: StepSettings, *, folder: Path | None = None) -> TracedPeak:
+    """`trace_step`, remembered by settings, libraries' versions and this code's version.
+
+    Raises:
+        TraceUnavailable, SimulatedOutOfMemory: as `trace_step`; failures are not remembered.
+    """
+    folder = cache_dir() / "traces" if folder is None else folder
+    path = folder / f"{_key(settings)}.json"
+    try:
+        return _from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # absent or broken: made again
+    peak = trace_step(settings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        aside.write_text(json.dumps(dataclasses.asdict(peak)), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        logger.debug("The trace is not kept: %s", error)
+    return peak
+
+
+def _key(settings: StepSettings) -> str:
+    versions = {name: shims.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    text = json.dumps({"settings": settings.as_json(), "versions": versions, "trace": TRACE_VERSION}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _from_json(text: str) -> TracedPeak:
+    plain = json.loads(text)
+    plain["phases"] = {name: tuple(pair) for name, pair in plain["phases"].items()}
+    plain["notes"] = tuple(plain["notes"])
+    return TracedPeak(**plain)

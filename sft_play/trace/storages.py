@@ -1,0 +1,213 @@
+"""Births and deaths of tensors' storages while real code runs, on fake tensors or on real ones.
+
+A dispatch mode sees every operator's outputs; a finalizer on each storage sees its end. What a CUDA kernel takes from
+the allocator and gives back before it returns is added by `kernels.workspace`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, Event
+
+Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
+
+_HELD_BY_ENGINE_ALONE = 4
+"""`_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
+more means that somebody else keeps it and the engine must not add in place."""
+_ENGINE = "_engine_run_backward"
+_COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
+
+
+class StorageLog(TorchDispatchMode):
+    """The events of a run: enter it inside the FakeTensorMode, if there is one.
+
+    `current` and `peak` are live bytes, not rounded to blocks. `labelled` is the share of tokens with a label: on fake
+    tensors, where a boolean index has no length, this many of its positions count as true.
+    """
+
+    def __init__(self, *, workspace: Workspace | None = None, labelled: float = 1.0) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.current = self.peak = 0
+        self.operators = 0
+        self._workspace = workspace
+        self._labelled = labelled
+        self._live: dict[int, tuple[int, int]] = {}
+        self._next_key = 0
+        self._hidden = 0
+        self._stream = 0
+
+    # --- what happened ------------------------------------------------------------------------------------------------
+    def mark(self, phase: str, step: int = 0) -> None:
+        """A phase begins, in the step of this number."""
+        self.events.append((MARK, phase, step, 0))
+
+    def empty_cache(self) -> None:
+        """The program calls `torch.cuda.empty_cache`."""
+        self.events.append((EMPTY_CACHE, None, 0, 0))
+
+    def born(self, nbytes: int) -> int:
+        """A buffer of the run that is no tensor here; returns its key for `dies`."""
+        key = self._next_key
+        self._next_key += 1
+        self.events.append((BIRTH, key, nbytes, self._stream))
+        self.current += nbytes
+        self.peak = max(self.peak, self.current)
+        return key
+
+    def dies(self, key: int, nbytes: int) -> None:
+        """The end of what `born` began."""
+        if nbytes:
+            self.events.append((DEATH, key, 0, 0))
+            self.current -= nbytes
+
+    def passing(self, sizes: tuple[int, ...]) -> None:
+        """Buffers that are all alive at once inside one call, and gone after it."""
+        keys = [(self.born(nbytes), nbytes) for nbytes in sizes if nbytes]
+        for key, nbytes in reversed(keys):
+            self.dies(key, nbytes)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """A tensor that exists now; storages that are known stay as they are.
+
+        Its device is not asked for: a fake tensor answers through the dispatcher, as slowly as any operator runs.
+        """
+        if self._hidden or isinstance(tensor, DTensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is None:
+            nbytes = storage.nbytes()
+            self._live[storage._cdata] = (self.born(nbytes), nbytes)
+            weakref.finalize(storage, self._died, storage._cdata).atexit = False
+        elif known[1] != storage.nbytes():
+            self.resized(storage)
+
+    def resized(self, storage: Any) -> None:
+        """`storage.resize_` is no operator; FSDP empties and refills its gathered parameters with it."""
+        known = self._live.get(storage._cdata)
+        nbytes = storage.nbytes()
+        if known is None or known[1] == nbytes:
+            return
+        self.dies(*known)
+        self._live[storage._cdata] = (self.born(nbytes) if nbytes else -1, nbytes)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Tensors made inside do not exist in a real run."""
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    def _died(self, cdata: int) -> None:
+        known = self._live.pop(cdata, None)
+        if known is not None:
+            self.dies(*known)
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor unwraps itself; its wrapper's storage of global size does not exist
+        self.operators += 1
+        is_sum = func is torch.ops.aten.add.Tensor and _engine_adds_in_place(args)
+        choice = _CHOOSING.get(func)
+        out = func(*args, **kwargs) if choice is None else choice(self, func, args, kwargs)
+        if is_sum:
+            self._take_over(args[0], out)
+        extra = self._workspace(func, args, kwargs, out) if self._workspace is not None else ()
+        if isinstance(out, torch.Tensor):
+            self.see(out)
+        elif out is not None:
+            for leaf in tree_iter(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.see(leaf)
+        if extra:
+            self.passing(extra)
+        return out
+
+    def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """`new` lives where `old` lived."""
+        old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
+        entry = self._live.get(old_storage._cdata)
+        if entry is None or new_storage._cdata in self._live or entry[1] != new_storage.nbytes():
+            return
+        del self._live[old_storage._cdata]
+        self._live[new_storage._cdata] = entry
+        weakref.finalize(new_storage, self._died, new_storage._cdata).atexit = False
+
+    def chosen(self, mask: torch.Tensor) -> int:
+        """How many positions of a boolean mask count as true on fake tensors."""
+        return max(1, round(self._labelled * mask.numel()))
+
+
+def _engine_adds_in_place(args: Any) -> bool:
+    """True where the autograd engine sums two gradients of one tensor and a run without modes adds in place.
+
+    `InputBuffer::accumulate` (torch/csrc/autograd/input_buffer.cpp) adds in place when it holds the last reference to
+    the older gradient, but never under dispatch modes or for tensor subclasses: a trace always sees a third tensor.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_COMPILER_FRAMES):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != _ENGINE:
+        return False
+    old, new = args[0], args[1]
+    return (
+        isinstance(new, torch.Tensor)
+        and old.shape == new.shape
+        and old.dtype == new.dtype
+        and old._use_count() <= _HELD_BY_ENGINE_ALONE
+        and torch._C._storage_Use_Count(old.untyped_storage()._cdata) <= 2
+    )
+
+
+# --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
+def _count(log: StorageLog, mask: torch.Tensor) -> int:
+    """True positions of a mask; on fake tensors, the share of labelled tokens."""
+    return log.chosen(mask) if isinstance(mask, FakeTensor) else int(mask.sum())
+
+
+def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
+    """`x[mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
+    indices = args[1]
+    if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
+        return func(*args, **kwargs)
+    mask = indices[0]
+    log.passing((8 * _count(log, mask) * mask.dim(),))
+    if isinstance(mask, FakeTensor):
+        positions = [torch.empty(_count(log, mask), dtype=torch.int64) for _ in range(mask.dim())]
+        args = (args[0], positions, *args[2:])
+    return func(*args, **kwargs)
+
+
+def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
+    """`masked_select`: a vector of the chosen values."""
+    if not isinstance(args[1], FakeTensor):
+        return func(*args, **kwargs)
+    return torch.empty(_count(log, args[1]), dtype=args[0].dtype)
+
+
+_CHOOSING: dict[Any, Callable[[StorageLog, Any, Any, Any], Any]] = {
+    torch.ops.aten.index.Tensor: _by_positions,
+    torch.ops.aten.index_put_.default: _by_positions,
+    torch.ops.aten.index_put.default: _by_positions,
+    torch.ops.aten._index_put_impl_.default: _by_positions,
+    torch.ops.aten.masked_select.default: _selected,
+}

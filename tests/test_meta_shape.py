@@ -1,0 +1,140 @@
+"""Shapes measured on the meta device: for model types that the table of families does not have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sft_play.errors import ModelError
+from sft_play.facts.architecture import UnknownArchitecture, parse_config
+from sft_play.trace.meta_shape import shape_on_meta
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+UNKNOWN = {
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4},
+    "mamba": {},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "qwen3_next": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
+                   "shared_expert_intermediate_size": 32},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 256, "intermediate_size": [96] * 4,
+                     "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {"head_dim": 16, "vocab_size_per_layer_input": 256},
+    "bitnet": {},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layers_block_type": ["mamba", "attention"] * 2},
+}  # fmt: skip
+
+
+def config_of(kind):
+    return {"model_type": kind, **SMALL, **UNKNOWN[kind]}
+
+
+@pytest.mark.parametrize("kind", sorted(UNKNOWN))
+def test_an_unknown_type_is_measured_whole(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = config_of(kind)
+    with pytest.raises(UnknownArchitecture):
+        parse_config(config, name="m")
+    shape = shape_on_meta(config, name="m")
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    assert shape.params == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.num_layers == len(shape.layer_order) == sum(layer.count for layer in shape.layers) == 4
+    head = model.get_output_embeddings()
+    weights = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    )
+    assert weights == sum(linear.weights * count for linear, count in shape.linears)
+    assert "activations are estimated" in shape.note
+
+
+def test_a_hybrid_says_which_blocks_have_no_attention():
+    shape = shape_on_meta(config_of("lfm2"), name="m")
+    assert [shape.layers[place].attention for place in shape.layer_order] == ["none", "full", "none", "full"]
+    names = {linear.name for layer in shape.layers if layer.attention == "full" for linear in layer.linears}
+    assert {"q_proj", "k_proj", "v_proj", "out_proj"} <= names
+
+
+def test_tied_and_untied_heads_are_told_apart():
+    tied = shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": True}, name="m")
+    untied = shape_on_meta({"model_type": "llama", **SMALL, "tie_word_embeddings": False}, name="m")
+    assert (tied.head_params, untied.head_params) == (0, 256 * 64)
+    assert untied.params - tied.params == 256 * 64
+
+
+def test_experts_and_routers_are_no_linear_layers():
+    shape = shape_on_meta(
+        {"model_type": "qwen3_moe", **SMALL, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+        name="m",
+    )
+    # 4 experts of gate, up and down, 64 x 32 each, in each of 4 blocks
+    assert shape.expert_params == 4 * 4 * 3 * 64 * 32
+    assert shape.layers[0].router_params == 4 * 64
+    assert set(shape.linear_shapes) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert (shape.num_experts, shape.experts_per_token, shape.layers[0].expert_width) == (4, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "no-such-type", **SMALL}, "transformers cannot read its config.json"),
+        ({"model_type": "jamba", "hidden_size": "x"}, 'hidden_size: "x"'),
+        ({"model_type": "jamba", **SMALL, "attn_layer_period": "x"}, "transformers cannot"),
+        ({"model_type": "jamba", **SMALL, "num_attention_heads": 0}, "num_attention_heads: 0; the plan needs"),
+        ({"model_type": "jamba", **SMALL, "num_hidden_layers": 10**9}, "no model is that large"),
+        ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
+        ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
+        ({"model_type": "qwen2_vl", **SMALL}, "does not know as a causal language model"),
+        ({"hidden_size": 64}, "no model_type"),
+        ([], "holds a list"),
+    ],
+)
+def test_what_cannot_be_built_gives_one_message(config, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        shape_on_meta(config, name="m")
+    assert "\n" not in str(caught.value)
+
+
+def test_custom_code_is_not_run_unless_it_is_allowed(tmp_path):
+    config = {"model_type": "my-own", "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyLM"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "width": 8}))
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from transformers import PreTrainedConfig, PreTrainedModel\n"
+        "class MyConfig(PreTrainedConfig):\n"
+        "    model_type = 'my-own'\n"
+        "    width: int = 8\n"
+        "class MyLM(PreTrainedModel):\n"
+        "    config_class = MyConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.embed = torch.nn.Embedding(16, config.width)\n"
+        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(config.width, config.width) for _ in range(3))\n"
+        "        self.head = torch.nn.Linear(config.width, 16, bias=False)\n"
+        "        self.post_init()\n"
+        "    def get_input_embeddings(self):\n"
+        "        return self.embed\n"
+        "    def get_output_embeddings(self):\n"
+        "        return self.head\n"
+    )
+    with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
+        shape_on_meta(config, name=str(tmp_path))
+    shape = shape_on_meta(config, name=str(tmp_path), trust_remote_code=True)
+    assert shape.params == 16 * 8 + 3 * (8 * 8 + 8) + 16 * 8
+    assert shape.num_layers == 3
