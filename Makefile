@@ -37,7 +37,7 @@ endef
 ##@ Setup
 help: ## Show this help
 	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
-	  /^[a-z]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-10s %s\n", name, $$0}' Makefile
+	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-18s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
@@ -50,8 +50,10 @@ resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that ru
 	@$(PROGRAM) resume
 
 ##@ Plan
-plan: setup ## Predict memory and choose batch and accumulation for CONFIG (HARDWARE=2xH200, JSON=1, OUT=FILE)
+plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
 	@$(PROGRAM) plan
+memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FILE.csv OUT=score.json)
+	@$(PROGRAM) memory-model-score
 
 ##@ Develop
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
@@ -67,6 +69,8 @@ generate: setup ## Renew generated files: configs/reference.yaml, configs/run.sc
 	@$(PROGRAM) generate
 benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a CPU)
 	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
+benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
+	@$(PATHS) && exec "$(PY)" benchmarks/speed.py
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -77,6 +81,11 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: RUN=NAME                the run that resume continues
 #: HARDWARE=2xH200         plan for this machine instead of the present one
 #: JSON=1  OUT=FILE        plan: print one JSON object; write it to FILE
+#: TRACE=1                 plan: confirm the choice by tracing the step (no GPU needed)
+#: WHATIF='a.b=1,2 c=x,y'  plan: the plan of every combination
+#: MAX=seq_len             plan: the largest that fits (seq_len, batch or model)
+#: PRICE=2.5               plan: money per GPU-hour
+#: PEAKS=FILE              memory-model-score: CSV of measured peaks
 #: TESTS='ARGUMENTS'       arguments for pytest
 #: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
@@ -88,4 +97,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume plan test lint format generate benchmark clean
+.PHONY: help setup lock train resume plan memory-model-score test lint format generate benchmark benchmark-speed clean

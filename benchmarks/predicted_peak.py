@@ -1,101 +1,362 @@
-"""Predicted against measured peak memory and speed of real runs, one row at a time.
+"""Predicted against measured peak memory and speed of real training steps, one row at a time.
 
-    make benchmark OUT=peaks.json             # on a GPU: 0.5B and 3B shapes
-    make benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape
+    make benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; goes on where it stopped
+    make benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
 
-Weights are random, made from the published shapes; nothing is downloaded. Each run is `sft-play train` in a process
-of its own. Rows that the file already holds are not run again.
+Every row is predicted first, by the closed form and by the trace, and written; then it is measured in a process of
+its own with this toolkit's trainer on random weights of the published shapes, and written again. Nothing is
+downloaded. `auto` rows take the micro-batch that the plan chooses, and must not run out of memory; rows with twice
+that size, where the plan said that it does not fit, show whether the plan was too shy.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
-import subprocess
+import statistics
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.facts.hardware import detect
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.runs import versions, write_json
-from sft_play.train.starter_base import make_tokenizer
+from sft_play.plan.plan import Plan, make_plan
+from sft_play.runs import RunFolder, versions, write_json
 
-ROOT = Path(__file__).resolve().parent.parent
-LARGE = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B")
+LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
-MODES = ("qlora", "lora", "full")
-LENGTHS = (512, 2048)
 STEPS = 3
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "and",
-    "runs",
-    "into",
-    "the",
-    "dark",
-    "forest",
-    "again",
-]
+ROW_LIMIT_S = 300
+WORDS = "the quick brown fox jumps over the lazy dog and runs into the dark forest again".split()  # noqa: SIM905
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """A folder with a model of this shape, random weights, and a small tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One setting: `micro_batch` 0 leaves it to the plan, -1 takes twice what the plan chose."""
 
-    path = folder / name.replace("/", "--")
+    model: str
+    mode: str
+    seq_len: int
+    micro_batch: int
+    checkpointing: bool | str
+    loss: str = "chunked"
+
+    @property
+    def name(self) -> str:
+        """The row's name in the results."""
+        size = {0: "auto", -1: "twice-auto"}.get(self.micro_batch, str(self.micro_batch))
+        return f"{self.model} {self.mode} {size}x{self.seq_len} checkpointing={self.checkpointing} {self.loss}"
+
+
+def grid(small: bool) -> list[Row]:
+    """The fixed list of rows."""
+    if small:
+        rows = [Row(SMALL[0], mode, 128, 4, on) for mode in ("qlora", "lora", "full") for on in (True, False)]
+        return [*rows, Row(SMALL[0], "qlora", 128, 0, "auto"), Row(SMALL[0], "lora", 64, 2, True, "logits")]
+    rows = []
+    for model, mode in itertools.product(LARGE, ("qlora", "lora", "full")):
+        if model == LARGE[3] and mode == "full":
+            continue  # 27 billion weights, gradients and states need more than one GPU
+        for seq_len, micro, on in ((512, 4, True), (2048, 1, False), (2048, 4, True), (8192, 1, True)):
+            if model == LARGE[3] and not on:
+                continue
+            rows.append(Row(model, mode, seq_len, micro, on))
+        rows += [Row(model, mode, 2048, 0, "auto"), Row(model, mode, 2048, -1, "auto")]
+    rows += [Row(model, "qlora", 512, 16, True) for model in LARGE[:3]]
+    return rows + [Row(model, mode, 2048, 2, True, "logits") for model in LARGE[:3] for mode in ("lora", "full")]
+
+
+def model_folder(name: str, scratch: Path) -> Path:
+    """A folder with the model's config.json and a small tokenizer, without weights."""
+    from sft_play.train.starter_base import make_tokenizer
+
+    path = scratch / name.replace("/", "--")
     if not path.exists():
-        config = AutoConfig.for_model(**KNOWN_MODELS[name].config)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(KNOWN_MODELS[name].config), encoding="utf-8")
         make_tokenizer([" ".join(WORDS)] * 50).save_pretrained(path)
     return path
 
 
-def measure(model: Path, folder: Path, mode: str, length: int) -> dict[str, Any]:
-    """Predicted and measured peak in bytes and tokens per second of one run of full-length rows."""
-    text = folder / "text.txt"
-    text.write_text(" ".join(itertools.islice(itertools.cycle(WORDS), 400_000)), encoding="utf-8")
-    name = f"{model.name}-{mode}-{length}"
-    config = folder / "run.yaml"
-    config.write_text(
-        f"model: {{name: {model}, max_seq_len: {length}}}\ntask_mode: cpt\ntuning: {{mode: {mode}}}\n"
-        f"data: {{train_path: {text}, val_path: null, test_path: null}}\n"
-        f"train: {{max_steps: {STEPS}, effective_batch_size: 8, report_to: []}}\neval: {{steps: 0}}\n"
-        f"output: {{dir: {folder}/outputs, name: {name}, if_exists: replace}}\n",
-        encoding="utf-8",
+def config_of(row: Row, scratch: Path, micro_batch: int) -> RunConfig:
+    """The run that a row stands for: packed rows of full length, no evaluation."""
+    batch = f"batch_size: {micro_batch}, effective_batch_size: {2 * micro_batch}, " if micro_batch else ""
+    return config_from_text(
+        f"model: {{name: {model_folder(row.model, scratch)}, max_seq_len: {row.seq_len}}}\ntask_mode: cpt\n"
+        f"tuning: {{mode: {row.mode}}}\ndata: {{val_path: null, test_path: null}}\n"
+        f"train: {{{batch}max_steps: {STEPS}, report_to: [], save_steps: 1000, "
+        f"gradient_checkpointing: {str(row.checkpointing).lower()}}}\neval: {{steps: 0}}\n",
+        name="row",
     )
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
-    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if answer.returncode:
-        return {"error": (answer.stdout + answer.stderr).strip().splitlines()[-1], "exit": answer.returncode}
-    summary = json.loads((folder / "outputs" / name / "summary.json").read_text())
-    return {"peak_bytes": summary["peak_bytes"], "tokens_per_s": summary["tokens_per_s"]}
 
 
-def ratios(runs: dict[str, Any]) -> dict[str, float]:
-    """Predicted over measured peak of each run that has both: allocated on a GPU, resident memory on a CPU."""
-    found = {}
-    for name, run in runs.items():
-        peak = run.get("peak_bytes", {})
-        kind = "allocated" if peak.get("measured_allocated") else "reserved"
-        measured = peak.get("measured_allocated") or peak.get("measured_rss")
-        if measured:
-            found[name] = round(peak[f"predicted_{kind}"] / measured, 4)
+def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Plan]:
+    """The row's config and plan."""
+    micro = row.micro_batch
+    if micro < 0:
+        micro = 2 * planned(dataclasses.replace(row, micro_batch=0), scratch, hardware)[1].batch.micro_batch
+    config = config_of(row, scratch, micro)
+    shape = shape_of(config.model.name)
+    return config, make_plan(config, shape, hardware, only=("single",), has_eval=False, with_ways_out=False)
+
+
+def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
+    """What closed form and trace say of the row, in bytes."""
+    from sft_play.facts.architecture import config_json
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.settings import TraceUnavailable
+    from sft_play.trace.step import cached_trace
+
+    config, plan = planned(row, scratch, hardware)
+    found: dict[str, Any] = {
+        "micro_batch": plan.batch.micro_batch,
+        "grad_accum": plan.batch.grad_accum,
+        "checkpointed_layers": plan.checkpointed_layers,
+        "fits": plan.fits,
+        "allocated": plan.memory.allocated,
+        "reserved": plan.memory.reserved,
+        "required": plan.memory.required,
+        "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
+    }
+    if not hardware.gpus:
+        return found
+    settings = settings_of(config, config_json(config.model.name), plan.precision, plan.choice)
+    settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "logits")
+    try:
+        traced = cached_trace(settings)
+    except TraceUnavailable as error:
+        return {**found, "trace": str(error)}
+    return {**found, "traced_allocated": traced.allocated, "traced_reserved": traced.reserved}
+
+
+def random_model(config: RunConfig, plan: Plan, blueprint: Any) -> Any:
+    """The model on the run's device with random weights, quantised where the mode says so."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.train.model import DTYPES, keep_4bit_trainable
+
+    device = torch.device(plan.hardware.device)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            blueprint.hf_config, dtype=DTYPES[plan.precision.load], attn_implementation=blueprint.attention.name
+        )
+    if config.tuning.mode == "qlora":
+        quantise(model, config, plan)
+    keep_4bit_trainable(model)
+    model.config.use_cache = False
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return model
+
+
+def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
+    """Every linear layer but the head in NF4, one at a time, marked as transformers marks it."""
+    import bitsandbytes as bnb
+    from torch import nn
+    from transformers.quantizers import AutoHfQuantizer
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    from sft_play.train.model import DTYPES, quantization
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or child is head:
+                continue
+            new = bnb.nn.Linear4bit(
+                child.in_features, child.out_features, child.bias is not None, device="meta",
+                compute_dtype=DTYPES[plan.precision.compute], quant_type="nf4",
+            )  # fmt: skip
+            weight = child.weight.data
+            new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=new).to(weight.device)
+            new.bias = child.bias
+            setattr(module, name, new)
+    model.requires_grad_(False)
+    model.is_loaded_in_4bit, model.is_quantized = True, True
+    model.quantization_method = QuantizationMethod.BITS_AND_BYTES
+    model.hf_quantizer = AutoHfQuantizer.from_config(quantization(plan.precision), pre_quantized=False)
+
+
+def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
+    """Peak bytes and tokens per second of the row's steps; an out-of-memory error is a result."""
+    import torch
+
+    from sft_play.train.model import draw_blueprint
+    from sft_play.train.tokenizer import load_tokenizer
+
+    config, plan = planned(row, scratch, hardware)
+    tokenizer = load_tokenizer(config)
+    blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
+    on_gpu = bool(hardware.gpus)
+    try:
+        model = random_model(config, plan, blueprint)
+        seconds, counted = steps_of(row, config, plan, blueprint, model, tokenizer.tokenizer)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).splitlines()[0]}
+    tokens = counted * plan.batch.effective_batch * row.seq_len
+    found: dict[str, Any] = {"tokens_per_s": round(tokens / seconds, 1)}
+    if on_gpu:
+        free, total = torch.cuda.mem_get_info()
+        found["allocated"] = torch.cuda.max_memory_allocated()
+        found["reserved"] = torch.cuda.max_memory_reserved()
+        found["outside_allocator"] = total - free - torch.cuda.memory_reserved()
     return found
+
+
+def steps_of(row: Row, config: RunConfig, plan: Plan, blueprint: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
+    """Runs the steps; returns the seconds and number of those after the first."""
+    if row.loss == "logits":
+        return plain_loop(config, plan, blueprint, model)
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import SaveStrategy
+
+    from sft_play.data.dataset import Report, Split
+    from sft_play.data.render import TokenRow
+    from sft_play.train.trainer import build_trainer
+
+    times: list[float] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            settle()
+            times.append(time.perf_counter())
+
+    ids = [7 + index % 50 for index in range(row.seq_len)]
+    rows = [TokenRow("random", list(ids), list(ids)) for _ in range(plan.batch.effective_batch * STEPS)]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(
+            config,
+            plan,
+            RunFolder(Path(folder) / "run"),
+            model=model,
+            tokenizer=tokenizer,
+            peft_config=blueprint.peft_config,
+            train=Split(tuple(rows), Report("random", "text")),
+            evaluation=None,
+            callbacks=[Watch()],
+        )
+        trainer.args.save_strategy = SaveStrategy.NO  # the last step would write gigabytes
+        reset_peak()
+        trainer.train()
+    return times[-1] - times[0], len(times) - 1
+
+
+def plain_loop(config: RunConfig, plan: Plan, blueprint: Any, model: Any) -> tuple[float, int]:
+    """The same step with the model's own loss over whole logits."""
+    import torch
+    from peft import get_peft_model
+
+    from sft_play.train.trainer import checkpoint_first_layers
+
+    device = next(model.parameters()).device
+    if config.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_first_layers(model, plan.checkpointed_layers)
+    if blueprint.peft_config is not None:
+        model.enable_input_require_grads()
+        model = get_peft_model(model, blueprint.peft_config)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    ids = torch.full((plan.batch.micro_batch, plan.max_seq_len), 7, device=device)
+    half = plan.precision.compute != "float32"
+    reset_peak()
+    times = []
+    for _ in range(STEPS):
+        for _ in range(plan.batch.grad_accum):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+                loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False).loss
+            (loss / plan.batch.grad_accum).backward()
+            del loss
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        settle()
+        times.append(time.perf_counter())
+    return times[-1] - times[0], len(times) - 1
+
+
+def settle() -> None:
+    """Wait until the GPU is done."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    """Count from here."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def in_child(work: Any, *args: Any) -> dict[str, Any]:
+    """Runs `work` in a forked process, so that no row leaves memory to the next; what breaks is an `error`."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            answer = work(*args)
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:300], "where": traceback.format_exc()[-600:]}
+        with os.fdopen(write, "w") as pipe:
+            pipe.write(json.dumps(answer))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(text) if text else {"error": f"the process ended with status {status}"}
+
+
+def ratios(runs: dict[str, Any]) -> dict[str, Any]:
+    """Predicted over measured for each row that has both, and their spread."""
+    found: dict[str, Any] = {}
+    for name, run in runs.items():
+        measured, predicted = run.get("measured", {}), run.get("predicted", {})
+        for kind in ("allocated", "reserved", "tokens_per_s"):
+            for label, key in ((kind, kind), (f"traced_{kind}", f"traced_{kind}")):
+                if measured.get(kind) and predicted.get(key):
+                    found.setdefault(label, {})[name] = round(predicted[key] / measured[kind], 4)
+    spread = {
+        label: {
+            "median": statistics.median(values.values()),
+            "least": min(values.values()),
+            "most": max(values.values()),
+        }
+        for label, values in found.items()
+    }
+    return {"spread": spread, **found}
+
+
+def write(path: Path, hardware: Hardware, runs: dict[str, Any]) -> None:
+    """The results so far."""
+    report = {"machine": hardware.as_json(), "versions": versions(), "runs": runs, "ratios": ratios(runs)}
+    write_json(path, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
+
+
+def tasks(rows: list[Row], runs: dict[str, Any]) -> Iterator[tuple[Row, str]]:
+    """Predictions first, then measurements, of what is missing."""
+    for kind in ("predicted", "measured"):
+        for row in rows:
+            if kind not in runs.get(row.name, {}):
+                yield row, kind
 
 
 def main() -> int:
@@ -104,18 +365,21 @@ def main() -> int:
     words.add_argument("--small", action="store_true", default=bool(os.environ.get("SMALL")), help="2M shape only")
     words.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
     given = words.parse_args()
-    done = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    hardware = detect().first(1)
+    import sft_play.trace.step
+    import sft_play.train.trainer  # noqa: F401  (imported once, before the forks)
+
     with tempfile.TemporaryDirectory() as scratch:
-        for name in SMALL if given.small else LARGE:
-            model = make_model(name, Path(scratch))
-            for mode, length in itertools.product(MODES, LENGTHS):
-                row = f"{name} {mode} {length}"
-                if row in done:
-                    continue
-                done[row] = measure(model, Path(scratch), mode, length)
-                sys.stdout.write(f"{row}: {json.dumps(done[row])}\n")
-                report = {"machine": detect().as_json(), "versions": versions(), "runs": done, "ratios": ratios(done)}
-                write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
+        for row, kind in tasks(grid(given.small), runs):
+            if kind == "measured" and row.micro_batch < 0 and runs[row.name]["predicted"].get("fits", True):
+                continue  # the plan said that it fits: nothing to learn of its shyness
+            model_folder(row.model, Path(scratch))
+            answer = in_child(predict if kind == "predicted" else measure, row, Path(scratch), hardware)
+            runs.setdefault(row.name, {})[kind] = answer
+            sys.stdout.write(f"{kind} {row.name}: {json.dumps(answer)}\n")
+            sys.stdout.flush()
+            write(given.out, hardware, runs)
     return 0
 
 

@@ -7,20 +7,36 @@ import dataclasses
 import difflib
 import json
 import logging
+import math
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
+from sft_play.data.size import rough_size
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
-from sft_play.facts.architecture import hub_answers, local_folder, shape_of
+from sft_play.facts.architecture import (
+    ModelShape,
+    UnknownArchitecture,
+    config_json,
+    hub_answers,
+    local_folder,
+    shape_of,
+)
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.log import escape_control, redact, set_up_logging, start_log_buffer
-from sft_play.plan.plan import Plan, batch_lines, detected_lines, make_plan, require_fit
+from sft_play.plan import record, show
+from sft_play.plan.candidates import Candidate
+from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
+from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, require_fit
+from sft_play.plan.precision import choose_precision
+from sft_play.plan.whatif import Largest, Question, grid, question
 from sft_play.runs import RunFolder
 from sft_play.starter.names import BASE_NAME, CONFIG
 
@@ -30,7 +46,8 @@ EXIT_INTERRUPTED = Interrupted.exit_code
 COMMANDS = {
     "train": "fine-tune the model of a run YAML",
     "resume": "go on with the newest unfinished run of a config, or with RUN",
-    "plan": "predict memory and choose the batch, before anything loads",
+    "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
+    "memory-model-score": "score the memory model on measured peaks that others published",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -56,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--run", help="name of the run to resume (make: RUN)")
     made.add_argument("--json", action="store_true", default=None, help="print one JSON object and nothing else")
     made.add_argument("--out", help="write the JSON to this file too (make: OUT)")
+    made.add_argument(
+        "--trace", action="store_true", default=None, help="plan: confirm the choice by a trace (TRACE=1)"
+    )
+    made.add_argument("--whatif", help="plan: a grid, such as model.max_seq_len=2048,4096 (make: WHATIF)")
+    made.add_argument("--max", help="plan: find the largest seq_len, batch or model that fits (make: MAX)")
+    made.add_argument("--price", help="plan: money per GPU-hour (make: PRICE)")
+    made.add_argument("--peaks", help="memory-model-score: CSV of measured peaks (make: PEAKS)")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return made
 
@@ -71,6 +95,11 @@ class Request:
     run: str | None
     json: bool
     out: Path | None
+    trace: bool = False
+    whatif: tuple[tuple[str, ...], ...] = ()
+    max: Question | None = None
+    price: float | None = None
+    peaks: Path | None = None
 
 
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -93,7 +122,25 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         run=value(given.run, "RUN"),
         json=bool(given.json) or environment.get("JSON", "") not in ("", "0"),
         out=Path(out) if out else None,
+        trace=bool(given.trace) or environment.get("TRACE", "") not in ("", "0"),
+        whatif=tuple(grid(split_overrides(cells))) if (cells := value(given.whatif, "WHATIF")) else (),
+        max=question(largest) if (largest := value(given.max, "MAX")) else None,
+        price=_price(value(given.price, "PRICE")),
+        peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
     )
+
+
+def _price(text: str | None) -> float | None:
+    """Money per GPU-hour; raises ConfigError for what is no number of at least 0."""
+    if text is None:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise ConfigError(f"PRICE={escape_control(text)} is not the money of a GPU-hour, such as PRICE=2.5")
+    return price
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -125,31 +172,146 @@ def _tell(command: str, error: SftPlayError) -> None:
 
 def _plan(request: Request) -> int:
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware = named(request.hardware) if request.hardware else detect()
-    plan = _make_plan(loaded.config, hardware, ranks=max(1, len(hardware.gpus)))
+    hardware = _machine(request)
+    plan = _plan_for(loaded.config, hardware, trace=request.trace)
+    answer = plan.as_json()
+    cells = [(cell, _cell(request, cell, hardware)) for cell in request.whatif]
+    if cells:
+        answer["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
+    largest = _largest(request.max, loaded.config, hardware) if request.max else None
+    if largest is not None:
+        answer["max"] = dataclasses.asdict(largest)
     if request.out is not None:
-        _write_out(request.out, plan)
+        _write_out(request.out, answer)
     if request.json:
-        sys.stdout.write(json.dumps(plan.as_json()) + "\n")
-    else:
-        for line in [*detected_lines(hardware), *batch_lines(plan, loaded.config)]:
-            logger.info("%s", line)
-        require_fit(plan, loaded.config)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        return 0 if plan.fits else DoesNotFit.exit_code
+    for line in show.plan_lines(plan, loaded.config, command=_launch_command(plan, loaded)):
+        logger.info("%s", line)
+    for line in [*show.grid_lines(cells), *([show.largest_line(largest)] if largest else [])]:
+        logger.info("%s", line)
+    require_fit(plan, loaded.config)
     return 0 if plan.fits else DoesNotFit.exit_code
 
 
-def _write_out(path: Path, plan: Plan) -> None:
-    """The plan's JSON in a file of its own; raises ConfigError where it cannot be written."""
+def _machine(request: Request) -> Hardware:
+    """The machine to plan for, with the price that was given."""
+    hardware = named(request.hardware) if request.hardware else detect()
+    return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+
+
+def _cell(request: Request, cell: tuple[str, ...], hardware: Hardware) -> Plan:
+    """The plan of one cell of a grid."""
+    config = load_config(request.config, overrides=(*request.overrides, *cell)).config
+    return _plan_for(config, hardware, trace=False)
+
+
+def _largest(what: Question, config: RunConfig, hardware: Hardware) -> Largest:
+    from sft_play.plan.largest import largest_that_fits
+
+    return largest_that_fits(what, config, _shape(config), hardware, has_eval=_has_eval(config))
+
+
+def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:
+    """How to start what was planned; a layout that cannot be launched says so."""
+    words = ["make", "train", f"CONFIG={loaded.path}"]
+    if loaded.overrides:
+        words.append(f"SET={shlex.join(loaded.overrides)}")
+    command = shlex.join(words)
+    if plan.layout in BUILT:
+        return command
+    return f"{command} (on one GPU: this version does not launch {plan.layout})"
+
+
+def _memory_model_score(request: Request) -> int:
+    if request.peaks is None:
+        raise ConfigError("PEAKS= names no file; give the CSV of measured peaks: make memory-model-score PEAKS=FILE")
+    from sft_play.trace.score import score
+
+    report = score(request.peaks, out=request.out)
+    if request.json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        for line in report.table_lines():
+            logger.info("%s", line)
+    return 0
+
+
+def _write_out(path: Path, answer: object) -> None:
+    """JSON in a file of its own; raises ConfigError where it cannot be written."""
     try:
-        runs.write_json(path, plan.as_json())
+        runs.write_json(path, answer)
     except OSError as error:
         raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 
 
-def _make_plan(config: RunConfig, hardware: Hardware, *, ranks: int = 1) -> Plan:
+def _shape(config: RunConfig) -> ModelShape:
+    """The model's shapes; those of a class that the tables do not know are measured on the meta device."""
     model = config.model
-    shape = shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    return make_plan(config, shape, hardware, ranks=ranks)
+    try:
+        return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except UnknownArchitecture as error:
+        logger.info("%s; building it without memory to measure it", error)
+        from sft_play.trace.meta_shape import shape_on_meta
+
+        return shape_on_meta(
+            config_json(model.name, revision=model.revision),
+            name=model.name,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+def _has_eval(config: RunConfig) -> bool:
+    """Whether evaluation batches run beside the training."""
+    data = config.data
+    return data.val_path is not None or data.test_path is not None or data.val_fraction > 0
+
+
+def _plan_for(
+    config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES, trace: bool = False
+) -> Plan:
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
+    shape = _shape(config)
+    return make_plan(
+        config,
+        shape,
+        hardware,
+        only=only,
+        has_eval=_has_eval(config),
+        confirm=_tracer(config, hardware) if trace else None,
+        earlier=[] if hardware.named else record.load(),
+        work=_work(config),
+    )
+
+
+def _tracer(config: RunConfig, hardware: Hardware) -> Confirm:
+    """Traces candidates of this config; the libraries are imported at the first one."""
+
+    def confirm(candidate: Candidate) -> Traced:
+        from sft_play.trace.confirm import trace_candidate
+
+        model = config_json(config.model.name, revision=config.model.revision)
+        return trace_candidate(config, model, choose_precision(config, hardware), candidate)
+
+    return confirm
+
+
+def _work(config: RunConfig) -> Callable[[int], Work | None]:
+    """How many steps and tokens a run has, by the size of its file."""
+
+    def work(effective: int) -> Work | None:
+        text = config.task_mode == "cpt"
+        size = rough_size(config.data, text_wanted=text)
+        steps = config.train.max_steps
+        if size is None:
+            return Work(steps, None) if steps else None
+        rows = max(1, size.tokens // config.model.max_seq_len) if text else size.rows
+        per_epoch = math.ceil(rows / effective)
+        steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
+        tokens = min(size.tokens, rows * config.model.max_seq_len)
+        return Work(steps, int(tokens * steps / per_epoch))
+
+    return work
 
 
 def _train(request: Request) -> int:
@@ -196,13 +358,15 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
 
 def _start(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
     buffer = start_log_buffer()
-    hardware = _one_gpu(detect())
+    whole = detect()
+    hardware = _one_gpu(whole)
     planned = _as_started(loaded.config, folder) if resume else loaded.config
-    plan = _make_plan(planned, hardware)
+    plan = _plan_for(planned, hardware, only=BUILT, trace=planned.plan.trace and bool(hardware.gpus))
+    _say_what_all_would_do(planned, whole, plan)
     require_fit(plan, planned)
     from sft_play.data.files import data_paths
 
-    for line in batch_lines(plan, planned):
+    for line in [show.choice_line(plan), *show.batch_lines(plan, planned)]:
         logger.info("%s", line)
     if not plan.fits:
         logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
@@ -212,8 +376,48 @@ def _start(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
     _offline_without_hub(loaded.config.model.name)
     from sft_play.train.run import Job, run
 
-    run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
+    summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
+    _remember(planned, plan, summary)
     return 0
+
+
+def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
+    """Says which layout the plan would take on all GPUs, where this command uses one of several."""
+    if len(whole.gpus) < 2 or config.train.effective_batch_size % len(whole.gpus):
+        return
+    try:
+        all_of_them = _plan_for(config, whole)
+    except SftPlayError:
+        return
+    if all_of_them.fits:
+        logger.info("On all %d GPUs the plan would take %s, which this version does not launch; this run is %s",
+                    len(whole.gpus), all_of_them.layout, plan.layout)  # fmt: skip
+
+
+def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
+    """Keep what the run measured beside what was predicted, for later plans on this machine."""
+    peak, gpus = summary["peak_bytes"], plan.hardware.gpus
+    reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
+    if not reserved or not summary["tokens_per_s"]:
+        return
+    record.add(
+        record.Measured(
+            device=gpus[0].name if gpus else "cpu",
+            mode=config.tuning.mode,
+            layout=plan.layout,
+            model=config.model.name,
+            micro_batch=plan.batch.micro_batch,
+            seq_len=plan.max_seq_len,
+            predicted_allocated=plan.memory.allocated,
+            measured_allocated=peak["measured_allocated"] or 0,
+            predicted_reserved=plan.memory.reserved,
+            measured_reserved=reserved,
+            predicted_tokens_per_s=plan.speed.tokens_per_s,
+            measured_tokens_per_s=summary["tokens_per_s"],
+            versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+    )
 
 
 def _offline_without_hub(name: str) -> None:
@@ -228,7 +432,7 @@ def _one_gpu(hardware: Hardware) -> Hardware:
 
     Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
     """
-    for line in detected_lines(hardware):
+    for line in show.detected_lines(hardware):
         logger.info("%s", line)
     if len(hardware.gpus) < 2:
         return hardware
@@ -268,4 +472,10 @@ def _generate(request: Request) -> int:
     return 0
 
 
-_COMMANDS = {"train": _train, "resume": _resume, "plan": _plan, "generate": _generate}
+_COMMANDS = {
+    "train": _train,
+    "resume": _resume,
+    "plan": _plan,
+    "memory-model-score": _memory_model_score,
+    "generate": _generate,
+}

@@ -24,7 +24,7 @@ GIB = 2**30
     ("words", "message"),
     [
         (["trian"], "did you mean train?"),
-        (["dance"], "there are: train, resume, plan, generate"),
+        (["dance"], "there are: train, resume, plan, memory-model-score, generate"),
         ([], "the following arguments are required: command"),
         (["plan", "--confg", "x"], "unrecognized arguments: --confg x"),
         (["plan", "--config"], "expected one argument"),

@@ -294,7 +294,7 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
         assert file.stem == "run_starter"
         return
     machine = named(hardware[1])
-    plan = make_plan(config, shape_of(config.model.name), machine, ranks=len(machine.gpus))
+    plan = make_plan(config, shape_of(config.model.name), machine)
     assert plan.fits
     stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
     assert stated is not None

@@ -161,6 +161,16 @@ def decision(config: RunConfig) -> Any:
     return runs.new_folder(config.output, config_path=Path("run.yaml")).path
 
 
+def traced(config: RunConfig) -> Any:
+    """What asking for a trace on a CPU answers."""
+    from sft_play.plan.precision import choose_precision
+    from sft_play.trace.confirm import trace_candidate
+
+    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
+    made = make_plan(config, shape_of(config.model.name), machine)
+    return trace_candidate(config, {}, choose_precision(config, machine), made.choice)
+
+
 PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
     # leaf: (what is looked at, overrides before, overrides after)
     "model.name": (loading, [], ["model.name=WORLD"]),
@@ -220,7 +230,8 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
     "train.optim": (arguments, [], ["train.optim=adafactor"]),
     "train.bf16": (plan, [], ["train.bf16=false"]),
     "train.fp16": (plan, [], ["train.fp16=true"]),
-    "train.gradient_checkpointing": (arguments, [], ["train.gradient_checkpointing=false"]),
+    "plan.trace": (traced, [], ["plan.trace=false"]),
+    "train.gradient_checkpointing": (arguments, [], ["train.gradient_checkpointing=true"]),
     "train.logging_steps": (arguments, [], ["train.logging_steps=9"]),
     "train.save_steps": (arguments, [], ["train.save_steps=9"]),
     "train.save_total_limit": (trainer, [], ["train.save_total_limit=9"]),

@@ -187,8 +187,9 @@ class TrainConfig(Section):
     fp16: bool = leaf(False, owner="plan.precision")
     """Compute in float16 with loss scaling."""
 
-    gradient_checkpointing: bool = leaf(True, owner="train.trainer")
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Literal["auto"] | bool | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.candidates")
+    """Recompute activations in the backward pass: less memory, about a third more time. A number does it for the
+    first so many layers; auto takes what the plan finds fastest among what fits."""
 
     logging_steps: int = leaf(1, owner="train.trainer", ge=1)
     """Steps between two lines of metrics."""
@@ -242,6 +243,14 @@ class EvalConfig(Section):
     """Evaluate before the first step too, so that the gain can be seen."""
 
 
+class PlanConfig(Section):
+    """How the plan is made sure of."""
+
+    trace: bool = leaf(True, owner="trace.confirm")
+    """On a GPU, trace the planned step on tensors without memory before weights are loaded; what the trace finds
+    counts where it is more than predicted."""
+
+
 class OutputConfig(Section):
     """Where the run is written."""
 
@@ -275,6 +284,9 @@ class RunConfig(Section):
 
     eval: EvalConfig = EvalConfig()
     """How it is judged while it trains."""
+
+    plan: PlanConfig = PlanConfig()
+    """How the plan is made sure of."""
 
     output: OutputConfig = OutputConfig()
     """Where the run is written."""

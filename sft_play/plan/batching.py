@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
 
-Fits = Callable[[int, int], bool]
-"""Whether a micro-batch (sequences) with an accumulation (passes) fits the memory."""
-
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences per GPU and pass, passes per step, ranks, their product, and how it was chosen."""
+    """Sequences per GPU and pass, passes per step, data-parallel ranks, and their product."""
 
     micro_batch: int
     grad_accum: int
     ranks: int
-    reason: str
 
     @property
     def effective_batch(self) -> int:
@@ -34,42 +29,31 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // part for part in small)})
 
 
-def plan_batch(train: TrainConfig, *, ranks: int, micro_limit: int, fits: Fits) -> BatchPlan | None:
-    """The batch arithmetic of a run, or None when no micro-batch that was left open fits.
-
-    `micro_limit` is the largest micro-batch worth having (enough tokens to keep the GPU busy).
+def splits(train: TrainConfig, *, ranks: int) -> list[BatchPlan]:
+    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first.
 
     Raises:
         ConfigError: the numbers that were given do not multiply to the effective batch.
     """
     per_rank = _per_rank(train, ranks)
     if train.batch_size != "auto":
-        micro = train.batch_size
-        return BatchPlan(micro, per_rank // micro, ranks, _given(train, ranks, micro, per_rank // micro))
-    if train.grad_accum != "auto":
-        micro = per_rank // train.grad_accum
-        return BatchPlan(micro, train.grad_accum, ranks, _given(train, ranks, micro, train.grad_accum))
-    return _largest(train.effective_batch_size, per_rank, ranks, micro_limit, fits)
+        sizes = [train.batch_size]
+    elif train.grad_accum != "auto":
+        sizes = [per_rank // train.grad_accum]
+    else:
+        sizes = divisors(per_rank)
+    return [BatchPlan(size, per_rank // size, ranks) for size in sizes]
 
 
-def _largest(effective: int, per_rank: int, ranks: int, micro_limit: int, fits: Fits) -> BatchPlan | None:
-    choices = divisors(per_rank)
-    fitting = [micro for micro in choices if fits(micro, per_rank // micro)]
-    if not fitting:
-        return None
-    worth = [micro for micro in fitting if micro <= micro_limit] or fitting[:1]
-    micro = worth[-1]
-    accum = per_rank // micro
-    why = f"{fitting[-1]} fit" if fitting[-1] != choices[-1] else f"all {fitting[-1]} fit"
-    if fitting[-1] > micro:
-        why += f", {micro_limit} keep the device busy"
-    reason = f"{why}, {micro} divides {per_rank}: micro {micro} x accum {accum} x {ranks} ranks = {effective}"
-    return BatchPlan(micro, accum, ranks, reason)
-
-
-def _given(train: TrainConfig, ranks: int, micro: int, accum: int) -> str:
-    given = "train.batch_size" if train.batch_size != "auto" else "train.grad_accum"
-    return f"{given} is given: micro {micro} x accum {accum} x {ranks} ranks = {train.effective_batch_size}"
+def arithmetic(train: TrainConfig, batch: BatchPlan) -> str:
+    """The product, with what was given."""
+    product = f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks = {batch.effective_batch}"
+    given = [
+        name
+        for name, value in (("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum))
+        if value != "auto"
+    ]
+    return f"{product} ({' and '.join(given)} {'are' if len(given) > 1 else 'is'} given)" if given else product
 
 
 def _per_rank(train: TrainConfig, ranks: int) -> int:

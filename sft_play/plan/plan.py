@@ -1,9 +1,10 @@
-"""The plan of a run: precision, batch, predicted peak, and the reasons, before anything loads."""
+"""The plan of a run: layout, precision, batch, predicted peak and speed, and the reasons, before anything loads."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,171 +12,357 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
-from sft_play.plan.batching import BatchPlan, divisors, plan_batch
-from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
-from sft_play.plan.precision import SHORT, Precision, choose_precision
+from sft_play.plan import record
+from sft_play.plan.batching import BatchPlan, arithmetic
+from sft_play.plan.candidates import (
+    AttentionName,
+    Candidate,
+    Job,
+    choose,
+    eval_batch,
+    host_need,
+    least,
+    shown,
+    weigh,
+)
+from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for
+from sft_play.plan.memory import GIB, MemoryEstimate
+from sft_play.plan.precision import Precision, choose_precision
+from sft_play.plan.throughput import Speed, rates_of, utilisation
 
-BUSY_TOKENS = ((20_000_000_000, 8_192), (3_000_000_000, 16_384), (0, 32_768))
-"""Tokens per pass that keep a GPU busy, by the model's least parameters: published speeds at 7-8B reach 96 to 99%
-of their plateau with 16k tokens (fms-acceleration, one A100); larger models need fewer."""
+TRACE_TOLERANCE = 0.03
+"""Difference of closed form and trace from which the plan says so, and takes the larger."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A micro-batch and accumulation that was weighed; `rejected_because` is None for the chosen one."""
+class Traced:
+    """What a trace of the chosen step found: bytes of one rank. `unavailable` says why there is none."""
 
-    layout: str
-    batch: BatchPlan
-    memory: MemoryEstimate
-    fits: bool
-    rejected_because: str | None
+    allocated: int = 0
+    reserved: int = 0
+    unavailable: str | None = None
 
-    def as_json(self, budget: int) -> dict[str, Any]:
-        """The plan's fields for this candidate."""
-        return {
-            "fits": self.fits,
-            "layout": self.layout,
-            "rejected_because": self.rejected_because,
-            **_batch_json(self.batch),
-            "peak_bytes": _peak_json(self.memory, budget),
-        }
+
+Confirm = Callable[[Candidate], Traced]
+"""Traces a candidate's step."""
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """A change of the run YAML that would need less memory: bytes that must be free, of one rank."""
+    """A change that would need less memory, or more of it to be there. Bytes are those of one rank.
+
+    `setting` is what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
+    """
 
     change: str
+    allocated: int
     required: int
+    fits: bool
+    setting: str | None = None
+    hardware: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much there is to train: optimizer steps, and tokens without padding as far as the file's size tells."""
+
+    steps: int
+    tokens: int | None
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a run will do. Bytes are per rank; `max_seq_len` is what the model's positions leave of the wish.
 
-    Where nothing fits, `batch` is the smallest there is and `ways_out` says what would need less.
+    Where nothing fits, the choice is the one that needs the least and `ways_out` says what would fit.
     """
 
-    layout: str
+    choice: Candidate
     precision: Precision
-    batch: BatchPlan
     max_seq_len: int
     eval_batch: int
-    gradient_checkpointing: bool
-    memory: MemoryEstimate
     budget_bytes: int
-    fits: bool
     model_params: int
     hardware: Hardware
     reasons: tuple[str, ...]
     candidates: tuple[Candidate, ...] = ()
+    not_possible: tuple[NotPossible, ...] = ()
     ways_out: tuple[WayOut, ...] = ()
+    confirmed_by_trace: bool = False
+    speed_known: bool = False
+    mfu: float | None = None
+    work: Work | None = None
+
+    @property
+    def layout(self) -> LayoutName:
+        """The name of the layout."""
+        return self.choice.layout.name
+
+    @property
+    def batch(self) -> BatchPlan:
+        """Micro-batch, accumulation and data-parallel ranks."""
+        return self.choice.batch
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """The predicted peak of one rank."""
+        return self.choice.memory
+
+    @property
+    def speed(self) -> Speed:
+        """The predicted step."""
+        return self.choice.speed
+
+    @property
+    def fits(self) -> bool:
+        """Whether the choice fits with its margin."""
+        return self.choice.fits
+
+    @property
+    def checkpointed_layers(self) -> int:
+        """Layers whose activations are computed again in the backward pass."""
+        return self.choice.checkpointed
+
+    @property
+    def gradient_checkpointing(self) -> bool | str:
+        """True for all layers, False for none, else `selective`."""
+        return self.choice.checkpointing
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the whole run with every row at full length; None where the work or the speed is not known."""
+        return self.work.steps * self.speed.step_s / 3600 if self.work and self.speed_known else None
 
     def as_json(self) -> dict[str, Any]:
-        """The one JSON object of `plan --json` and `plan.json`: bytes as integers."""
+        """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
         return {
-            "fits": self.fits,
-            "layout": self.layout,
-            **_batch_json(self.batch),
+            **_candidate_json(self.choice, self.budget_bytes, speed_known=self.speed_known),
             "eval_batch": self.eval_batch,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "peak_bytes": _peak_json(self.memory, self.budget_bytes),
-            "tokens_per_s": None,
-            "confirmed_by_trace": False,
+            "confirmed_by_trace": self.confirmed_by_trace,
+            "mfu": self.mfu,
+            "run": self._run_json(),
             "model_params": self.model_params,
             "hardware": self.hardware.as_json(),
             "reasons": list(self.reasons),
-            "candidates": [candidate.as_json(self.budget_bytes) for candidate in self.candidates],
+            "candidates": [
+                {
+                    **_candidate_json(candidate, self.budget_bytes, speed_known=self.speed_known),
+                    "rejected_because": candidate.rejected_because,
+                }
+                for candidate in self.candidates
+            ],
+            "not_possible": [asdict(item) for item in self.not_possible],
             "ways_out": [asdict(way) for way in self.ways_out],
         }
 
+    def _run_json(self) -> dict[str, Any] | None:
+        """Time, energy and money of the whole run at full-length rows; None where the work is not known."""
+        if self.work is None:
+            return None
+        gpus = len(self.hardware.gpus)
+        hours = self.hours
+        gpu_hours = None if hours is None or not gpus else hours * gpus
+        price, watts = self.hardware.price_per_gpu_hour, _watts(self.hardware)
+        return {
+            "steps": self.work.steps,
+            "tokens": self.work.tokens,
+            "hours": hours,
+            "gpu_hours": gpu_hours,
+            "energy_kwh": None if hours is None or watts is None else hours * watts / 1000,
+            "cost": None if gpu_hours is None or price is None else gpu_hours * price,
+        }
 
-def _batch_json(batch: BatchPlan) -> dict[str, int]:
+
+def _watts(hardware: Hardware) -> float | None:
+    """The power limits of all GPUs together; None where one is not known."""
+    limits = [gpu.tdp_watts for gpu in hardware.gpus]
+    return sum(limit for limit in limits if limit) if limits and all(limits) else None
+
+
+def _candidate_json(candidate: Candidate, budget: int, *, speed_known: bool) -> dict[str, Any]:
+    memory, batch = candidate.memory, candidate.batch
     return {
-        "ranks": batch.ranks,
-        "data_parallel_ranks": batch.ranks,
+        "fits": candidate.fits,
+        "layout": candidate.layout.name,
+        "ranks": candidate.layout.ranks,
+        "data_parallel_ranks": candidate.layout.data_parallel,
+        "shard_ranks": candidate.layout.shard,
+        "tensor_parallel_ranks": candidate.layout.tensor_parallel,
         "micro_batch": batch.micro_batch,
         "grad_accum": batch.grad_accum,
         "effective_batch": batch.effective_batch,
+        "gradient_checkpointing": candidate.checkpointing,
+        "checkpointed_layers": candidate.checkpointed,
+        "loss": candidate.step.loss,
+        "peak_bytes": {
+            "allocated": memory.allocated,
+            "reserved": memory.reserved,
+            "budget": budget,
+            "margin": memory.margin,
+            "margin_reason": memory.margin_reason,
+            "outside_allocator": memory.outside_allocator,
+            "required": memory.required,
+            "host": memory.host_bytes,
+            "moment": memory.moment,
+            "terms": memory.terms,
+        },
+        "tokens_per_s": candidate.speed.tokens_per_s if speed_known else None,
+        "step_s": candidate.speed.step_s if speed_known else None,
+        "moved_bytes_per_step": candidate.speed.moved_bytes,
     }
 
 
-def _peak_json(memory: MemoryEstimate, budget: int) -> dict[str, Any]:
-    return {
-        "allocated": memory.allocated,
-        "reserved": memory.reserved,
-        "budget": budget,
-        "margin": memory.margin,
-        "outside_allocator": memory.outside_allocator,
-        "terms": memory.terms,
-    }
+def make_plan(
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    only: Sequence[LayoutName] = LAYOUT_NAMES,
+    has_eval: bool = True,
+    confirm: Confirm | None = None,
+    earlier: Sequence[record.Measured] = (),
+    work: Callable[[int], Work | None] | None = None,
+    with_ways_out: bool = True,
+) -> Plan:
+    """The plan of a run on all GPUs of `hardware` (or in its RAM).
 
-
-def make_plan(config: RunConfig, shape: ModelShape, hardware: Hardware, *, ranks: int = 1) -> Plan:
-    """The plan of a run on `ranks` GPUs of `hardware` (or in its RAM), each holding the whole model.
+    Args:
+        only: layouts that may be taken; every one is weighed where none is left out.
+        has_eval: whether evaluation batches run beside the training.
+        confirm: traces the choice; what it says counts where it is larger, and a choice that then does not fit is
+            given up for the next best.
+        earlier: runs measured on this machine.
+        work: the number of optimizer steps and tokens of the run, given the effective batch.
 
     Raises:
         ConfigError: batch sizes that do not divide, a mesh of several processes.
     """
     check_mesh(config)
-    precision = choose_precision(config, hardware)
-    seq_len, seq_reason = _seq_len(config, shape)
-    budget = budget_bytes(hardware)
-    busy = max(1, _busy_tokens(shape) // seq_len)
-
-    def peak(micro: int, accum: int, changed: RunConfig = config) -> MemoryEstimate:
-        length = min(seq_len, changed.model.max_seq_len)
-        return estimate(changed, shape, precision, Step(micro, accum, length, ranks, bool(hardware.gpus)))
-
-    batch = plan_batch(
-        config.train, ranks=ranks, micro_limit=busy, fits=lambda micro, accum: peak(micro, accum).required <= budget
-    )
-    if batch is None:
-        per_rank = config.train.effective_batch_size // ranks
-        batch = BatchPlan(1, per_rank, ranks, "nothing fits, not even one sequence a pass")
-    memory = peak(batch.micro_batch, batch.grad_accum)
-    fits = memory.required <= budget
-    reasons = [precision.reason, *seq_reason, batch.reason, *_advice(config, precision, fits, memory, budget)]
-    return Plan(
-        layout=_layout(ranks),
-        precision=precision,
-        batch=batch,
-        max_seq_len=seq_len,
-        eval_batch=batch.micro_batch if config.eval.batch_size == "auto" else config.eval.batch_size,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        memory=memory,
-        budget_bytes=budget,
-        fits=fits,
+    job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
+    possible, refused = layouts_for(config, shape, hardware)
+    layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
+    candidates = weigh(job, layouts)
+    chosen, candidates, said = _confirmed(job, candidates, confirm)
+    reasons = [
+        job.precision.reason,
+        *_seq_reason(config, shape),
+        *_why(job, candidates, chosen),
+        *said,
+        *_advice(config, job, chosen),
+    ]
+    plan = Plan(
+        choice=chosen,
+        precision=job.precision,
+        max_seq_len=job.seq_len,
+        eval_batch=eval_batch(config, chosen.batch),
+        budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
         reasons=tuple(reasons),
-        candidates=tuple(_candidates(batch, peak, budget)),
-        ways_out=()
-        if fits
-        else tuple(WayOut(change, peak(1, 1, other).required) for change, other in _smaller(config, seq_len)),
+        candidates=tuple(shown(job, candidates, chosen)),
+        not_possible=refused,
+        confirmed_by_trace=chosen.traced,
+        speed_known=job.rates.known,
+        mfu=utilisation(chosen.speed, job.rates),
+        work=work(chosen.batch.effective_batch) if work else None,
+    )
+    if plan.fits or not with_ways_out:
+        return plan
+    from sft_play.plan.ways_out import ways_out
+
+    return dataclasses.replace(plan, ways_out=tuple(ways_out(config, shape, hardware, only=only, has_eval=has_eval)))
+
+
+def job_of(
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    has_eval: bool = True,
+    earlier: Sequence[record.Measured] = (),
+) -> Job:
+    """What the candidates of a plan share."""
+    precision = choose_precision(config, hardware)
+    device = hardware.gpus[0].name if hardware.gpus else "cpu"
+
+    def learned(layout: Layout) -> record.Correction:
+        return record.correction(earlier, device=device, mode=config.tuning.mode, layout=layout.name)
+
+    rates = rates_of(hardware, precision)
+    return Job(
+        config=config,
+        shape=shape,
+        precision=precision,
+        hardware=hardware,
+        rates=rates,
+        seq_len=_seq_len(config, shape),
+        attention=_attention(config, shape),
+        has_eval=has_eval,
+        budget=budget_bytes(hardware),
+        host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
+        learned=learned,
     )
 
 
-def _layout(ranks: int) -> str:
-    return "ddp" if ranks > 1 else "single"
+def _confirmed(
+    job: Job, candidates: list[Candidate], confirm: Confirm | None
+) -> tuple[Candidate, list[Candidate], list[str]]:
+    """The choice, traced where asked; one that does not fit by its trace is replaced by the next best."""
+    said: list[str] = []
+    while True:
+        chosen = choose(candidates)
+        if chosen is None:
+            return least(candidates), candidates, said
+        if confirm is None or chosen.traced:
+            return chosen, candidates, said
+        traced = confirm(chosen)
+        if traced.unavailable is not None:
+            return chosen, candidates, [*said, f"not confirmed by a trace: {traced.unavailable}"]
+        said.append(_trace_words(chosen, traced))
+        updated = _with_trace(job, chosen, traced)
+        candidates = [updated if candidate.key == chosen.key else candidate for candidate in candidates]
 
 
-def _candidates(chosen: BatchPlan, peak: Callable[[int, int], MemoryEstimate], budget: int) -> Iterator[Candidate]:
-    """Every split of the effective batch over passes, with its peak and why it was not taken."""
-    per_rank = chosen.micro_batch * chosen.grad_accum
-    for micro in divisors(per_rank):
-        memory = peak(micro, per_rank // micro)
-        fits = memory.required <= budget
-        because: str | None = None
-        if micro != chosen.micro_batch:
-            because = f"needs {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB"
-            if fits:
-                larger = micro > chosen.micro_batch
-                because = "more tokens a pass than keep the device busy" if larger else "smaller passes than fit"
-        batch = BatchPlan(micro, per_rank // micro, chosen.ranks, "")
-        yield Candidate(_layout(chosen.ranks), batch, memory, fits, because)
+def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
+    """The candidate with the larger of the two predictions; the difference goes to a term of its own."""
+    memory = candidate.memory
+    more = max(0, traced.allocated - memory.allocated)
+    terms = memory.terms | ({"trace_says_more": more} if more else {})
+    reserved = max(memory.reserved, traced.reserved)
+    margin = int(memory.margin * reserved / max(1, memory.reserved))
+    memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
+    fits = candidate.fits and memory.required <= job.budget
+    return dataclasses.replace(candidate, memory=memory, fits=fits, traced=True)
+
+
+def _trace_words(candidate: Candidate, traced: Traced) -> str:
+    closed = candidate.memory.allocated
+    text = (
+        f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the closed form "
+        f"says {closed / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
+    )
+    if abs(traced.allocated / max(1, closed) - 1) > TRACE_TOLERANCE:
+        text += f", {traced.allocated / max(1, closed) - 1:+.1%} apart: the larger counts"
+    return text
+
+
+def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """The choice, its arithmetic and what it assumes."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    found = [arithmetic(job.config.train, chosen.batch)]
+    if fitting:
+        same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
+        largest = max(candidate.batch.micro_batch for candidate in same)
+        if largest > chosen.batch.micro_batch:
+            found[0] += f"; up to {largest} would fit and be at most 3% faster"
+        elif len(same) > 1:
+            found[0] += "; smaller ones are slower"
+    learned = job.learned(chosen.layout).reason
+    padding = ", shorter rows padded to it with a mask" if chosen.step.padded else ""
+    found.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
+    return [*found, *([learned] if learned else [])]
 
 
 def require_fit(plan: Plan, config: RunConfig) -> None:
@@ -183,33 +370,28 @@ def require_fit(plan: Plan, config: RunConfig) -> None:
     train = config.train
     if plan.fits or train.batch_size != "auto" or train.grad_accum != "auto":
         return
-    where = plan.hardware.gpus[0].name if plan.hardware.gpus else "this machine's free memory"
-    largest = sorted(plan.memory.terms.items(), key=lambda item: -item[1])[:3]
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    ways = ", ".join(f"{way.change} ({way.required / GIB:.1f} GiB)" for way in plan.ways_out)
     raise DoesNotFit(
         f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit: one sequence of {plan.max_seq_len} "
-        f"tokens needs {plan.memory.required / GIB:.1f} GiB ({parts}), and {where} has "
-        f"{plan.budget_bytes / GIB:.1f} GiB; try {ways or 'a smaller model'}, or set train.batch_size=1 to start all "
-        "the same"
+        f"tokens needs {plan.memory.required / GIB:.1f} GiB ({_largest_terms(plan.memory)}), and {_where(plan)} has "
+        f"{plan.budget_bytes / GIB:.1f} GiB; {_ways_words(plan)}, or set train.batch_size=1 to start all the same"
     )
 
 
-def _smaller(config: RunConfig, seq_len: int) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that need less memory, the least harmful first, each with the config that it makes."""
-    if not config.train.gradient_checkpointing:
-        train = config.train.model_copy(update={"gradient_checkpointing": True})
-        yield "train.gradient_checkpointing=true", config.model_copy(update={"train": train})
-    if seq_len > 512:
-        half = seq_len // 2
-        model = config.model.model_copy(update={"max_seq_len": half})
-        yield f"model.max_seq_len={half}", config.model_copy(update={"model": model})
-    if config.tuning.mode != "full" and config.tuning.lora.r > 16:
-        lora = config.tuning.lora.model_copy(update={"r": 16})
-        yield "tuning.lora.r=16", config.model_copy(update={"tuning": config.tuning.model_copy(update={"lora": lora})})
-    if config.tuning.mode != "qlora":
-        tuning = config.tuning.model_copy(update={"mode": "qlora"})
-        yield "tuning.mode=qlora", config.model_copy(update={"tuning": tuning})
+def _where(plan: Plan) -> str:
+    return plan.hardware.gpus[0].name if plan.hardware.gpus else "this machine's free memory"
+
+
+def _largest_terms(memory: MemoryEstimate) -> str:
+    largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
+
+
+def _ways_words(plan: Plan) -> str:
+    fitting = [way for way in plan.ways_out if way.fits] or list(plan.ways_out[:3])
+    if not fitting:
+        return "try a smaller model"
+    listed = ", ".join(f"{way.change} ({way.required / GIB:.1f} GiB)" for way in fitting[:5])
+    return f"try {listed}" if any(way.fits for way in fitting) else f"not even {listed} would be enough"
 
 
 def check_mesh(config: RunConfig) -> None:
@@ -238,72 +420,34 @@ def budget_bytes(hardware: Hardware) -> int:
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
 
 
-def _busy_tokens(shape: ModelShape) -> int:
-    return next(tokens for least, tokens in BUSY_TOKENS if shape.params >= least)
+def _attention(config: RunConfig, shape: ModelShape) -> AttentionName:
+    """The attention code that will run, as train/attention chooses it: what the class cannot do in sdpa is eager."""
+    wanted = config.model.attn_implementation
+    if wanted != "auto":
+        return wanted
+    return "eager" if shape.attention_softcap is not None or shape.sinks else "sdpa"
 
 
-def _seq_len(config: RunConfig, shape: ModelShape) -> tuple[int, list[str]]:
+def _seq_len(config: RunConfig, shape: ModelShape) -> int:
     wish, positions = config.model.max_seq_len, shape.max_positions
-    if positions is None or wish <= positions:
-        return wish, []
-    return positions, [f"max_seq_len {positions} instead of {wish}: the model has {positions} positions"]
+    return wish if positions is None else min(wish, positions)
 
 
-def _advice(config: RunConfig, precision: Precision, fits: bool, memory: MemoryEstimate, budget: int) -> list[str]:
+def _seq_reason(config: RunConfig, shape: ModelShape) -> list[str]:
+    wish, used = config.model.max_seq_len, _seq_len(config, shape)
+    return [] if used == wish else [f"max_seq_len {used} instead of {wish}: the model has {used} positions"]
+
+
+def _advice(config: RunConfig, job: Job, chosen: Candidate) -> list[str]:
     reasons = []
-    if config.tuning.mode == "full" and precision.load != "float32":
+    if config.tuning.mode == "full" and job.precision.load != "float32" and not chosen.layout.shards_states:
         reasons.append("full in half precision keeps AdamW's states in it too; model.dtype=float32 for fp32 states")
-    if not fits:
+    if chosen.layout.offloads_states and job.host_budget is None:
+        need = host_need(job, chosen.layout, chosen.memory)
+        reasons.append(f"{need / GIB:.0f} GiB of RAM are needed on each node; the machine's was not given (ram=512GiB)")
+    if not chosen.fits:
         reasons.append(
-            f"the batch that was given is predicted to need {memory.required / GIB:.1f} GiB of {budget / GIB:.1f} GiB"
+            f"nothing fits: the least is predicted to need {chosen.memory.required / GIB:.1f} of "
+            f"{job.budget / GIB:.1f} GiB ({_largest_terms(chosen.memory)})"
         )
     return reasons
-
-
-def detected_lines(hardware: Hardware) -> list[str]:
-    """The lines that say what machine was found: one per GPU with its memory, and their sum.
-
-    Memory is printed in units of 2**30 bytes under the name people know it by, GB.
-    """
-    if not hardware.gpus:
-        ram = hardware.ram_bytes / GIB
-        return [f"Detected no GPU: running on the CPU ({hardware.cpu_name}, {hardware.cpu_cores} cores, {ram:.1f} GB)"]
-    count = len(hardware.gpus)
-    lines = [f"Detected {count} GPU{'s' if count > 1 else ''}:"]
-    lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GB)" for gpu in hardware.gpus]
-    return [lines[0] + "".join(f"\n{line}" for line in lines[1:]), _total_line(hardware)]
-
-
-def _total_line(hardware: Hardware) -> str:
-    return f"Total VRAM: {sum(gpu.total_bytes for gpu in hardware.gpus) / GIB:.1f} GB"
-
-
-def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
-    """The lines that say the batch, word for word as users know them, then why, and the predicted peak."""
-    auto = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
-    each = "per GPU" if plan.hardware.gpus else "per process"
-    word = "Auto-calculated batch size" if auto else "Batch size"
-    return [
-        f"{word}: {plan.batch.micro_batch} {each}, gradient accumulation: {plan.batch.grad_accum}",
-        f"Effective batch size: {plan.batch.effective_batch}",
-        *(f"Because: {reason}" for reason in plan.reasons),
-        memory_line(plan),
-    ]
-
-
-def memory_line(plan: Plan) -> str:
-    """The predicted peak of one rank and what it is made of, in GiB."""
-    terms = ", ".join(
-        f"{name.replace('_', ' ')} {size / GIB:.2f}"
-        for name, size in plan.memory.terms.items()
-        if size >= 0.005 * plan.memory.allocated
-    )
-    return (
-        f"Predicted peak: {plan.memory.allocated / GIB:.2f} GiB ({terms}); with allocator slack, margin and context "
-        f"{plan.memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
-    )
-
-
-def precision_name(plan: Plan) -> str:
-    """The short name of the compute precision: bf16, fp16, fp32."""
-    return SHORT[plan.precision.compute]

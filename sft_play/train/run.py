@@ -19,13 +19,15 @@ import torch
 
 from sft_play import runs
 from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.render import Renderer, show_row
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
 from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
-from sft_play.plan.plan import Plan, precision_name
+from sft_play.plan.plan import Plan
+from sft_play.plan.show import precision_name
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
@@ -98,6 +100,7 @@ def run(job: Job) -> dict[str, Any]:
     memory = _MemoryMeter(job.plan)
     quiet_libraries()
     check_device(job.plan)
+    check_free_memory(job.plan, job.loaded.config)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
     with _open_folder(job, prepared, facts):
@@ -350,6 +353,7 @@ class _Result:
 def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Result) -> dict[str, Any]:
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
+    summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         is_adapter = prepared.blueprint.peft_config is not None
         path = job.folder.model_path(adapter=is_adapter)
@@ -380,7 +384,10 @@ def _summary(result: _Result) -> dict[str, Any]:
 
 def summary_lines(job: Job, result: _Result, summary: dict[str, Any]) -> list[str]:
     """The end of a run in words: figures before and after, sample answers, memory, speed, where, what next."""
-    lines = [f"Steps: {result.steps} in {result.wall_s:.0f} s; {result.tokens_per_s:,.0f} tokens/s in training"]
+    predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
+    lines = [
+        f"Steps: {result.steps} in {result.wall_s:.0f} s; {result.tokens_per_s:,.0f} tokens/s in training{predicted}"
+    ]
     lines += _judged_lines(result)
     lines += _answer_lines(result.before, result.after)
     lines.append(_memory_line(result.peak_bytes))
@@ -497,6 +504,29 @@ def check_device(plan: Plan) -> None:
             f"the driver shows {plan.hardware.gpus[0].name}, but torch {torch.__version__} ({built}) cannot use it; "
             "install a build of torch for your driver (make setup), or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
+
+
+def check_free_memory(plan: Plan, config: RunConfig) -> None:
+    """Look at what the driver says is free once this process's CUDA context is there, before anything is loaded.
+
+    Raises:
+        DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
+    """
+    if plan.hardware.device != "cuda":
+        return
+    torch.zeros(1, device="cuda")  # makes the context
+    free, _ = torch.cuda.mem_get_info()
+    need = plan.memory.reserved + plan.memory.margin
+    logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    if need <= free:
+        return
+    message = (
+        f"{need / GIB:.1f} GiB are planned and {free / GIB:.1f} are free on the GPU now: another process took memory "
+        "since the plan was made; end it (nvidia-smi lists them) and start again"
+    )
+    if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
+        raise DoesNotFit(message)
+    logger.warning("%s; going on because the batch was given", message)
 
 
 def quiet_libraries() -> None:

@@ -16,6 +16,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
@@ -69,7 +70,7 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         use_cpu=plan.hardware.device == "cpu",
-        **_checkpointing(train.gradient_checkpointing),
+        **_checkpointing(plan.checkpointed_layers > 0),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
@@ -278,6 +279,24 @@ class PlannedTrainer(SFTTrainer):
             self._staging = None
 
 
+class _CheckpointFirstLayers(TrainerCallback):
+    """Leaves the layers beyond the planned number with their activations, once the Trainer has turned all on."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        """Turn checkpointing off in the later layers."""
+        checkpoint_first_layers(model, self._count)
+
+
+def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
+    """Keep gradient checkpointing, already turned on, in the first `count` layers only."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers[count:]:
+        layer.gradient_checkpointing = False
+
+
 def _match_adapter_precision(model: Any, args: SFTConfig) -> None:
     """Trainable tensors in fp32 unless the run computes in bf16.
 
@@ -308,6 +327,8 @@ def build_trainer(
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens."""
     arguments = training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []
+    if plan.gradient_checkpointing == "selective":
+        more.append(_CheckpointFirstLayers(plan.checkpointed_layers))
     if "tensorboard" in config.train.report_to:
         from torch.utils.tensorboard import SummaryWriter
 

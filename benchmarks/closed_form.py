@@ -1,0 +1,262 @@
+"""The closed form of the plan against the trace of the real step, on a fixed sample of settings.
+
+    python -m benchmarks.closed_form --configs FOLDER --out closed_form.json
+
+FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
+start again to go on. Sizes are bytes of allocated memory on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import parse_config
+from sft_play.facts.hardware import detect
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.memory import MemoryEstimate, Step, estimate
+from sft_play.plan.precision import Precision
+from sft_play.runs import versions, write_json
+from sft_play.trace.settings import StepSettings, TracedPeak
+
+BF16 = Precision("bfloat16", "bfloat16", "")
+
+SAMPLE = """
+Llama-3.2-1B full 2048 4
+Llama-3.2-1B full 1024 8 off
+Llama-3.2-1B full 8192 1
+Llama-3.2-1B full 1024 2 accum=4
+Llama-3.2-1B full 2048 1 optim=adamw_torch
+Llama-3.2-1B lora 512 1
+Llama-3.2-1B lora 32768 1
+Llama-3.2-1B lora 1500 2 loss=logits
+Llama-3.2-1B qlora 4096 2 dropout=0.05
+Llama-3.2-1B qlora 2048 8 eval=8
+Llama-3.2-1B qlora 3000 1 padded
+Llama-3.2-1B lora 2048 4 off padded
+Llama-3.2-1B lora 2048 2 some=5
+Llama-3.1-8B full 2048 1
+Llama-3.1-8B full 4096 1 accum=2
+Llama-3.1-8B lora 4096 1
+Llama-3.1-8B lora 1024 4 off
+Llama-3.1-8B qlora 2048 2
+Llama-3.1-8B qlora 16384 1
+Llama-3.1-8B qlora 512 8 accum=4
+Mistral-7B-v0.3 full 1024 2 off
+Mistral-7B-v0.3 lora 8192 1 targets=q_proj,v_proj
+Mistral-7B-v0.3 qlora 4096 2 off
+Mistral-7B-v0.3 qlora 32768 1
+Qwen2.5-0.5B full 1024 8
+Qwen2.5-0.5B full 512 1 off
+Qwen2.5-0.5B lora 4096 4
+Qwen2.5-0.5B lora 4096 2 dropout=0.1
+Qwen2.5-0.5B qlora 2048 4 off
+Qwen2.5-0.5B qlora 2048 1 loss=logits off
+Qwen2.5-3B full 2048 2
+Qwen2.5-3B lora 2048 2 off dropout=0.05
+Qwen2.5-3B qlora 8192 1
+Qwen2.5-7B lora 1024 8
+Qwen2.5-7B qlora 4096 1 off
+Qwen3-4B full 1024 2
+Qwen3-4B lora 8192 1
+Qwen3-4B lora 1024 2 off
+Qwen3-4B qlora 2048 2 rank=64
+Qwen3-8B qlora 16384 1
+Qwen3-8B lora 2048 2 targets=o_proj,down_proj
+gemma-2-9b full 1024 1 eager
+gemma-2-9b lora 2048 2 eager
+gemma-2-9b qlora 4096 1 eager off
+gemma-2-9b qlora 8192 1 eager
+gemma-3-1b-it full 2048 2
+gemma-3-1b-it full 8192 1 off
+gemma-3-1b-it lora 512 8
+gemma-3-1b-it lora 16384 1
+gemma-3-1b-it qlora 8192 1
+gemma-3-1b-it qlora 1024 2 off eval=8
+Phi-3.5-mini-instruct full 2048 2
+Phi-3.5-mini-instruct lora 4096 1
+Phi-3.5-mini-instruct qlora 8192 2
+Phi-3.5-mini-instruct qlora 1024 2 off
+SmolLM2-135M-Instruct full 8192 2
+SmolLM2-135M-Instruct full 512 8 off
+SmolLM2-135M-Instruct lora 2048 8
+SmolLM2-135M-Instruct qlora 1024 4 off accum=2
+SmolLM2-135M-Instruct lora 8192 1 eager
+TinyLlama-1.1B-Chat-v1.0 full 2048 1 off
+TinyLlama-1.1B-Chat-v1.0 lora 2048 8
+TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 dora
+TinyLlama-1.1B-Chat-v1.0 lora 1024 2 dora
+gpt2 full 1024 8
+gpt2 full 512 2 off
+gpt2 lora 1024 4
+gpt2 qlora 1024 8 off
+Llama-3.2-1B full 2048 2 fsdp=2
+Llama-3.1-8B full 2048 1 fsdp=8
+Llama-3.1-8B lora 4096 1 fsdp=4
+Qwen3-4B full 4096 1 fsdp=4 accum=2
+TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
+Llama-3.2-1B full 2048 2 ddp=2
+"""
+"""model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
+blocks, `eager` attention, `padded` rows, an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the sample, as the plan's words."""
+
+    model: str
+    config: RunConfig
+    step: Step
+
+
+def settings() -> dict[str, Setting]:
+    """The sample by its own words."""
+    return {line: setting_of(line) for line in SAMPLE.strip().splitlines()}
+
+
+def setting_of(line: str) -> Setting:
+    """What one line of the sample means."""
+    model, mode, length, rows, *words = line.split()
+    options = dict(word.partition("=")[::2] for word in words)
+    targets = options.get("targets")
+    config = config_from_text(
+        json.dumps(
+            {
+                "model": {"name": model, "max_seq_len": int(length)},
+                "tuning": {
+                    "mode": mode,
+                    "lora": {
+                        "r": int(options.get("rank", 16)),
+                        "dropout": float(options.get("dropout", 0)),
+                        "use_dora": "dora" in options,
+                        "target_modules": targets.split(",") if targets else "auto",
+                    },
+                },
+                "train": {"optim": options.get("optim", "adamw_torch_fused")},
+            }
+        ),
+        name=line,
+    )
+    step = Step(
+        int(rows),
+        int(options.get("accum", 1)),
+        int(length),
+        layout=_layout(options),
+        checkpointed_layers=0 if "off" in options else int(options["some"]) if "some" in options else None,
+        loss="logits" if options.get("loss") == "logits" else "chunked",
+        attention="eager" if "eager" in options else "sdpa",
+        padded="padded" in options,
+        eval_batch=int(options.get("eval", 0)),
+    )
+    return Setting(model, config, step)
+
+
+def _layout(options: Mapping[str, str]) -> Layout:
+    if "fsdp" in options:
+        return Layout("fsdp", int(options["fsdp"]), int(options["fsdp"]))
+    return Layout("ddp", int(options["ddp"])) if "ddp" in options else SINGLE
+
+
+def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
+    """The closed form's answer for a model's config.json."""
+    return estimate(setting.config, parse_config(dict(model), name=setting.model), BF16, setting.step)
+
+
+def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
+    """The same step in the trace's words."""
+    config, step = setting.config, setting.step
+    lora, name = config.tuning.lora, step.layout.name
+    strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
+    targets = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)
+    adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.r, "lora_alpha": lora.alpha}
+    adapter |= {"lora_dropout": lora.dropout, "target_modules": targets, "use_dora": lora.use_dora}
+    return StepSettings(
+        model=model,
+        mode=config.tuning.mode,
+        peft=None if config.tuning.mode == "full" else adapter,
+        micro_batch=step.micro_batch,
+        seq_len=step.seq_len,
+        grad_accum=min(step.grad_accum, 2),
+        checkpointing=step.checkpointed_layers != 0,
+        checkpointed_layers=step.checkpointed_layers or None,
+        loss=step.loss,
+        attention=step.attention,
+        mask="padded" if step.padded else "ones",
+        optimizer={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw_foreach"}[config.train.optim],
+        eval_batch=step.eval_batch or None,
+        quant_storage="bfloat16" if name == "fsdp" else "uint8",
+        strategy=strategy,
+        world=step.layout.ranks,
+    )
+
+
+def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
+    """The trace's answer."""
+    from sft_play.trace.step import cached_trace
+
+    return cached_trace(trace_settings(setting, model))
+
+
+def row(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Both answers."""
+    closed, found = predicted(setting, model), traced(setting, model)
+    return {
+        "closed_allocated": closed.allocated,
+        "traced_allocated": found.allocated,
+        "closed_reserved": closed.reserved,
+        "traced_reserved": found.reserved,
+        "moment": closed.moment,
+        "moments": closed.moments,
+        "phases": {name: peaks[0] for name, peaks in found.phases.items()},
+    }
+
+
+def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Closed form over trace for each row, and the spread: one GPU and FSDP2 apart."""
+    ratios = {name: round(run["closed_allocated"] / run["traced_allocated"], 4) for name, run in runs.items()}
+    groups = {"one_gpu": [], "fsdp2": [], "ddp": []}
+    for name, ratio in ratios.items():
+        group = "fsdp2" if "fsdp=" in name else "ddp" if "ddp=" in name else "one_gpu"
+        groups[group].append(abs(ratio - 1))
+    spread = {
+        group: {"rows": len(found), "median": round(statistics.median(found), 4), "worst": round(max(found), 4)}
+        for group, found in groups.items()
+        if found
+    }
+    return {"ratios": ratios, "error": spread}
+
+
+def main() -> int:
+    """Do what is missing, writing after each row."""
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
+    words.add_argument("--out", type=Path, default=Path("closed_form.json"))
+    words.add_argument("--again", action="store_true", help="compute the closed form again for rows that are traced")
+    given = words.parse_args()
+    done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    for name, setting in settings().items():
+        if name in done and not given.again:
+            continue
+        model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
+        done[name] = row(setting, model)
+        ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
+        sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
+        sys.stdout.flush()
+        report = {"machine": detect().as_json(), "versions": versions(), **summary(done), "runs": done}
+        write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report})
+    sys.stdout.write(json.dumps(summary(done)["error"], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

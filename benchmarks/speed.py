@@ -1,0 +1,105 @@
+"""The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
+
+    make benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
+
+Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
+Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import sys
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import SftPlayError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import detect, named
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.memory import Step
+from sft_play.plan.precision import Precision
+from sft_play.plan.throughput import predict_speed, rates_of
+from sft_play.runs import versions, write_json
+
+MODES = {"full", "lora", "qlora"}
+
+
+def predicted(row: dict[str, str]) -> float | None:
+    """Tokens per second per GPU of a published row; None where the row says too little."""
+    if (
+        row["mode"] not in MODES
+        or row["strategy"] not in ("single", "fsdp", "fsdp2")
+        or row["model"] not in KNOWN_MODELS
+    ):
+        return None
+    try:
+        micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
+        hardware = named(f"{count}x{row['gpu']}")
+        shape = shape_of(row["model"])
+    except (ValueError, SftPlayError):
+        return None
+    rank = int(row["lora_r"]) if row["lora_r"].isdigit() else 16
+    config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {row['mode']}, lora: {{r: {rank}}}}}", name="row")
+    half = "float16" if "16" in row["compute_dtype"] and "b" not in row["compute_dtype"] else "bfloat16"
+    precision = Precision(half, half, "")  # type: ignore[arg-type]
+    step = Step(
+        micro_batch=micro,
+        grad_accum=1,
+        seq_len=length,
+        layout=SINGLE if count == 1 else Layout("fsdp", count, count),
+        checkpointed_layers=None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0,
+        attention="eager" if row["attention"] == "eager" else "sdpa",
+    )
+    return predict_speed(config, shape, precision, step, rates_of(hardware, precision)).tokens_per_s / count
+
+
+def score(path: Path) -> dict[str, Any]:
+    """Predicted over published speed of every row that can be predicted."""
+    runs: dict[str, Any] = {}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        for row in csv.DictReader(file):
+            speed = predicted(row) if row["tokens_per_s"] else None
+            if speed is not None:
+                measured = float(row["tokens_per_s"])
+                source = row["id"].split("/")[0]
+                runs[row["id"]] = {
+                    "group": f"{source} {row['gpu']} {row['n_gpus']} {row['mode']}",
+                    "predicted": round(speed, 1),
+                    "published": measured,
+                    "ratio": speed / measured,
+                }
+    return runs
+
+
+def main() -> int:
+    """Print the table by source, GPU and mode, and write the file."""
+    runs = score(Path(os.environ["PEAKS"]))
+    groups: dict[str, list[float]] = defaultdict(list)
+    for run in runs.values():
+        groups[run["group"]].append(run["ratio"])
+    ratios = {
+        group: {"n": len(found), "median": statistics.median(found), "least": min(found), "most": max(found)}
+        for group, found in sorted(groups.items())
+    }
+    for group, found in ratios.items():
+        sys.stdout.write(f"{group:60s} {json.dumps({key: round(value, 2) for key, value in found.items()})}\n")
+    if os.environ.get("OUT"):
+        report = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": detect().as_json(),
+            "versions": versions(),
+        }
+        write_json(Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

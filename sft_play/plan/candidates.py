@@ -1,0 +1,266 @@
+"""The ways a job could run on a machine, each with its predicted memory and speed, and which of them is taken.
+
+Candidates are layouts x micro-batches x checkpointed layers. Among those that fit with their margin, speed within 3%
+of the best counts as equal, and then the simplest layout and the smallest micro-batch win: memory that is left over
+protects against what no prediction sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import ModelShape
+from sft_play.facts.hardware import Hardware
+from sft_play.plan.batching import BatchPlan, splits
+from sft_play.plan.layout import SIMPLICITY, Layout
+from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
+from sft_play.plan.precision import Precision
+from sft_play.plan.record import Correction
+from sft_play.plan.throughput import Rates, Speed, predict_speed
+
+AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
+AS_FAST = 0.97
+"""Share of the best predicted speed from which a candidate counts as equally fast: the roofline is no finer."""
+_FAILURES_IN_A_ROW = 2
+"""Larger micro-batches are not looked at after so many that do not fit; one alone can be followed by one that does,
+since a single pass keeps no gradients between passes."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the job; `rejected_because` is None for the chosen one."""
+
+    layout: Layout
+    batch: BatchPlan
+    step: Step
+    memory: MemoryEstimate
+    speed: Speed
+    fits: bool
+    layers: int
+    rejected_because: str | None = None
+    traced: bool = False
+
+    @property
+    def checkpointed(self) -> int:
+        """Layers whose activations are computed again."""
+        return self.layers if self.step.checkpointed_layers is None else self.step.checkpointed_layers
+
+    @property
+    def checkpointing(self) -> bool | str:
+        """True for all layers, False for none, else `selective`."""
+        return self.checkpointed == self.layers if self.checkpointed in (0, self.layers) else "selective"
+
+    @property
+    def checkpointing_words(self) -> str:
+        """`checkpointing on`, `off`, or how many layers."""
+        if self.checkpointing == "selective":
+            return f"checkpointing in {self.checkpointed} of {self.layers} layers"
+        return f"checkpointing {'on' if self.checkpointing else 'off'}"
+
+    @property
+    def key(self) -> tuple[Layout, int, int, str]:
+        """What tells candidates apart."""
+        return (self.layout, self.batch.micro_batch, self.checkpointed, self.step.loss)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every candidate of a plan shares. Sizes in bytes and tokens."""
+
+    config: RunConfig
+    shape: ModelShape
+    precision: Precision
+    hardware: Hardware
+    rates: Rates
+    seq_len: int
+    attention: AttentionName
+    has_eval: bool
+    budget: int
+    host_budget: int | None
+    """RAM of one node that is free; None where the machine is only named and its RAM was not."""
+    learned: Callable[[Layout], Correction]
+    """What earlier runs on this machine say of a layout."""
+
+
+def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
+    """Every candidate of the layouts, with its memory and speed; larger micro-batches end where they do not fit.
+
+    Raises:
+        ConfigError: the batch that was given does not divide over the ranks.
+    """
+    return [candidate for layout in layouts for candidate in _of_layout(job, layout)]
+
+
+def _of_layout(job: Job, layout: Layout) -> Iterator[Candidate]:
+    failures = 0
+    for batch in splits(job.config.train, ranks=layout.data_parallel):
+        found = list(_of_batch(job, layout, batch))
+        yield from found
+        failures = 0 if any(candidate.fits for candidate in found) else failures + 1
+        if failures >= _FAILURES_IN_A_ROW:
+            return
+
+
+def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
+    """Checkpointing on and off, or as given; some layers only where all of them would not be needed."""
+    layers, wish = job.shape.num_layers, job.config.train.gradient_checkpointing
+    if wish != "auto":
+        count = layers if wish is True else 0 if wish is False else min(wish, layers)
+        yield candidate_of(job, layout, batch, count)
+        return
+    off, on = candidate_of(job, layout, batch, 0), candidate_of(job, layout, batch, layers)
+    yield off
+    yield on
+    if on.fits and not off.fits:
+        for quarter in (1, 2, 3):
+            if 0 < layers * quarter // 4 < layers:
+                yield candidate_of(job, layout, batch, layers * quarter // 4)
+
+
+def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any = "chunked") -> Candidate:
+    """One candidate with its predictions."""
+    padded = batch.micro_batch > 1 and job.config.task_mode != "cpt"
+    step = Step(
+        micro_batch=batch.micro_batch,
+        grad_accum=batch.grad_accum,
+        seq_len=job.seq_len,
+        layout=layout,
+        checkpointed_layers=checkpointed,
+        loss=loss,
+        attention=job.attention,
+        padded=padded,
+        eval_batch=eval_batch(job.config, batch) if job.has_eval else 0,
+        saves=True,
+        on_gpu=bool(job.hardware.gpus),
+        capability=_capability(job.hardware),
+    )
+    learned = job.learned(layout)
+    memory = estimate(job.config, job.shape, job.precision, step)
+    memory = dataclasses.replace(memory, reserved=int(memory.reserved * learned.memory))
+    speed = predict_speed(job.config, job.shape, job.precision, step, job.rates).scaled(1 / learned.speed)
+    fits = memory.required <= job.budget and _host_fits(job, layout, memory)
+    return Candidate(layout, batch, step, memory, speed, fits, job.shape.num_layers)
+
+
+def eval_batch(config: RunConfig, batch: BatchPlan) -> int:
+    """Rows of an evaluation batch."""
+    return batch.micro_batch if config.eval.batch_size == "auto" else config.eval.batch_size
+
+
+def _capability(hardware: Hardware) -> tuple[int, int] | None:
+    found = [gpu.capability for gpu in hardware.gpus if gpu.capability is not None]
+    return min(found) if found else None
+
+
+def _host_fits(job: Job, layout: Layout, memory: MemoryEstimate) -> bool:
+    return job.host_budget is None or host_need(job, layout, memory) <= job.host_budget
+
+
+def host_need(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
+    """Bytes of RAM that the ranks of one node need together."""
+    if not job.hardware.gpus:
+        return 0
+    return memory.host_bytes * min(layout.ranks, job.hardware.gpus_per_node)
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate to take among those that fit, or None.
+
+    Offload is taken only where nothing else fits: its speed hangs on the host, of which little is known here.
+    """
+    candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
+    enough = AS_FAST * fastest(candidates)
+    equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
+    return min(equal, key=_preference, default=None)
+
+
+def fastest(candidates: Sequence[Candidate]) -> float:
+    """Tokens per second of the fastest candidate that fits; 0 where none does."""
+    return max((candidate.speed.tokens_per_s for candidate in candidates if candidate.fits), default=0.0)
+
+
+def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
+    simplicity = SIMPLICITY.index(candidate.layout.name)
+    is_selective = candidate.checkpointing == "selective"
+    return (simplicity, is_selective, candidate.batch.micro_batch, candidate.memory.required)
+
+
+def least(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate that needs the least, for a plan in which nothing fits."""
+    return min(candidates, key=lambda candidate: candidate.memory.required)
+
+
+def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """The candidates that a person wants to see, each with why it was not taken: every micro-batch of the chosen
+    layout and checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
+    kept: dict[Any, Candidate] = {chosen.key: chosen}
+    for candidate in candidates:
+        same_layout = candidate.layout == chosen.layout
+        same_batch = candidate.batch.micro_batch == chosen.batch.micro_batch
+        if same_layout and (same_batch or candidate.checkpointed == chosen.checkpointed):
+            kept.setdefault(candidate.key, candidate)
+    for layout in {candidate.layout: None for candidate in candidates}:
+        mine = [candidate for candidate in candidates if candidate.layout == layout]
+        best = choose(mine) or least(mine)
+        kept.setdefault(best.key, best)
+    whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
+    kept.setdefault(whole.key, whole)
+    speed = fastest(candidates)
+    return [
+        candidate
+        if candidate.key == chosen.key
+        else dataclasses.replace(candidate, rejected_because=because(job, candidate, chosen, best=speed))
+        for candidate in kept.values()
+    ]
+
+
+def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -> str:
+    """Why a candidate was not taken, with numbers; `best`: tokens per second of the fastest that fits."""
+    if candidate.memory.required > job.budget:
+        largest = max(candidate.memory.terms, key=lambda name: candidate.memory.terms[name])
+        return (
+            f"needs {_gib(candidate.memory.required)} of {_gib(job.budget)} GiB "
+            f"({largest.replace('_', ' ')} {_gib(candidate.memory.terms[largest])})"
+        )
+    if not candidate.fits:
+        need = host_need(job, candidate.layout, candidate.memory)
+        return f"needs {_gib(need)} GiB of RAM on each node, and there are {_gib(job.host_budget or 0)}"
+    if candidate.step.loss != chosen.step.loss:
+        more = candidate.memory.allocated - chosen.memory.allocated
+        return f"whole logits: {_gib(more)} GiB more for the same loss" if more > 0 else "no gain over the chunked loss"
+    ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
+    if candidate.layout != chosen.layout:
+        return _layout_reason(job, candidate, chosen, ratio)
+    if candidate.speed.tokens_per_s < AS_FAST * best:
+        return f"predicted {1 - candidate.speed.tokens_per_s / best:.1%} slower than the fastest that fits"
+    more = candidate.memory.required - chosen.memory.required
+    faster = f"only {ratio - 1:.1%} faster" if ratio >= 1.001 else "no faster"
+    return f"{faster}, {_gib(more)} GiB more" if more > 0 else f"{faster}, and less simple"
+
+
+def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
+    if candidate.layout.offloads_states and not chosen.layout.offloads_states:
+        return f"offload is not needed: {_fits_at(job, chosen)}"
+    text = (
+        f"not needed: {_fits_at(job, chosen)}"
+        if SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
+        else f"{chosen.layout.name} is predicted {1 / ratio - 1:.0%} faster"
+    )
+    moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
+    if abs(moved) >= 10**8:
+        text += f" and moves {abs(moved) / 1e9:.1f} GB {'less' if moved > 0 else 'more'} per step"
+    if ratio < AS_FAST:
+        text += f"; this is predicted {1 - ratio:.0%} slower"
+    return text
+
+
+def _fits_at(job: Job, chosen: Candidate) -> str:
+    return f"{chosen.layout.name} fits at {_gib(chosen.memory.required)} of {_gib(job.budget)} GiB"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"

@@ -1,0 +1,252 @@
+"""What a person reads of a plan: the machine, the batch, the choice, a bar of the memory, the table of candidates.
+
+Memory is printed in units of 2**30 bytes; where users of this toolkit know a line with GB, it says GB.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.hardware import Hardware
+from sft_play.plan.candidates import Candidate
+from sft_play.plan.memory import GIB, MemoryEstimate
+from sft_play.plan.plan import Plan
+from sft_play.plan.precision import SHORT
+from sft_play.plan.whatif import Largest
+
+BAR_WIDTH = 60
+TABLE_WIDTH = 150
+LETTERS = {
+    "weights": "W",
+    "adapters": "a",
+    "gradients": "G",
+    "gradient_buckets": "B",
+    "optimizer": "O",
+    "activations": "A",
+    "loss_head": "H",
+    "gather_buffers": "F",
+    "dequantised": "D",
+    "workspaces": "w",
+    "evaluation": "E",
+}
+"""One letter per term in the bar; other terms are `x`."""
+
+
+def detected_lines(hardware: Hardware) -> list[str]:
+    """The lines that say what machine was found: one per GPU with its memory, and their sum."""
+    notes = [*hardware.notes]
+    if not hardware.gpus:
+        ram = hardware.ram_bytes / GIB
+        where = "Named a machine without GPU" if hardware.named else "Detected no GPU"
+        return [f"{where}: running on the CPU ({hardware.cpu_name}, {hardware.cpu_cores} cores, {ram:.1f} GB)", *notes]
+    count = len(hardware.gpus)
+    lines = [f"Detected {count} GPU{'s' if count > 1 else ''}:"]
+    lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GB)" for gpu in hardware.gpus]
+    total = f"Total VRAM: {sum(gpu.total_bytes for gpu in hardware.gpus) / GIB:.1f} GB"
+    return [lines[0] + "".join(f"\n{line}" for line in lines[1:]), total, *notes]
+
+
+def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
+    """The lines that say the batch, word for word as users know them, then why, and the predicted peak."""
+    auto = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
+    each = "per GPU" if plan.hardware.gpus else "per process"
+    word = "Auto-calculated batch size" if auto else "Batch size"
+    return [
+        f"{word}: {plan.batch.micro_batch} {each}, gradient accumulation: {plan.batch.grad_accum}",
+        f"Effective batch size: {plan.batch.effective_batch}",
+        *(f"Because: {reason}" for reason in plan.reasons),
+        memory_line(plan),
+    ]
+
+
+def memory_line(plan: Plan) -> str:
+    """The predicted peak of one rank and what it is made of, in GiB."""
+    return (
+        f"Predicted peak: {plan.memory.allocated / GIB:.2f} GiB ({_terms(plan.memory)}); with allocator slack, margin "
+        f"and context {plan.memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
+    )
+
+
+def _terms(memory: MemoryEstimate) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {size / GIB:.2f}"
+        for name, size in memory.terms.items()
+        if size >= 0.005 * memory.allocated
+    )
+
+
+def choice_line(plan: Plan) -> str:
+    """The choice in one sentence."""
+    choice, gpus = plan.choice, len(plan.hardware.gpus)
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
+    fits = "fits" if plan.fits else "does NOT fit"
+    return (
+        f"Choice: {choice.layout.name} on {where}, micro-batch {choice.batch.micro_batch} x {choice.batch.grad_accum} "
+        f"passes, {choice.checkpointing_words}: {fits}, {plan.memory.required / GIB:.1f} of "
+        f"{plan.budget_bytes / GIB:.1f} GiB per {'GPU' if gpus else 'process'}"
+    )
+
+
+def speed_lines(plan: Plan) -> list[str]:
+    """Predicted speed, time, energy and money."""
+    if not plan.speed_known:
+        return ["Speed: not predicted (the device's rates are not known)"]
+    speed = plan.speed
+    slow = [
+        f"{name.replace('_', ' ')} {s / speed.step_s:.0%}" for name, s in speed.parts.items() if s > 0.01 * speed.step_s
+    ]
+    mfu = f", model FLOP utilisation {plan.mfu:.0%}" if plan.mfu is not None else ""
+    lines = [
+        f"Speed: about {speed.tokens_per_s:,.0f} tokens/s, {speed.step_s:.2f} s per step{mfu} ({', '.join(slow)}); "
+        "a roofline, not a measurement"
+    ]
+    run = plan.as_json()["run"]
+    if run is not None and run["hours"] is not None:
+        line = f"Run: {run['steps']:,} steps, {run['hours']:.1f} h if every row were full length"
+        if run["gpu_hours"] is not None:
+            line += f", {run['gpu_hours']:.1f} GPU-hours"
+        if run["tokens"] is not None:
+            hours = run["tokens"] / speed.tokens_per_s / 3600
+            line += f"; about {hours:.2f} h for the {run['tokens']:,} tokens that the file's size suggests"
+        if run["energy_kwh"] is not None:
+            line += f"; at most {run['energy_kwh']:.1f} kWh"
+        if run["cost"] is not None:
+            line += f"; {run['cost']:.2f} at {plan.hardware.price_per_gpu_hour:g} per GPU-hour"
+        lines.append(line)
+    return lines
+
+
+def bar_lines(plan: Plan) -> list[str]:
+    """A bar of one rank's memory: what each part of the budget is for."""
+    budget, memory = plan.budget_bytes, plan.memory
+    whole = max(budget, memory.required)
+    parts = [(LETTERS.get(name, "x"), name, size) for name, size in memory.terms.items() if size > 0]
+    parts.append(("s", "allocator slack", memory.reserved - memory.allocated))
+    parts.append(("m", "margin", memory.margin))
+    parts.append(("c", "context and communicators", memory.outside_allocator))
+    bar, filled = "", 0
+    for letter, _, size in parts:
+        filled += max(0, size)
+        bar += letter * (round(filled / whole * BAR_WIDTH) - len(bar))
+    bar = bar.ljust(BAR_WIDTH, ".")
+    count = len(plan.hardware.gpus)
+    where = "RAM" if not count else "GPU 0" if count == 1 else f"GPU 0-{count - 1}, each"
+    legend = ", ".join(
+        f"{letter} {name.replace('_', ' ')} {size / GIB:.2f}" for letter, name, size in parts if size > 0
+    )
+    margin = f"Margin: {memory.margin / GIB:.2f} GiB, {memory.margin_reason}" if memory.margin_reason else ""
+    moment = f"Peak: in the {memory.moment} of a step" if memory.moment else ""
+    return [
+        f"{where} |{bar}| {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB",
+        f"  {legend}",
+        *(line for line in (moment, margin) if line),
+    ]
+
+
+def table_lines(plan: Plan) -> list[str]:
+    """The table of candidates, the chosen one first, each with why it was not taken."""
+    rows = sorted(plan.candidates, key=lambda candidate: candidate.rejected_because is not None)
+    table = Table(box=None, pad_edge=False, header_style="", show_edge=False)
+    for name in ("layout", "micro x accum", "checkpointing", "loss"):
+        table.add_column(name, no_wrap=True)
+    for name in ("needs GiB", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("why")
+    for candidate in rows:
+        table.add_row(*_row(plan, candidate))
+    for item in plan.not_possible:
+        table.add_row(item.name, "-", "-", "-", "-", "-", f"not possible: {item.because}")
+    return _text_of(table)
+
+
+def _checkpointing(candidate: Candidate) -> str:
+    """`on`, `off`, or how many layers."""
+    return candidate.checkpointing_words.removeprefix("checkpointing ").removeprefix("in ")
+
+
+def _row(plan: Plan, candidate: Candidate) -> Sequence[str]:
+    speed = f"{candidate.speed.tokens_per_s:,.0f}" if plan.speed_known else "-"
+    return (
+        candidate.layout.name,
+        f"{candidate.batch.micro_batch} x {candidate.batch.grad_accum}",
+        _checkpointing(candidate),
+        candidate.step.loss,
+        f"{candidate.memory.required / GIB:.1f}",
+        speed,
+        candidate.rejected_because or "chosen",
+    )
+
+
+def way_lines(plan: Plan) -> list[str]:
+    """The ways out, with their predicted peaks."""
+    if not plan.ways_out:
+        return []
+    return [
+        "Ways out, the least harmful first:",
+        *(
+            f"  {way.change}: {way.required / GIB:.1f} GiB per GPU{'' if way.fits else ' (still too much)'}"
+            for way in plan.ways_out
+        ),
+    ]
+
+
+def precision_name(plan: Plan) -> str:
+    """The short name of the compute precision: bf16, fp16, fp32."""
+    return SHORT[plan.precision.compute]
+
+
+def plan_lines(plan: Plan, config: RunConfig, *, command: str) -> list[str]:
+    """Everything that `make plan` says: machine, choice, arithmetic, bar, table, speed, ways out, command."""
+    return [
+        *detected_lines(plan.hardware),
+        choice_line(plan),
+        *batch_lines(plan, config),
+        *bar_lines(plan),
+        *speed_lines(plan),
+        "Candidates:",
+        *table_lines(plan),
+        *way_lines(plan),
+        f"Launch: {command}",
+    ]
+
+
+def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
+    """The table of a grid, one row a cell."""
+    if not cells:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="", show_edge=False)
+    for name in ("settings", "fits", "layout", "micro x accum", "checkpointing"):
+        table.add_column(name)
+    for name in ("allocated GiB", "needs GiB", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for settings, plan in cells:
+        speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known else "-"
+        table.add_row(
+            " ".join(settings),
+            "yes" if plan.fits else "NO",
+            plan.layout,
+            f"{plan.batch.micro_batch} x {plan.batch.grad_accum}",
+            _checkpointing(plan.choice),
+            f"{plan.memory.allocated / GIB:.1f}",
+            f"{plan.memory.required / GIB:.1f}",
+            speed,
+        )
+    return ["What if:", *_text_of(table)]
+
+
+def largest_line(largest: Largest) -> str:
+    """The answer to MAX."""
+    if largest.value is None:
+        return f"Largest {largest.what}: none fits ({largest.limited_by})"
+    return f"Largest {largest.what} that fits: {largest.value} ({largest.limited_by})"
+
+
+def _text_of(table: Table) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=TABLE_WIDTH, no_color=True, highlight=False).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]

@@ -1,0 +1,184 @@
+"""From a model's shape, a run and a step to what each block is: projections by role, kernel, adapters, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.plan.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.plan.precision import BYTES, Precision
+
+FLASH_SINCE = (8, 0)
+"""Compute capability from which PyTorch's flash kernel runs (aten/native/transformers/cuda/sdp_utils.cpp)."""
+FLASH_HEAD = 256
+"""Widest head that it takes (the same file)."""
+
+
+def numbers(config: RunConfig, precision: Precision) -> Numbers:
+    """Bytes of weights, of autocast's dtype and of adapters.
+
+    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`); TRL casts those of a quantised
+    base to bf16, and this toolkit's trainer keeps them fp32 where the run does not compute in bf16.
+    """
+    adapters = 2 if config.tuning.mode == "qlora" and precision.compute == "bfloat16" else 4
+    return Numbers(BYTES[precision.load], None if precision.compute == "float32" else 2, adapters)
+
+
+def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
+    """Whether a linear layer gets an adapter."""
+    return targets == "auto" or any(linear.matches(target) for target in targets)
+
+
+def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
+    """Whether attention of these blocks is given a mask of S x S: real padding, or a window that the rows fill.
+
+    transformers leaves the mask out where causality alone says it (masking_utils.py, `_ignore_causal_mask_sdpa`).
+    """
+    windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
+    return kind.attention != "none" and (padded or windowed)
+
+
+def kernel_of(
+    kind: LayerKind,
+    shape: ModelShape,
+    *,
+    attention: str,
+    masked: bool,
+    half: bool,
+    capability: tuple[int, int] | None,
+) -> AttentionKernel:
+    """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for."""
+    if attention == "eager":
+        return "eager"
+    if attention == "flash_attention_2":
+        return "flash"
+    same = shape.mla is None
+    able = (capability or FLASH_SINCE) >= FLASH_SINCE and half and shape.head_dim <= FLASH_HEAD and same
+    if able and not masked:
+        return "flash"
+    grouped = shape.num_heads != shape.num_kv_heads and same
+    return "math" if grouped and not masked and shape.head_dim <= FLASH_HEAD else "efficient"
+
+
+@lru_cache(maxsize=4096)
+def block_spec(
+    kind: LayerKind,
+    shape: ModelShape,
+    *,
+    widths: Numbers,
+    mode: str,
+    rank: int,
+    targets: tuple[str, ...] | Literal["auto"],
+    lora_dropout: float,
+    dora: bool,
+    kernel: AttentionKernel,
+    masked: bool,
+) -> BlockSpec:
+    """A block of this kind, trained so."""
+    key_dim, value_dim = shape.head_dim, shape.head_dim
+    if shape.mla is not None:
+        key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
+    found = {}
+    for role, linear in roles(kind, shape).items():
+        chosen = mode != "full" and is_target(linear, targets)
+        found[role] = LinearSpec(linear.inputs, linear.outputs, rank if chosen else 0, linear.bias)
+    norms = max(1, shape.norms_per_layer)
+    return BlockSpec(
+        hidden=shape.hidden_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_heads if shape.mla is not None else shape.num_kv_heads,
+        head_dim=key_dim,
+        value_dim=value_dim,
+        linears=tuple(found.items()),
+        norm="rms" if shape.norm == "none" else shape.norm,
+        norm_after=norms >= 4,
+        parallel=shape.parallel_blocks,
+        parallel_norms=shape.parallel_blocks and norms >= 2,
+        qk_norm="head" if shape.qk_norm else "none",
+        rotary=shape.rotary_dim / max(1, shape.head_dim),
+        rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.fused_qkv and shape.rotary_dim > 0),
+        activation="gelu_new" if shape.activation in STEPWISE_ACTIVATIONS else "kernel",
+        dropout=getattr(shape, "dropout", 0.0),
+        kernel=kernel,
+        masked=masked,
+        softcap=shape.attention_softcap is not None,
+        sinks=shape.sinks,
+        experts=kind.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_width=kind.expert_width,
+        attends=kind.attention != "none",
+        full=mode == "full",
+        nf4=mode == "qlora",
+        lora_dropout=lora_dropout,
+        dora=dora,
+        numbers=widths,
+    )
+
+
+STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
+"""Activations that transformers computes step by step in Python, each step a tensor (activations.py)."""
+
+_LATENT = {
+    "q_proj": "q",
+    "q_a_proj": "q_a",
+    "q_b_proj": "q_b",
+    "kv_a_proj_with_mqa": "kv_a",
+    "kv_b_proj": "kv_b",
+    "o_proj": "o",
+}
+
+
+def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
+    """The block's linear layers by what they do: q, k, v, o or qkv; gate, up, down or gate_up; others by name."""
+    attention = [linear for linear in kind.linears if linear.is_attention]
+    rest = [linear for linear in kind.linears if not linear.is_attention]
+    found: dict[str, Linear] = {}
+    if shape.mla is not None:
+        found |= {_LATENT[linear.name]: linear for linear in attention if linear.name in _LATENT}
+    elif len(attention) == 4:
+        found |= dict(zip("qkvo", attention, strict=True))
+    elif len(attention) == 2:
+        found |= dict(zip(("qkv", "o"), attention, strict=True))
+    else:
+        found |= {f"attention.{linear.path}": linear for linear in attention}
+    mlp = [linear for linear in rest if linear.inputs > 1 and linear.outputs > 1 and not _is_router(linear, kind)]
+    by_count = {3: ("gate", "up", "down"), 2: ("gate_up" if shape.fused_gate_up else "up", "down")}
+    names = by_count.get(len(mlp), tuple(f"mlp.{linear.path}" for linear in mlp))
+    found |= dict(zip(names, mlp, strict=True))
+    known = {id(linear) for linear in found.values()}
+    return found | {f"other.{linear.path}": linear for linear in rest if id(linear) not in known}
+
+
+def _is_router(linear: Linear, kind: LayerKind) -> bool:
+    return bool(kind.num_experts) and linear.outputs in (kind.num_experts, 1)
+
+
+def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
+    """The block's part of one of `ranks`: heads and MLP columns are divided, hidden states are whole."""
+    if ranks == 1:
+        return spec
+    rows = {"o", "down"}
+    linears = tuple(
+        (
+            role,
+            replace(
+                linear,
+                **(
+                    {"inputs": max(1, linear.inputs // ranks)}
+                    if role in rows
+                    else {"outputs": max(1, linear.outputs // ranks)}
+                ),
+            ),
+        )
+        for role, linear in spec.linears
+    )
+    return replace(
+        spec,
+        linears=linears,
+        heads=max(1, spec.heads // ranks),
+        kv_heads=max(1, spec.kv_heads // ranks),
+        expert_width=spec.expert_width // ranks,
+    )

@@ -1,0 +1,257 @@
+"""How fast a step is predicted to be: a roofline from the catalogue's rates, and what was measured here before.
+
+A micro-step takes the time of its matrix products (at the share of the peak that such products reach), plus the
+traffic of what is not a matrix product, plus the rebuilding of 4-bit weights, plus what starting kernels costs; a
+step adds the optimizer's traffic and the communication that is not hidden behind the backward pass. The constants
+below are few, named, and the same for every model and GPU of a generation; `make benchmark-speed` compares them with
+published speeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import ModelShape
+from sft_play.facts.hardware import Hardware
+from sft_play.plan.memory import Step, adapter_params
+from sft_play.plan.precision import BYTES, Precision
+
+MATRIX_SHARE = {7: 0.32, 8: 0.76, 9: 0.60, 10: 0.60, 12: 0.76}
+"""Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
+come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
+benchmarks/speed.json has the ratios."""
+OTHER_MATRIX_SHARE = 0.60
+BANDWIDTH_SHARE = 0.80
+"""Share of the memory bandwidth that elementwise kernels reach."""
+PASS_OVERHEAD_S = 0.0006
+"""Seconds per layer and pass that kernels' starts and Python cost and the GPU waits for: santacoder on an A100 takes
+64 ms more than its tokens explain, 24 layers and four passes (fms-acceleration, 8k against 16k tokens)."""
+LINK_SHARE = 0.75
+"""Share of a link's rate that collectives reach (nccl-tests' bus bandwidth against the data sheet's)."""
+HIDDEN_SHARE = 0.80
+"""Share of the backward pass behind which gathering and reducing can hide."""
+HOST_BANDWIDTH = 60e9
+"""Bytes per second that an optimizer on the CPU moves: two to four memory channels."""
+NOMINAL_RATE, NOMINAL_BANDWIDTH, NOMINAL_LINK = 100e12, 1e12, 32e9
+"""Stand in for rates that nobody knows, to rank candidates; no speed is promised from them."""
+CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
+"""A core's fp32 products and a socket's memory, order of magnitude; to rank candidates only."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank computes and moves per second; `known` where the catalogue or the user said all of it."""
+
+    matrix: float
+    bandwidth: float
+    link: float
+    network: float
+    gpus_per_node: int
+    known: bool
+    share: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one optimizer step and their parts; tokens are those of full-length rows over all ranks."""
+
+    step_s: float
+    tokens: int
+    parts: dict[str, float] = field(default_factory=dict)
+    moved_bytes: int = 0
+    """Bytes that one rank sends to others in a step."""
+    model_flops: float = 0.0
+    """Floating-point operations of the model that one rank's step needs, without what is computed twice."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all ranks."""
+        return self.tokens / self.step_s
+
+    def scaled(self, factor: float) -> Speed:
+        """The same with every duration multiplied."""
+        parts = {name: seconds * factor for name, seconds in self.parts.items()}
+        return Speed(self.step_s * factor, self.tokens, parts, self.moved_bytes, self.model_flops)
+
+
+def rates_of(hardware: Hardware, precision: Precision) -> Rates:
+    """The rates of the slowest GPU (or of the CPU) at the precision of the run's matrix products."""
+    if not hardware.gpus:
+        rate = CPU_CORE_RATE * hardware.cpu_cores
+        return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, known=False, share=1.0)
+    gpus = hardware.gpus
+    found = [gpu.rate(precision.compute) for gpu in gpus]
+    bandwidths = [gpu.bandwidth for gpu in gpus]
+    matrix = min((rate for rate in found if rate), default=0.0)
+    bandwidth = min((value for value in bandwidths if value), default=0.0)
+    majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
+    share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
+    return Rates(
+        matrix or NOMINAL_RATE,
+        bandwidth or NOMINAL_BANDWIDTH,
+        hardware.link_bytes_per_s or NOMINAL_LINK,
+        hardware.network_bytes_per_s or hardware.link_bytes_per_s or NOMINAL_LINK,
+        hardware.gpus_per_node,
+        known=all(found) and all(bandwidths),
+        share=share,
+    )
+
+
+def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> Speed:
+    """The predicted duration of one optimizer step of one rank, all its micro-steps."""
+    mode, tp = config.tuning.mode, step.layout.tensor_parallel
+    layers = shape.num_layers
+    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+    flops = _flops(config, shape, step, again)
+    matrix = sum(flops.values()) / tp / (rates.matrix * rates.share)
+    reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the tokens
+    passes = 2.0 + again
+    traffic = _traffic(config, shape, precision, step) * passes / tp + reads * passes
+    moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
+    dequantise = 0.0
+    if mode == "qlora":
+        dequantise = 2.5 * active_params(shape) * passes / (rates.bandwidth * BANDWIDTH_SHARE)
+    starting = PASS_OVERHEAD_S * layers * (passes + 1) * (1.0 if mode == "full" else 1.5)
+    micro_s = matrix + moving + dequantise + starting
+    optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
+    moved, exposed = _communication(config, shape, precision, step, rates, micro_s)
+    parts = {
+        "matrix": matrix * step.grad_accum,
+        "memory": moving * step.grad_accum,
+        "dequantise": dequantise * step.grad_accum,
+        "kernel_starts": starting * step.grad_accum,
+        "optimizer": optimizer_s,
+        "host": host_s,
+        "communication": exposed,
+    }
+    tokens = step.tokens * step.grad_accum * step.layout.data_parallel
+    useful = sum(_flops(config, shape, step, 0.0).values()) * step.grad_accum / tp
+    return Speed(sum(parts.values()), tokens, parts, moved, useful)
+
+
+def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float) -> dict[str, float]:
+    """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
+
+    A product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
+    and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times as
+    much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
+    """
+    tokens, mode = step.tokens, config.tuning.mode
+    weight_gradients = 1.0 if mode == "full" else 0.0
+    blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
+    adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora.r) * tokens * (3.0 + again)
+    attention = 4.0 * _attended(shape, step) * shape.q_width * tokens * (3.5 + again)
+    head = 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients)
+    return {"blocks": blocks, "adapters": adapters, "attention": attention, "head": head}
+
+
+def active_params(shape: ModelShape) -> float:
+    """Weights of the blocks that a token passes: of the experts only those that it is sent to."""
+    total = 0.0
+    for kind in shape.layers:
+        chosen = shape.experts_per_token / kind.num_experts if kind.num_experts else 0.0
+        total += kind.count * (kind.linear_weights + chosen * kind.expert_params)
+    return total
+
+
+def _attended(shape: ModelShape, step: Step) -> float:
+    """Keys that a query sees on average, summed over the layers; eager attention computes all of them."""
+    total, length = 0.0, step.seq_len
+    for kind in shape.layers:
+        window = min(length, shape.window or length) if kind.attention in ("sliding", "chunked") else length
+        seen = window - window * window / (2 * length)
+        total += 0.0 if kind.attention == "none" else kind.count * (length if step.attention == "eager" else seen)
+    return total
+
+
+def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
+    """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
+    written once and read about twice."""
+    e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
+    width = f * max(1, shape.experts_per_token)
+    per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+    if config.tuning.mode != "full":
+        inputs = sum(i + o for i, o in shape.linear_shapes.values())
+        per_token += inputs * (8 if config.tuning.mode == "lora" else 4)
+    return float(per_token * step.tokens * shape.num_layers)
+
+
+def _trained(config: RunConfig, shape: ModelShape) -> int:
+    return shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora.r)
+
+
+def _optimizer(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
+) -> tuple[float, float]:
+    """Seconds of the update on the GPU, and on the host where the states are kept there."""
+    trained = _trained(config, shape) / (step.layout.shard if step.layout.shards_states else 1)
+    trained /= step.layout.tensor_parallel
+    width = BYTES[precision.load] if config.tuning.mode == "full" and not step.layout.shards_states else 4
+    if step.layout.offloads_states:
+        return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
+    return 7.0 * width * trained / (rates.bandwidth * BANDWIDTH_SHARE), 0.0
+
+
+def _communication(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, micro_s: float
+) -> tuple[int, float]:
+    """Bytes that one rank sends in a step, and the seconds of it that nothing hides.
+
+    Reducing gradients over W ranks sends 2(W-1)/W of them, scattering or gathering alone (W-1)/W (ring algorithms,
+    https://arxiv.org/abs/1910.02054 section 7). Sharded weights are gathered for the forward and the backward pass of
+    every micro-step.
+    """
+    layout, accum = step.layout, step.grad_accum
+    width = BYTES[precision.compute]
+    trained = _trained(config, shape) * (width if config.tuning.mode == "full" else 4) / layout.tensor_parallel
+    weights = _gathered_bytes(config, shape, width) / layout.tensor_parallel
+    hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
+    moved = exposed = 0.0
+    group = _link(layout.data_parallel, rates)
+    share = (layout.data_parallel - 1) / layout.data_parallel
+    if layout.data_parallel > 1:
+        if layout.shards_params:
+            inner = _link(layout.shard, rates)
+            part = (layout.shard - 1) / layout.shard
+            per_micro = part * (2 * weights + trained)
+            outer = 2 * trained / layout.shard if layout.data_parallel > layout.shard else 0.0
+            moved = per_micro * accum + outer
+            exposed = accum * max(0.0, per_micro / inner - hidden_s) + outer / group
+        elif layout.name in ("zero2", "zero2_offload"):
+            moved = share * (trained * accum + trained)
+            exposed = accum * max(0.0, share * trained / group - hidden_s) + share * trained / group
+        else:  # one all-reduce a step, or its two halves
+            moved = 2 * share * trained
+            exposed = max(0.0, moved / group - hidden_s)
+    if layout.offloads_params:
+        traffic = 2 * weights * accum
+        exposed += max(0.0, traffic / NOMINAL_LINK - hidden_s * accum)
+    if layout.tensor_parallel > 1:
+        inner = _link(layout.tensor_parallel, rates)
+        again = 2 if step.checkpointed_layers != 0 else 0
+        part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel
+        sent = part * step.tokens * shape.hidden_size * width * shape.num_layers * (4 + again) * accum
+        moved, exposed = moved + sent, exposed + sent / inner
+    return int(moved), exposed
+
+
+def _gathered_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
+    """Bytes of all weights as they travel: 4-bit ones travel packed."""
+    if config.tuning.mode != "qlora":
+        return float(shape.params * width)
+    return 0.5 * shape.linear_params + width * (shape.params - shape.linear_params)
+
+
+def _link(ranks: int, rates: Rates) -> float:
+    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link, over nodes a GPU's
+    share of what the node sends."""
+    if ranks <= rates.gpus_per_node:
+        return rates.link * LINK_SHARE
+    return min(rates.link, rates.network / rates.gpus_per_node) * LINK_SHARE
+
+
+def utilisation(speed: Speed, rates: Rates) -> float | None:
+    """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
+    return speed.model_flops / speed.step_s / rates.matrix if rates.known else None
