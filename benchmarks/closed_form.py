@@ -207,24 +207,27 @@ def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     return cached_trace(trace_settings(setting, model))
 
 
-def row(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Both answers."""
-    closed, found = predicted(setting, model), traced(setting, model)
+def row(setting: Setting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Both answers; the trace's from an earlier row where there is one."""
+    closed = predicted(setting, model)
+    traced_part = earlier or _traced_part(traced(setting, model))
     return {
         "closed_allocated": closed.allocated,
-        "traced_allocated": found.allocated,
         "closed_reserved": closed.reserved,
-        "traced_reserved": found.reserved,
         "moment": closed.moment,
         "moments": closed.moments,
-        "phases": {name: peaks[0] for name, peaks in found.phases.items()},
-    }
+    } | {name: traced_part[name] for name in ("traced_allocated", "traced_reserved", "phases")}
+
+
+def _traced_part(found: TracedPeak) -> dict[str, Any]:
+    phases = {name: peaks[0] for name, peaks in found.phases.items()}
+    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved, "phases": phases}
 
 
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Closed form over trace for each row, and the spread: one GPU and FSDP2 apart."""
     ratios = {name: round(run["closed_allocated"] / run["traced_allocated"], 4) for name, run in runs.items()}
-    groups = {"one_gpu": [], "fsdp2": [], "ddp": []}
+    groups: dict[str, list[float]] = {"one_gpu": [], "fsdp2": [], "ddp": []}
     for name, ratio in ratios.items():
         group = "fsdp2" if "fsdp=" in name else "ddp" if "ddp=" in name else "one_gpu"
         groups[group].append(abs(ratio - 1))
@@ -241,14 +244,16 @@ def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     words.add_argument("--out", type=Path, default=Path("closed_form.json"))
-    words.add_argument("--again", action="store_true", help="compute the closed form again for rows that are traced")
+    words.add_argument(
+        "--again", action="store_true", help="compute the closed form again where a row is traced already"
+    )
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     for name, setting in settings().items():
         if name in done and not given.again:
             continue
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
-        done[name] = row(setting, model)
+        done[name] = row(setting, model, done.get(name))
         ratio = done[name]["closed_allocated"] / done[name]["traced_allocated"]
         sys.stdout.write(f"{ratio:8.4f}  {done[name]['moment']:10}  {name}\n")
         sys.stdout.flush()

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -131,7 +134,9 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     }
     if not hardware.gpus:
         return found
-    settings = settings_of(config, config_json(config.model.name), plan.precision, plan.choice)
+    settings = settings_of(
+        config, config_json(config.model.name), shape_of(config.model.name), plan.precision, plan.choice
+    )
     settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "logits")
     try:
         traced = cached_trace(settings)
@@ -191,12 +196,16 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
 
 
 def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
-    """Peak bytes and tokens per second of the row's steps; an out-of-memory error is a result."""
+    """Peak bytes and tokens per second of the row's steps; an out-of-memory error is a result.
+
+    On a CPU `reserved` is resident memory above the level after the imports.
+    """
     import torch
 
     from sft_play.train.model import draw_blueprint
     from sft_play.train.tokenizer import load_tokenizer
 
+    level = psutil.Process().memory_info().rss
     config, plan = planned(row, scratch, hardware)
     tokenizer = load_tokenizer(config)
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
@@ -213,6 +222,9 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
         found["allocated"] = torch.cuda.max_memory_allocated()
         found["reserved"] = torch.cuda.max_memory_reserved()
         found["outside_allocator"] = total - free - torch.cuda.memory_reserved()
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
+        found["reserved"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - level
     return found
 
 

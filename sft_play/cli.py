@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from sft_play.facts.architecture import (
     shape_of,
 )
 from sft_play.facts.hardware import Hardware, detect, named
-from sft_play.log import escape_control, redact, set_up_logging, start_log_buffer
+from sft_play.log import escape_control, one_line, redact, set_up_logging, start_log_buffer
 from sft_play.plan import record, show
 from sft_play.plan.candidates import Candidate
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
@@ -50,6 +51,9 @@ COMMANDS = {
     "memory-model-score": "score the memory model on measured peaks that others published",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
+
+VARIABLES = ("CONFIG", "HARDWARE", "RUN", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS")
+"""What make passes in the environment; each is a flag too."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,20 +118,45 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         return flag if flag is not None else environment.get(variable) or None
 
     out = value(given.out, "OUT")
+    overrides = (*split_overrides(environment.get("SET", "")), *given.overrides)
+    _refuse_variables(overrides)
     return Request(
         command=given.command,
         config=Path(os.path.expanduser(value(given.config, "CONFIG") or CONFIG)),  # noqa: PTH111  (no error for ~nobody)
-        overrides=(*split_overrides(environment.get("SET", "")), *given.overrides),
+        overrides=overrides,
         hardware=value(given.hardware, "HARDWARE"),
         run=value(given.run, "RUN"),
         json=bool(given.json) or environment.get("JSON", "") not in ("", "0"),
         out=Path(out) if out else None,
         trace=bool(given.trace) or environment.get("TRACE", "") not in ("", "0"),
-        whatif=tuple(grid(split_overrides(cells))) if (cells := value(given.whatif, "WHATIF")) else (),
+        whatif=_cells(value(given.whatif, "WHATIF")),
         max=question(largest) if (largest := value(given.max, "MAX")) else None,
         price=_price(value(given.price, "PRICE")),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
     )
+
+
+def _refuse_variables(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a variable of make that stands among the settings of the run YAML."""
+    for word in overrides:
+        name, _, text = word.partition("=")
+        if name in VARIABLES:
+            raise ConfigError(
+                f"{escape_control(word)} is a variable of make, not a setting: give it to make (make plan {name}=...), "
+                f"in the environment, or as --{name.lower()} {shlex.quote(escape_control(text))}"
+            )
+
+
+def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
+    """The settings of each cell of WHATIF; raises ConfigError for what is no grid."""
+    if text is None:
+        return ()
+    try:
+        words = split_overrides(text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
+    _refuse_variables(words)
+    return tuple(grid(words))
 
 
 def _price(text: str | None) -> float | None:
@@ -173,9 +202,11 @@ def _tell(command: str, error: SftPlayError) -> None:
 def _plan(request: Request) -> int:
     loaded = load_config(request.config, overrides=request.overrides)
     hardware = _machine(request)
+    configs = [(cell, _cell_config(request, cell)) for cell in request.whatif]
+    _say_quantised(loaded.config)
     plan = _plan_for(loaded.config, hardware, trace=request.trace)
     answer = plan.as_json()
-    cells = [(cell, _cell(request, cell, hardware)) for cell in request.whatif]
+    cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
         answer["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     largest = _largest(request.max, loaded.config, hardware) if request.max else None
@@ -200,10 +231,29 @@ def _machine(request: Request) -> Hardware:
     return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
 
 
-def _cell(request: Request, cell: tuple[str, ...], hardware: Hardware) -> Plan:
-    """The plan of one cell of a grid."""
-    config = load_config(request.config, overrides=(*request.overrides, *cell)).config
-    return _plan_for(config, hardware, trace=False)
+def _cell_config(request: Request, cell: tuple[str, ...]) -> RunConfig:
+    """The config of one cell of a grid."""
+    try:
+        return load_config(request.config, overrides=(*request.overrides, *cell)).config
+    except ConfigError as error:
+        raise ConfigError(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
+
+
+def _cell_plan(cell: tuple[str, ...], config: RunConfig, hardware: Hardware) -> Plan:
+    """The plan of one cell of a grid: what it needs, without looking for ways out."""
+    try:
+        return _plan_for(config, hardware, with_ways_out=False)
+    except SftPlayError as error:
+        raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
+
+
+def _say_quantised(config: RunConfig) -> None:
+    """Says where the weights as they are stored are not those that a run would load."""
+    stored = config_json(config.model.name, revision=config.model.revision).get("quantization_config")
+    method = stored.get("quant_method", "unknown method") if isinstance(stored, dict) else None
+    if method is not None and not (method == "bitsandbytes" and config.tuning.mode == "qlora"):
+        logger.warning("the weights of %s are stored quantised (%s), which training refuses; this is the plan of the "
+                       "unquantised model", config.model.name, one_line(str(method)))  # fmt: skip
 
 
 def _largest(what: Question, config: RunConfig, hardware: Hardware) -> Largest:
@@ -216,11 +266,16 @@ def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:
     """How to start what was planned; a layout that cannot be launched says so."""
     words = ["make", "train", f"CONFIG={loaded.path}"]
     if loaded.overrides:
-        words.append(f"SET={shlex.join(loaded.overrides)}")
+        words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
     command = shlex.join(words)
     if plan.layout in BUILT:
         return command
     return f"{command} (on one GPU: this version does not launch {plan.layout})"
+
+
+def _setting(word: str) -> str:
+    """A setting as SET= is split: quoted only where it holds what would split it."""
+    return shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word
 
 
 def _memory_model_score(request: Request) -> int:
@@ -238,9 +293,15 @@ def _memory_model_score(request: Request) -> int:
 
 
 def _write_out(path: Path, answer: object) -> None:
-    """JSON in a file of its own; raises ConfigError where it cannot be written."""
+    """JSON in a file of its own; raises ConfigError where it cannot be written.
+
+    A device or a pipe (`/dev/stdout`) is written to: a file that is renamed would take its place.
+    """
     try:
-        runs.write_json(path, answer)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+        else:
+            runs.write_json(path.resolve() if path.is_symlink() else path, answer)
     except OSError as error:
         raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 
@@ -268,7 +329,12 @@ def _has_eval(config: RunConfig) -> bool:
 
 
 def _plan_for(
-    config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES, trace: bool = False
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    only: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    trace: bool = False,
+    with_ways_out: bool = True,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
     shape = _shape(config)
@@ -278,20 +344,21 @@ def _plan_for(
         hardware,
         only=only,
         has_eval=_has_eval(config),
-        confirm=_tracer(config, hardware) if trace else None,
+        confirm=_tracer(config, shape, hardware) if trace else None,
         earlier=[] if hardware.named else record.load(),
         work=_work(config),
+        with_ways_out=with_ways_out,
     )
 
 
-def _tracer(config: RunConfig, hardware: Hardware) -> Confirm:
+def _tracer(config: RunConfig, shape: ModelShape, hardware: Hardware) -> Confirm:
     """Traces candidates of this config; the libraries are imported at the first one."""
 
     def confirm(candidate: Candidate) -> Traced:
         from sft_play.trace.confirm import trace_candidate
 
         model = config_json(config.model.name, revision=config.model.revision)
-        return trace_candidate(config, model, choose_precision(config, hardware), candidate)
+        return trace_candidate(config, model, shape, choose_precision(config, hardware), candidate)
 
     return confirm
 

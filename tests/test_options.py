@@ -167,8 +167,9 @@ def traced(config: RunConfig) -> Any:
     from sft_play.trace.confirm import trace_candidate
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
-    made = make_plan(config, shape_of(config.model.name), machine)
-    return trace_candidate(config, {}, choose_precision(config, machine), made.choice)
+    shape = shape_of(config.model.name)
+    made = make_plan(config, shape, machine)
+    return trace_candidate(config, {}, shape, choose_precision(config, machine), made.choice)
 
 
 PROBES: dict[str, tuple[Any, list[str], list[str]]] = {

@@ -6,16 +6,21 @@ import dataclasses
 import importlib
 import json
 import math
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from sft_play.trace import shims, step, twins
+from sft_play.trace import build, kernels, ranks, shims, step, twins
 from sft_play.trace.replay import BIRTH, DEATH, MARK
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
-from tests.conftest import ROOT, shared
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.build
 
@@ -30,6 +35,15 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
+}
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
 }
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 SMALL = StepSettings(model=LLAMA, mode="full", micro_batch=2, seq_len=48, attention="eager")
@@ -51,54 +65,496 @@ def phase_peaks(log: StorageLog) -> dict[str, int]:
     return peaks
 
 
-def both(settings: StepSettings) -> tuple[dict[str, int], dict[str, int]]:
-    """Phase peaks of the step on fake and on real tensors. The first trace of a process makes constants: a dry one."""
-    step.record(dataclasses.replace(settings, optimizer_steps=1))
-    torch.manual_seed(0)
-    return phase_peaks(step.record(settings)[0]), phase_peaks(step.record(settings, real=True)[0])
-
-
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "sliding_window": 16,
-    "max_position_embeddings": 256,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "vocab_size": 512,
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"checkpointing": False},
-        {"autocast": None, "checkpointing": False},
-        {"mode": "lora", "peft": LORA},
-        {"mode": "lora", "peft": LORA, "checkpointing": False, "autocast": None},
-        {"mode": "lora", "peft": {**LORA, "use_dora": True}},
-        {"mode": "qlora", "peft": LORA},
-        {"mode": "qlora", "peft": {**LORA, "use_dora": True}, "checkpointing": False},
-        {"mode": "lora", "peft": {**LORA, "lora_dropout": 0.1}, "reentrant": True},
-        {"model": {**LLAMA, "tie_word_embeddings": True}},
-        {"model": {**LLAMA, "tie_word_embeddings": True}, "loss": "logits", "holds_outputs": True},
-        {"model": {**LLAMA, "num_key_value_heads": 4}, "loss": "logits_shifted", "optimizer": "adamw_foreach"},
-        {"model": GEMMA3},
-        {"model": GEMMA3, "mode": "lora", "peft": LORA, "eval_batch": 4},
-        {"grad_accum": 3, "checkpointed_layers": 2},
-        {"weights": "float32", "autocast": "bfloat16", "optimizer": "sgd"},
-        {"optimizer": "adafactor"},
-        {"mask": "none", "weights": "float16", "autocast": None},
-    ],
-    ids=str,
-)
-def test_fake_tensors_live_and_die_like_real_ones(changes):
-    fake, real = both(dataclasses.replace(SMALL, **changes))
+# --- the whole step ---------------------------------------------------------------------------------------------------
+CASES = {
+    "full": {},
+    "full, no checkpointing": {"checkpointing": False},
+    "full, no autocast": {"autocast": None, "checkpointing": False},
+    "lora": {"mode": "lora", "peft": LORA},
+    "lora, no autocast": {"mode": "lora", "peft": LORA, "checkpointing": False, "autocast": None},
+    "dora": {"mode": "lora", "peft": {**LORA, "use_dora": True}},
+    "qlora": {"mode": "qlora", "peft": LORA},
+    "qdora": {"mode": "qlora", "peft": {**LORA, "use_dora": True}, "checkpointing": False},
+    "dropout, reentrant": {"mode": "lora", "peft": {**LORA, "lora_dropout": 0.1}, "reentrant": True},
+    "tied": {"model": LLAMA | {"tie_word_embeddings": True}},
+    "tied, whole logits held": {
+        "model": LLAMA | {"tie_word_embeddings": True},
+        "loss": "logits",
+        "holds_outputs": True,
+    },
+    "foreach, shifted logits": {"loss": "logits_shifted", "optimizer": "adamw_foreach"},
+    "sliding windows": {"model": GEMMA3},
+    "layer norms and stepwise gelu": {"model": GPT2, "checkpointing": False},
+    "evaluation": {"model": GEMMA3, "mode": "lora", "peft": LORA, "eval_batch": 4},
+    "accumulation, two of three layers checkpointed": {"grad_accum": 3, "checkpointed_layers": 2},
+    "fp32 weights, sgd": {"weights": "float32", "optimizer": "sgd"},
+    "adafactor": {"optimizer": "adafactor"},
+    "fp16, no mask": {"mask": "none", "weights": "float16", "autocast": None},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _not_the_first_trace() -> None:
+    """A process's first trace makes constants that last (512 bytes each)."""
+    step.record(dataclasses.replace(SMALL, optimizer_steps=1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fake_tensors_live_and_die_like_real_ones(name):
+    settings = dataclasses.replace(SMALL, **CASES[name])
+    torch.manual_seed(0)
+    fake, real = phase_peaks(step.record(settings)[0]), phase_peaks(step.record(settings, real=True)[0])
     assert fake == real
     assert max(fake.values()) > fake["build"] > 0
+
+
+class Marks(importlib.import_module("transformers").TrainerCallback):
+    def __init__(self, log: StorageLog) -> None:
+        self.log = log
+
+    def on_step_begin(self, args, state, control, **_):
+        self.log.mark("step", state.global_step)
+
+    def on_train_end(self, args, state, control, **_):
+        self.log.mark("end", state.global_step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
+    """`PlannedTrainer.train` on real CPU tensors, under the same log and shims: the same highest bytes to 0.1%."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig
+
+    from sft_play.train.trainer import PlannedTrainer, _checkpointing
+    from tests.models import make_tokenizer
+
+    make_tokenizer(tmp_path)
+    model = LLAMA | {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 8000}
+    settings = StepSettings(
+        model=model | {"max_position_embeddings": 512},
+        mode=mode,
+        peft=None if mode == "full" else LORA,
+        micro_batch=4,
+        seq_len=512,
+        attention="eager",
+        checkpointing=mode == "lora",
+        optimizer_steps=3,
+        device=Device((8, 0)),
+    )
+    ids = torch.randint(5, 300, (16, 512)).tolist()
+    log = StorageLog(workspace=kernels.workspace)
+    args = SFTConfig(
+        output_dir=str(tmp_path / "run"), per_device_train_batch_size=4, max_steps=3, use_cpu=True, bf16=True,
+        optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing),
+    )  # fmt: skip
+    with log, shims.installed(shims.Situation(settings, log)):
+        trainer = PlannedTrainer(
+            model=AutoModelForCausalLM.from_config(
+                build.config_of(settings), dtype=torch.bfloat16, attn_implementation="eager"
+            ),
+            args=args,
+            train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+            processing_class=AutoTokenizer.from_pretrained(tmp_path),
+            peft_config=build.peft_config_of(settings.peft) if settings.peft else None,
+            callbacks=[Marks(log)],
+        )
+        trainer.train()
+    trained = phase_peaks(log)
+    workspaces = 2 * kernels.cublas_workspace((8, 0))
+    ours = max(value for phase, value in phase_peaks(step.record(settings)[0]).items() if phase.endswith((" 1", " 2")))
+    assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
+
+
+# --- shims ------------------------------------------------------------------------------------------------------------
+def test_every_shim_has_a_name_a_reason_and_passes_its_guard():
+    assert len({shim.name for shim in shims.SHIMS}) == len(shims.SHIMS) >= 15
+    for shim in shims.SHIMS:
+        assert len(shim.reason.split()) >= 5
+        shim.holder()
+
+
+@pytest.mark.parametrize("shim", shims.SHIMS, ids=lambda one: one.name)
+def test_a_target_that_is_gone_is_named(shim):
+    gone = dataclasses.replace(shim, target=shim.target + "_that_was_renamed")
+    with pytest.raises(TraceUnavailable, match="_that_was_renamed"):
+        gone.holder()
+
+
+@pytest.mark.parametrize("shim", [one for one in shims.SHIMS if one.parameters], ids=lambda one: one.name)
+def test_a_library_that_moved_on_is_named(shim, monkeypatch):
+    holder, name, _ = shim.holder()
+    monkeypatch.setattr(holder, name, lambda something_else: None)
+    with pytest.raises(TraceUnavailable) as error:
+        shim.holder()
+    library = shim.target.split(".")[0].split(":")[0]
+    assert shim.name in str(error.value)
+    assert f"{library} {shims.version(library)}" in str(error.value)
+
+
+def test_shims_are_gone_after_a_trace():
+    before = [shim.holder()[2] for shim in shims.SHIMS]
+    step.record(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
+    with pytest.raises(TraceUnavailable):
+        step.record(dataclasses.replace(SMALL, optimizer="unknown"))
+    assert all(one is other for one, other in zip(before, [shim.holder()[2] for shim in shims.SHIMS], strict=True))
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_an_nf4_twin_has_the_bytes_of_a_layer_that_bitsandbytes_quantised(double_quant):
+    import bitsandbytes as bnb
+
+    real = bnb.nn.Linear4bit(192, 640, bias=False, compute_dtype=torch.bfloat16, compress_statistics=double_quant)
+    real.load_state_dict({"weight": torch.randn(640, 192)})
+    real = real.to("cpu")
+    state = real.weight.quant_state
+    if state is None:  # older versions quantise on an accelerator alone; the same function by hand
+        _, state = bnb.functional.quantize_4bit(torch.randn(640, 192), compress_statistics=double_quant)
+    tensors = [state.absmax, state.code]
+    if double_quant:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    bytes_of = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 640 * 192 // 2
+    assert twins.nf4_bytes(640 * 192, double_quant=double_quant) == bytes_of
+    twin = twins.nf4_twin(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
+    assert sum(one.numel() * one.element_size() for one in (*twin.parameters(), *twin.buffers())) == bytes_of
+
+
+def test_an_nf4_twin_saves_nothing_and_passes_gradients_of_the_inputs_type():
+    twin = twins.nf4_twin(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
+    assert (twin.bias.dtype, twin.bias.requires_grad) == (torch.bfloat16, False)
+    hidden = torch.randn(3, 64, dtype=torch.float32, requires_grad=True)
+    out = twin(hidden)
+    assert (out.shape, out.dtype) == ((3, 128), torch.float32)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        twin(hidden)
+    assert not saved
+    out.sum().backward()
+    assert hidden.grad.shape == hidden.shape
+
+
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_the_heads_twin_gives_and_saves_what_trls_function_does(trains_head):
+    real = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    found = []
+    for function in (real, twins.ChunkedLogProb):
+        hidden = torch.randn(10, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=trains_head)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, to=saved: to.append(one) or one, lambda one: one):
+            out = function.apply(hidden, weight, None, torch.zeros(10, dtype=torch.long), 1.0, 32, None, 1.0,
+                                 ("log_probs", "entropy", "is_top1"))  # fmt: skip
+        out[0].sum().backward()
+        grads = (hidden.grad.dtype, weight.grad is not None)
+        found.append(([one if one is None else (one.shape, one.dtype, one.requires_grad) for one in out], grads,
+                      [(one.shape, one.dtype) for one in saved]))  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_the_engine_sums_gradients_in_place_and_the_log_knows():
+    """A leaf used twice: the engine's sum lives where the first gradient lived; fake tensors would need a third."""
+    seen: list[int] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            new = torch.ones(1 << 20)
+            seen.append(new.data_ptr())
+            return new
+
+    leaf = torch.zeros(1 << 20, requires_grad=True)
+    (Twice.apply(leaf) + Twice.apply(leaf)).backward()
+    assert leaf.grad.data_ptr() in seen
+    with FakeTensorMode(), StorageLog() as log:
+        leaf = torch.zeros(1 << 20, requires_grad=True)
+        total = leaf.cos().sum() + leaf.sin().sum()
+        log.mark("backward")
+        start = len(log.events)
+        total.backward()
+    births = [nbytes for kind, _, nbytes, _ in log.events[start:] if kind == BIRTH and nbytes == 4 << 20]
+    # cos: sin(x), its negative, times the gradient; sin: cos(x), times the gradient; no sixth for the sum
+    assert len(births) == 5
+
+
+def test_dropout_keeps_a_mask_of_one_byte():
+    settings = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "lora_dropout": 0.5}, checkpointing=False)
+    log = StorageLog()
+    with shims.installed(shims.Situation(settings, log)), FakeTensorMode(), log:
+        x = torch.zeros(1000, requires_grad=True)
+        before = log.current
+        out = F.dropout(x, 0.5)
+        assert log.current - before == 4000 + 1000
+    real, mask = torch.ops.aten.native_dropout(torch.ones(1000), 0.5, True)
+    assert (real.dtype, mask.element_size()) == (torch.float32, 1)
+    assert out.shape == (1000,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
+    half, norm = torch.randn(4, 8, dtype=dtype), torch.nn.LayerNorm(8).to(dtype)
+    expected = torch.nn.functional.layer_norm(half.float(), (8,), norm.weight.float(), norm.bias.float())
+    with shims.installed(shims.Situation(SMALL, StorageLog())):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = norm(half), torch.pow(half, 3.0)
+        outside = norm(half), torch.pow(half, 3.0)
+    assert [one.dtype for one in inside] == [torch.float32, torch.float32]
+    assert [one.dtype for one in outside] == [dtype, dtype]
+    torch.testing.assert_close(inside[0], expected)
+    torch.testing.assert_close(inside[1], half.float() ** 3)
+
+
+def test_fp16_softmax_in_fp32_keeps_its_result_alone():
+    log = StorageLog()
+    with shims.installed(shims.Situation(SMALL, log)), FakeTensorMode(), log:
+        x = torch.zeros(10, 100, dtype=torch.float16, requires_grad=True)
+        before, log.peak = log.current, log.current
+        out = F.softmax(x, dim=-1, dtype=torch.float32)
+        assert log.peak - before == 4 * 1000
+        out.sum().backward()
+        assert x.grad.dtype is torch.float16
+    assert F.softmax(torch.zeros(2, dtype=torch.float16), dim=0, dtype=torch.float32).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kv_heads", "masked", "kernel"),
+    [
+        ((8, 0), torch.bfloat16, 2, False, "_scaled_dot_product_flash_attention"),
+        ((7, 5), torch.float16, 4, False, "_scaled_dot_product_efficient_attention"),
+        ((7, 5), torch.float16, 2, False, "bmm"),
+        ((9, 0), torch.float32, 4, False, "_scaled_dot_product_efficient_attention"),
+        ((9, 0), torch.bfloat16, 4, True, "_scaled_dot_product_efficient_attention"),
+    ],
+)
+def test_attention_runs_the_kernel_that_cuda_would(capability, dtype, kv_heads, masked, kernel):
+    ran = []
+
+    class Names(StorageLog):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func.overloadpacket.__name__)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    attention = kernels.CudaAttention(dataclasses.replace(SMALL, device=Device(capability)))
+    with FakeTensorMode(), Names():
+        query, key = torch.zeros(2, 4, 24, 16, dtype=dtype), torch.zeros(2, kv_heads, 24, 16, dtype=dtype)
+        mask = torch.zeros(2, 1, 24, 24, dtype=torch.bool) if masked else None
+        out = attention(query, key, key, mask, is_causal=mask is None, enable_gqa=kv_heads != 4)
+    assert kernel in ran
+    assert (out.shape, out.dtype) == ((2, 4, 24, 16), dtype)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_composite_attention_computes_what_pytorch_does(is_causal):
+    query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+    ours = kernels._composite(query, key, value, None, is_causal, None)
+    theirs = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("mask", "is_square"), [("ones", False), ("padded", True), ("packed", True), ("none", False)])
+def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square):
+    """Real values without any shim against shims without values: the mask's shape, or none."""
+    from transformers import masking_utils
+
+    config = build.config_of(SMALL)
+    config._attn_implementation = "sdpa"
+    embeds = torch.zeros(2, 12, 64)
+    real = {"ones": torch.ones(2, 12, dtype=torch.long), "padded": torch.ones(2, 12, dtype=torch.long)}
+    real["padded"][1, 9:] = 0
+    packed = torch.tensor([[*range(7), *range(5)]] * 2)
+    given = {"attention_mask": real.get(mask), "position_ids": packed if mask == "packed" else None}
+
+    def made() -> object:
+        found = masking_utils.create_causal_mask(config, embeds, past_key_values=None, **given)
+        return None if found is None else (tuple(found.shape), found.dtype)
+
+    expected = made()
+    with shims.installed(shims.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
+        assert made() == expected
+    assert (expected is not None) == is_square
+
+
+@pytest.mark.parametrize("elements", [1000, 4096, 70_000, 200_000])
+def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
+    import bitsandbytes as bnb
+
+    parameter = nn.Parameter(torch.zeros(elements))
+    parameter.grad = torch.zeros(elements)
+    optimizer = bnb.optim.AdamW8bit([parameter])
+    optimizer.init_state(optimizer.param_groups[0], parameter, 0, 0)
+    state = optimizer.state[parameter]
+    names = ("state1", "state2", "absmax1", "absmax2")
+    real = [state[name].numel() * state[name].element_size() for name in names if name in state]
+    assert list(twins.adam_8bit_states(elements)) == real
+    assert sum(twins.paged_adam_8bit_states(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
+
+
+def test_buckets_are_cut_as_pytorch_cuts_them():
+    import torch.distributed as dist
+
+    shapes = [(300_000,), (100,), (7_000_000,), (64, 64), (2_000_000,), (5,), (9_000_000,)]
+    tensors = [torch.empty(shape, dtype=torch.float32 if i % 3 else torch.bfloat16) for i, shape in enumerate(shapes)]
+    limits = [1 << 20, 25 << 20]
+    cut, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(tensors))
+    sizes = [sum(tensors[i].numel() * tensors[i].element_size() for i in bucket) for bucket in cut]
+    ours = ranks.bucket_sizes([(str(one.dtype), one.numel() * one.element_size()) for one in tensors], limits)
+    assert sorted(ours) == sorted(sizes)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+SHARDED = {
+    "fsdp2 full": {"strategy": "fsdp2"},
+    "fsdp2 lora": {"strategy": "fsdp2", "mode": "lora", "peft": LORA},
+    "fsdp2 qlora": {"strategy": "fsdp2", "mode": "qlora", "peft": LORA, "quant_storage": "bfloat16"},
+    "fsdp1 full": {"strategy": "fsdp1", "mixed_precision": None, "autocast": None},
+    "fsdp1 lora": {"strategy": "fsdp1", "mode": "lora", "peft": LORA, "mixed_precision": None, "autocast": None,
+                   "reentrant": True, "checkpoints_wrappers": True},
+}  # fmt: skip
+WORKER = """
+import dataclasses, json, sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from sft_play.trace import step
+from tests.test_trace import SHARDED, SMALL, phase_peaks
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+found = {}
+for name, changes in SHARDED.items():
+    settings = dataclasses.replace(SMALL, world=2, **changes)
+    found[name] = phase_peaks(step.record(settings, real=True, mesh=mesh)[0])
+if dist.get_rank() == 0:
+    print(json.dumps(found), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def real_ranks(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """Phase peaks of rank 0 of two real processes over gloo."""
+    script = tmp_path_factory.mktemp("ranks") / "worker.py"
+    script.write_text(WORKER)
+    answer = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return json.loads(answer.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks):
+    """Equal bytes, but for gloo's threads: they may hold the buffer of the last collective a little longer.
+
+    The largest buffer is the embedding's, the head's and the last norm's gradients in bf16.
+    """
+    fake = phase_peaks(step.record(dataclasses.replace(SMALL, world=2, **SHARDED[name]))[0])
+    real = real_ranks[name]
+    assert fake["build"] == real["build"]
+    assert fake.keys() == real.keys()
+    largest = 2 * (2 * 1000 * 64 + 64)
+    for phase, peak in fake.items():
+        assert peak - 512 <= real[phase] <= peak + largest, phase
+    assert sum(real[phase] - peak for phase, peak in fake.items()) <= 2 * largest
+
+
+def test_ddp_adds_one_copy_of_the_trained_gradients():
+    single, ddp = (step.trace_step(dataclasses.replace(SMALL, strategy=name, world=2)) for name in ("single", "ddp"))
+    gradients = 2 * single.trained_params
+    assert gradients <= ddp.allocated - single.allocated < 1.05 * gradients + 4096
+    view = dataclasses.replace(SMALL, strategy="ddp", world=2, gradient_as_bucket_view=True)
+    assert step.trace_step(view).allocated == single.allocated
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+def test_the_answer_counts_parameters_and_says_what_it_cannot_see():
+    lora = dataclasses.replace(SMALL, mode="qlora", peft=LORA)
+    peak = step.trace_step(lora)
+    # worked by hand: 7 matrices a layer, r 8 on each; 2 x 1000 x 64 embedding and head, norms 7 x 64
+    matrices = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176
+    adapters = 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 176))
+    assert peak.trained_params == 3 * adapters
+    assert peak.params == 3 * (matrices + adapters) + 2 * 1000 * 64 + 7 * 64
+    assert any("dequantise" in note for note in peak.notes)
+    assert peak.resident < peak.allocated <= peak.reserved
+    assert set(peak.phases) >= {"build", "forward", "backward", "optimizer"}
+
+
+def test_settings_move_the_peak_the_way_they_must():
+    def peak(**changes: object) -> int:
+        base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=64, attention="sdpa")
+        return step.trace_step(dataclasses.replace(base, **changes)).allocated
+
+    plain = peak(checkpointing=False)
+    assert peak() < peak(checkpointed_layers=1) < plain
+    assert peak(micro_batch=4, checkpointing=False) > plain
+    assert peak(loss="logits", micro_batch=8) > peak(micro_batch=8, label_fraction=0.1)
+    assert peak(eval_batch=64) > peak()
+    assert peak(optimizer="adamw_8bit") < peak(optimizer="adamw_32bit_bnb")
+    assert peak(mask="padded", checkpointing=False) > plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"model_type": "no_such_model"}}, "no_such_model"),
+        ({"model": {"model_type": "t5"}}, "causal language model"),
+        ({"optimizer": "adam_of_tomorrow"}, "adam_of_tomorrow"),
+        ({"mode": "lora", "peft": {"peft_type": "MAGIC"}}, "MAGIC"),
+        ({"mode": "lora", "peft": {**LORA, "target_modules": ["no_such_layer"]}}, "no_such_layer"),
+    ],
+)
+def test_what_cannot_be_traced_says_why(changes, words):
+    with pytest.raises(TraceUnavailable, match=words):
+        step.trace_step(dataclasses.replace(SMALL, **changes))
+
+
+def test_our_own_faults_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(build, "_prepare_step", lambda model, settings: {}["ours"])
+    monkeypatch.setattr(step, "__file__", __file__)
+    with pytest.raises(KeyError):
+        step.trace_step(SMALL)
+
+
+def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
+    first = step.cached_trace(SMALL, folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr(step, "trace_step", lambda settings: pytest.fail("traced again"))
+    assert step.cached_trace(SMALL, folder=tmp_path) == first
+    monkeypatch.setattr(step, "trace_step", lambda settings: dataclasses.replace(first, allocated=1))
+    assert step.cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path).allocated == 1
+    file.write_text("{")
+    assert step.cached_trace(SMALL, folder=tmp_path).allocated == 1
+    monkeypatch.setattr(shims, "version", lambda library: "99")
+    assert step._key(SMALL) != file.stem
+
+
+@pytest.mark.slow
+def test_an_8b_qlora_step_traces_in_less_than_half_a_minute():
+    """MEMORY.md's own figure for these settings: 7.131 GB allocated."""
+    llama8b = LLAMA | {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    start = time.process_time()
+    peak = step.trace_step(StepSettings(model=llama8b, peft={**LORA, "r": 16}))
+    assert time.process_time() - start < 30
+    assert peak.allocated == pytest.approx(7.1314e9, rel=1e-3)
+    assert math.isclose(peak.params - peak.trained_params, 8_030_261_248)

@@ -137,7 +137,7 @@ def _read_config(folder: Path, name: str) -> Config:
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number of thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None

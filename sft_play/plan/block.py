@@ -25,7 +25,6 @@ class LinearSpec:
     inputs: int
     outputs: int
     rank: int = 0
-    bias: bool = False
 
     @property
     def elements(self) -> int:
@@ -67,10 +66,11 @@ class BlockSpec:
     activation: Literal["kernel", "gelu_new"] = "kernel"
     dropout: float = 0.0
     """Dropout of the block's two outputs."""
+    attention_dropout: float = 0.0
+    """Dropout of attention's probabilities: eager attention holds its mask, the fused kernels draw it again."""
     kernel: AttentionKernel = "flash"
     masked: bool = False
     softcap: bool = False
-    sinks: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
@@ -93,10 +93,14 @@ class BlockBytes:
     recompute: int
     """The peak of running the forward again: it starts when the backward pass first needs what was held, and ends at
     the last tensor that is held."""
+    input: int
+    """The input's bytes, unless an operation holds it: a checkpoint does."""
     gradients: int
     """Gradients of the block's parameters that stay, where none were there before."""
     rebuilt: int
     """Of the backward peak: the NF4 weight that is rebuilt at that moment."""
+    width: int
+    """Bytes of an element of its output."""
     cast_weights: int
     """Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends."""
 
@@ -133,9 +137,19 @@ class Pass:
         return self.tape.op((x,), x.elements, x.width)
 
     def product(self, a: Ref, b: Ref) -> Ref:
-        """a * b: each is held for the other's gradient."""
+        """a * b: each is held for the other's gradient; gradients are made in the wider dtype, then cast."""
         saved = [ref for ref, other in ((a, b), (b, a)) if other.node is not None]
-        return self.tape.op((a, b), a.elements, max(a.width, b.width), saved=saved)
+        width = max(a.width, b.width)
+        narrow = a.elements * width if a.width != b.width else 0
+        made = fresh(a, b)
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            found = made(tape, grad)
+            if narrow:
+                tape.meter.touch(narrow)
+            return found
+
+        return self.tape.op((a, b), a.elements, width, saved=saved, backward=backward)
 
     def drop(self, x: Ref, share: float) -> Ref:
         """Dropout: a mask of one byte an element is held."""
@@ -228,7 +242,7 @@ class Pass:
         width = result.width
         x = self.to(x, self.spec.numbers.adapters)
         result = self.add(
-            result, self._adapter(x, role, spec, result) if not self.spec.dora else self._dora(x, role, spec, result)
+            result, self._adapter(x, role, spec) if not self.spec.dora else self._dora(x, role, spec, result)
         )
         return self.to(result, width)
 
@@ -239,13 +253,13 @@ class Pass:
         width = result.width
         if self.spec.numbers.autocast is None:
             x = self.to(x, self.spec.numbers.adapters)
-        output = self._adapter(x, role, spec, result) if not self.spec.dora else self._dora(x, role, spec, result)
+        output = self._adapter(x, role, spec) if not self.spec.dora else self._dora(x, role, spec, result)
         if self.spec.numbers.autocast is None:
             output = self.to(output, width)
         result = self.add(result, output)
         return result
 
-    def _adapter(self, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
+    def _adapter(self, x: Ref, role: str, spec: LinearSpec) -> Ref:
         return self.scaled(self._lora(self.drop(x, self.spec.lora_dropout), role, spec))
 
     def _lora(self, x: Ref, role: str, spec: LinearSpec) -> Ref:
@@ -254,46 +268,48 @@ class Pass:
         return self.dense(low, f"{role}.B", spec.rank, spec.outputs, width, trained=True)
 
     def _dora(self, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
-        """peft/tuners/lora/dora.py: B(A(identity)) of the weight's size, the base as a plain matrix, their norm.
+        """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the end.
 
-        Without dropout the base's result is taken again; with it the base runs once more on what dropout left.
+        Without dropout the base's result is taken again; with it the base runs once more on what dropout left. The
+        magnitude is fp32 and so is what it multiplies.
         """
-        numbers = self.spec.numbers
         base = None if self.spec.lora_dropout else result
         x = self.drop(x, self.spec.lora_dropout)
-        self._dora_norm(x, spec)
+        whole = self._dora_weights(x, spec)
         lora = self._lora(x, role, spec)
         if base is None:
             base = self._plain_product(x, spec)
         less = self._by_magnitude(base)
         more = self.scaled(self._by_magnitude(lora))
         out = self.add(less, more)
-        del numbers
+        del whole
         return out
 
-    def _dora_norm(self, x: Ref, spec: LinearSpec) -> None:
-        """Bytes that live while the norm of W + BA is taken: identity, BA, its transposed copy, the plain weight."""
-        low = self.spec.numbers.autocast or x.width
-        e = x.width
-        identity = spec.inputs * spec.inputs * self.spec.numbers.adapters
-        eye_cast = spec.inputs * spec.inputs * low if low != self.spec.numbers.adapters else 0
-        delta = spec.elements * low
-        self.tape.meter.touch(identity + eye_cast + delta)
-        cast_delta = spec.elements * e if low != e else 0
-        plain = spec.elements * e if (self.spec.nf4 or self.spec.numbers.weights != e) else 0
-        self.tape.meter.touch(delta + cast_delta + plain + 2 * spec.elements * e)
+    def _dora_weights(self, x: Ref, spec: LinearSpec) -> list[Ref]:
+        """The identity (i*i, held by A's product), BA and the plain weight (i*o each, in x's dtype); the norm of
+        their sum takes two more."""
+        numbers, e = self.spec.numbers, x.width
+        low = numbers.autocast or e
+        identity = self.tape.new(spec.inputs * spec.inputs, numbers.adapters)
+        held = [identity if low == numbers.adapters else self.tape.new(spec.inputs * spec.inputs, low)]
+        del identity
+        delta = self.tape.new(spec.elements, low)
+        held.append(delta if low == e else self.tape.new(spec.elements, e))
+        del delta
+        if self.spec.nf4 or numbers.weights != e:
+            held.append(self.tape.new(spec.elements, e))
+        self.tape.meter.touch(2 * spec.elements * e)
+        return held
 
     def _plain_product(self, x: Ref, spec: LinearSpec) -> Ref:
         x = self.low(x)
-        plain = spec.elements * x.width
         out_elements = x.elements // spec.inputs * spec.outputs
         held = self.tape.new(spec.elements, x.width) if self.spec.nf4 or self.spec.numbers.weights != x.width else None
-        del plain
         return self.tape.op((x,), out_elements, x.width, saved=[held] if held is not None else [], holds_weight=True)
 
     def _by_magnitude(self, x: Ref) -> Ref:
-        """x times the magnitude's row: x is held for the magnitude's gradient; fp32 where the magnitude is."""
-        width = max(x.width, self.spec.numbers.adapters)
+        """x times the magnitude's row, in fp32: x is held for the magnitude's gradient."""
+        width = 4
         size, e, wanted = x.elements, x.width, x.node is not None
 
         def backward(tape: Tape, grad: Ref) -> Grads:
@@ -350,7 +366,7 @@ class Pass:
         return self.tape.op((x,), x.elements, x.width, saved=(x,), trains=self.spec.full)
 
     # --- attention ---------------------------------------------------------------------------------------------------
-    def attention(self, x: Ref, mask: Ref | None) -> Ref:
+    def attention(self, x: Ref) -> Ref:
         """Self-attention with its projections; latent attention and recurrent mixers by their widths."""
         if not self.spec.attends or "o" not in self.linears:
             return self._by_widths(x, "attention.")
@@ -360,7 +376,7 @@ class Pass:
             k = self._rotated(k)
             q = q_turned
             del q_turned
-        out = self._attend(q, k, v, mask)
+        out = self._attend(q, k, v)
         if self.spec.rotary_by_cat and self.spec.kernel == "flash":  # head by head in memory, as the turned q is
             out = self.tape.op((out,), out.elements, out.width)
         out = self.linear(out, "o")
@@ -427,7 +443,7 @@ class Pass:
         self.tape.meter.touch(3 * size * e)
         return self.tape.op((x,), size, e, backward=backward, holds_weight=True)
 
-    def _attend(self, q: Ref, k: Ref, v: Ref, mask: Ref | None) -> Ref:
+    def _attend(self, q: Ref, k: Ref, v: Ref) -> Ref:
         kernel = self.spec.kernel
         q, k, v = (self.low(ref) for ref in (q, k, v))
         if kernel == "flash":
@@ -533,7 +549,7 @@ class Pass:
             del out
         else:
             scores = self._softmax(scores)
-        return self._weighted(scores, v)
+        return self._weighted(self.drop(scores, self.spec.attention_dropout), v)
 
     # --- MLP ---------------------------------------------------------------------------------------------------------
     def mlp(self, x: Ref) -> Ref:
@@ -612,7 +628,7 @@ class Pass:
         """0.5 * x * (1 + tanh(c * (x + 0.044715 * x ** 3))), step by step; autocast takes pow in fp32."""
         wide = x if self.spec.numbers.autocast is None else self.to(x, 4)
         half = self.scaled(x)
-        cube = self.scaled(self.tape.op((wide,), wide.elements, wide.width, saved=(wide,)))
+        cube = self.scaled(self._cubed(wide))
         del wide
         inner = self.scaled(self.add(x, cube))
         del cube
@@ -620,17 +636,28 @@ class Pass:
         inner = self.tape.op((inner,), inner.elements, inner.width, backward=shared(1))
         return self.product(half, inner)
 
+    def _cubed(self, x: Ref) -> Ref:
+        """x ** 3: its gradient takes x ** 2, three times that, and their product."""
+        size, width = x.elements, x.width
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            out = tape.new(size, width)
+            tape.meter.touch(2 * size * width)
+            return (out,)
+
+        return self.tape.op((x,), size, width, saved=(x,), backward=backward)
+
     # --- the block ---------------------------------------------------------------------------------------------------
-    def block(self, x: Ref, mask: Ref | None = None) -> Ref:
+    def block(self, x: Ref) -> Ref:
         """The whole block."""
         spec = self.spec
         if spec.parallel:
             normed = self.norm(x)
-            attended = self.attention(normed, mask)
+            attended = self.attention(normed)
             if spec.parallel_norms:
                 normed = self.norm(x)
             return self.add(self.add(attended, self.mlp(normed)), x)
-        for part in (lambda y: self.attention(y, mask), self.mlp):
+        for part in (self.attention, self.mlp):
             residual = x
             if spec.norm_before:
                 x = self.norm(x)
@@ -656,21 +683,24 @@ def block_bytes(
     x = tape.leaf(size, width) if input_has_grad else tape.new(size, width)
     out = run.block(x)
     forward, stopped = tape.meter.peak, tape.stopped_at
-    node, elements, out_width = out.node, out.elements, out.width
+    node, grad_size = out.node, (out.elements, out.width)
+    storage = x.storage
     del x, out
+    alone = 0 if storage.handles else size * width
     cast = sum(ref.nbytes for ref in run.cast.values())
     run.cast.clear()
     if node is None:
-        return BlockBytes(0, forward, 0, 0, 0, 0, cast)
+        return BlockBytes(0, forward, 0, 0, 0, 0, 0, grad_size[1], cast)
     kept = tape.meter.live
-    grad = tape.new(elements, out_width)
+    grad = tape.new(*grad_size)
     tape.meter.restart()
     tape.backward(node, grad)
     del grad
-    backward, rebuilt = tape.meter.peak, tape.meter.rebuilt
-    gradients = sum(ref.nbytes for ref in run.gradients)
     recompute = stopped + tape.first_use - kept
-    return BlockBytes(kept, forward, backward, recompute, gradients, rebuilt, cast)
+    gradients = sum(ref.nbytes for ref in run.gradients)
+    return BlockBytes(
+        kept, forward, tape.meter.peak, recompute, alone, gradients, tape.meter.rebuilt, grad_size[1], cast
+    )
 
 
 @lru_cache(maxsize=8192)

@@ -105,6 +105,23 @@ def _of_layout(job: Job, layout: Layout) -> Iterator[Candidate]:
             return
 
 
+def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
+    """The candidate of each layout that needs the least: the smallest micro-batch with as much checkpointing as the
+    config allows, and the next one where it is a single pass, which keeps no gradients between passes.
+
+    Raises:
+        ConfigError: the batch that was given does not divide over the ranks.
+    """
+    layers, wish = job.shape.num_layers, job.config.train.gradient_checkpointing
+    count = layers if wish in ("auto", True) else 0 if wish is False else min(int(wish), layers)
+    found: list[Candidate] = []
+    for layout in layouts:
+        batches = splits(job.config.train, ranks=layout.data_parallel)
+        single_pass = [batch for batch in batches[1:2] if batch.grad_accum == 1]
+        found += [candidate_of(job, layout, batch, count) for batch in (*batches[:1], *single_pass)]
+    return found
+
+
 def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
     """Checkpointing on and off, or as given; some layers only where all of them would not be needed."""
     layers, wish = job.shape.num_layers, job.config.train.gradient_checkpointing
@@ -208,7 +225,8 @@ def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[
         best = choose(mine) or least(mine)
         kept.setdefault(best.key, best)
     whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
-    kept.setdefault(whole.key, whole)
+    if chosen.fits or not whole.fits:  # training always cuts the loss into chunks
+        kept.setdefault(whole.key, whole)
     speed = fastest(candidates)
     return [
         candidate
@@ -231,15 +249,19 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
         return f"needs {_gib(need)} GiB of RAM on each node, and there are {_gib(job.host_budget or 0)}"
     if candidate.step.loss != chosen.step.loss:
         more = candidate.memory.allocated - chosen.memory.allocated
-        return f"whole logits: {_gib(more)} GiB more for the same loss" if more > 0 else "no gain over the chunked loss"
+        if more < GIB // 20:
+            mine, others = _gib(candidate.memory.allocated), _gib(chosen.memory.allocated)
+            return f"whole logits: {mine} GiB allocated; the chunked loss, which training takes, {others}"
+        return f"whole logits: {_gib(more)} GiB more for the same loss"
     ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
     if candidate.layout != chosen.layout:
         return _layout_reason(job, candidate, chosen, ratio)
     if candidate.speed.tokens_per_s < AS_FAST * best:
-        return f"predicted {1 - candidate.speed.tokens_per_s / best:.1%} slower than the fastest that fits"
+        word = "predicted" if job.rates.known else "with usual rates"
+        return f"{word} {1 - candidate.speed.tokens_per_s / best:.1%} slower than the fastest that fits"
     more = candidate.memory.required - chosen.memory.required
     faster = f"only {ratio - 1:.1%} faster" if ratio >= 1.001 else "no faster"
-    return f"{faster}, {_gib(more)} GiB more" if more > 0 else f"{faster}, and less simple"
+    return f"{faster}, {_gib(more)} GiB more" if more > 0 else f"{faster}, {_gib(candidate.memory.required)} GiB too"
 
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:

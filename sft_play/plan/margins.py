@@ -14,7 +14,7 @@ ALLOCATOR_SLACK = {"full": 1.05, "lora": 1.04, "qlora": 1.08}
 MARGIN_BYTES = int(0.3 * GIB)
 """Kept free in every class, beside the share."""
 
-MarginClass = Literal["measured", "quantised", "padded", "eager", "several_gpus", "foreach", "unseen"]
+MarginClass = Literal["measured", "quantised", "padded", "eager", "several_gpus", "foreach", "unseen", "measured_shape"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,15 @@ MARGINS: dict[MarginClass, Margin] = {
     "eager": Margin(0.10, "eager attention: reserved memory of measured rows was up to 9% above the prediction"),
     "foreach": Margin(0.10, "AdamW one list at a time: reserved memory jumps with the row length (simulated)"),
     "several_gpus": Margin(0.10, "DDP and FSDP2: buckets and gathered weights are computed, not yet measured"),
+    "measured_shape": Margin(0.15, "a model class that the tables do not know: its activations are only estimated"),
     "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts: neither traced nor measured"),
 }
 """One row for each class; a setting in several classes takes the largest share."""
 
 
-def margin_of(*, mode: str, padded: bool, attention: str, optim: str, layout: Layout, experts: bool) -> Margin:
+def margin_of(
+    *, mode: str, padded: bool, attention: str, optim: str, layout: Layout, experts: bool, approximate: bool = False
+) -> Margin:
     """The margin of a setting: the largest of its classes."""
     classes: list[MarginClass] = ["measured"]
     classes += ["quantised"] if mode == "qlora" else []
@@ -45,5 +48,6 @@ def margin_of(*, mode: str, padded: bool, attention: str, optim: str, layout: La
     classes += ["eager"] if attention == "eager" else []
     classes += ["foreach"] if optim == "adamw_torch" and mode == "full" else []
     classes += ["several_gpus"] if layout.ranks > 1 else []
+    classes += ["measured_shape"] if approximate else []
     classes += ["unseen"] if experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1 else []
     return max((MARGINS[name] for name in classes), key=lambda margin: margin.share)

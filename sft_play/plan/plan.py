@@ -12,6 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
+from sft_play.log import one_line
 from sft_play.plan import record
 from sft_play.plan.batching import BatchPlan, arithmetic
 from sft_play.plan.candidates import (
@@ -237,9 +238,11 @@ def make_plan(
         work: the number of optimizer steps and tokens of the run, given the effective batch.
 
     Raises:
-        ConfigError: batch sizes that do not divide, a mesh of several processes.
+        ConfigError: batch sizes that do not divide, a mesh of several processes, adapters on layers that the model
+            does not have.
     """
     check_mesh(config)
+    check_targets(config, shape)
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
     possible, refused = layouts_for(config, shape, hardware)
     layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
@@ -248,6 +251,7 @@ def make_plan(
     reasons = [
         job.precision.reason,
         *_seq_reason(config, shape),
+        *([f"the model's shape is {shape.note}"] if shape.note else []),
         *_why(job, candidates, chosen),
         *said,
         *_advice(config, job, chosen),
@@ -264,7 +268,7 @@ def make_plan(
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
         confirmed_by_trace=chosen.traced,
-        speed_known=job.rates.known,
+        speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
         mfu=utilisation(chosen.speed, job.rates),
         work=work(chosen.batch.effective_batch) if work else None,
     )
@@ -401,11 +405,27 @@ def check_mesh(config: RunConfig) -> None:
         return
     sizes = (mesh,) if isinstance(mesh, int) else mesh[0] if mesh and isinstance(mesh[0], tuple) else mesh
     numbers = [size for size in sizes if isinstance(size, int)]
-    count = math.prod(numbers)
-    if count != 1:
+    if numbers and all(size == 1 for size in numbers):
+        return
+    usable = bool(numbers) and min(numbers) > 0
+    what = f"a mesh of {math.prod(numbers)} processes" if usable or 0 in numbers else "no mesh: its sizes are 1 or more"
+    raise ConfigError(
+        f"model.mesh_shape={_shown(mesh)} is {what}; the layouts there are: one process (`make train`, "
+        "model.mesh_shape=null or 1)"
+    )
+
+
+def check_targets(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
+    targets = config.tuning.lora.target_modules
+    if config.tuning.mode == "full" or targets == "auto":
+        return
+    unknown = [target for target in targets if not any(linear.matches(target) for linear, _ in shape.linears)]
+    if unknown:
         raise ConfigError(
-            f"model.mesh_shape={_shown(mesh)} is a mesh of {count} processes; the layouts there are: one process "
-            "(`make train`, model.mesh_shape=null or 1)"
+            f"tuning.lora.target_modules: {', '.join(map(one_line, unknown))} match{'es' * (len(unknown) == 1)} no "
+            f"linear layer of {config.model.name} that can take an adapter; there are: "
+            f"{', '.join(sorted({linear.name for linear, _ in shape.linears}))}; auto takes them all"
         )
 
 

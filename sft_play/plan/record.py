@@ -49,6 +49,7 @@ class Correction:
     runs: int = 0
     memory: float = 1.0
     speed: float = 1.0
+    speed_measured: bool = False
 
     @property
     def reason(self) -> str | None:
@@ -109,4 +110,5 @@ def correction(runs: Iterable[Measured], *, device: str, mode: str, layout: str)
         for run in same
         if run.predicted_tokens_per_s > 0 and run.measured_tokens_per_s > 0
     ]
-    return Correction(len(same), max([1.0, *memory]), statistics.median(speed) if speed else 1.0)
+    factor = statistics.median(speed) if speed else 1.0
+    return Correction(len(same), max([1.0, *memory]), factor, speed_measured=bool(speed))

@@ -21,6 +21,8 @@ from sft_play.plan.whatif import Largest
 
 BAR_WIDTH = 60
 TABLE_WIDTH = 150
+MOST_GPU_LINES = 16
+"""Equal GPUs that are listed one by one."""
 LETTERS = {
     "weights": "W",
     "adapters": "a",
@@ -46,9 +48,18 @@ def detected_lines(hardware: Hardware) -> list[str]:
         return [f"{where}: running on the CPU ({hardware.cpu_name}, {hardware.cpu_cores} cores, {ram:.1f} GB)", *notes]
     count = len(hardware.gpus)
     lines = [f"Detected {count} GPU{'s' if count > 1 else ''}:"]
-    lines += [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GB)" for gpu in hardware.gpus]
+    lines += _gpu_lines(hardware)
     total = f"Total VRAM: {sum(gpu.total_bytes for gpu in hardware.gpus) / GIB:.1f} GB"
     return [lines[0] + "".join(f"\n{line}" for line in lines[1:]), total, *notes]
+
+
+def _gpu_lines(hardware: Hardware) -> list[str]:
+    """One line per GPU; of a cluster of equal ones a single line."""
+    first, last = hardware.gpus[0], hardware.gpus[-1]
+    alike = {(gpu.name, gpu.total_bytes) for gpu in hardware.gpus}
+    if len(hardware.gpus) > MOST_GPU_LINES and len(alike) == 1:
+        return [f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GB) each"]
+    return [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GB)" for gpu in hardware.gpus]
 
 
 def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
@@ -85,9 +96,10 @@ def choice_line(plan: Plan) -> str:
     choice, gpus = plan.choice, len(plan.hardware.gpus)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
     fits = "fits" if plan.fits else "does NOT fit"
+    passes = f"{choice.batch.grad_accum} pass{'es' if choice.batch.grad_accum > 1 else ''}"
     return (
-        f"Choice: {choice.layout.name} on {where}, micro-batch {choice.batch.micro_batch} x {choice.batch.grad_accum} "
-        f"passes, {choice.checkpointing_words}: {fits}, {plan.memory.required / GIB:.1f} of "
+        f"Choice: {choice.layout.name} on {where}, micro-batch {choice.batch.micro_batch} x {passes}, "
+        f"{choice.checkpointing_words}: {fits}, {plan.memory.required / GIB:.1f} of "
         f"{plan.budget_bytes / GIB:.1f} GiB per {'GPU' if gpus else 'process'}"
     )
 
@@ -178,7 +190,7 @@ def _row(plan: Plan, candidate: Candidate) -> Sequence[str]:
         candidate.step.loss,
         f"{candidate.memory.required / GIB:.1f}",
         speed,
-        candidate.rejected_because or "chosen",
+        candidate.rejected_because or ("chosen" if plan.fits else "needs the least, and does not fit"),
     )
 
 
@@ -186,13 +198,12 @@ def way_lines(plan: Plan) -> list[str]:
     """The ways out, with their predicted peaks."""
     if not plan.ways_out:
         return []
-    return [
-        "Ways out, the least harmful first:",
-        *(
-            f"  {way.change}: {way.required / GIB:.1f} GiB per GPU{'' if way.fits else ' (still too much)'}"
-            for way in plan.ways_out
-        ),
-    ]
+    lines = ["Ways out, the least harmful first:"]
+    for way in plan.ways_out:
+        each = "GPU" if way.hardware or plan.hardware.gpus else "process"
+        much = "" if way.fits else " (still too much)"
+        lines.append(f"  {way.change}: {way.required / GIB:.1f} GiB per {each}{much}")
+    return lines
 
 
 def precision_name(plan: Plan) -> str:

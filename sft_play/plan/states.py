@@ -8,19 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.plan.block import Numbers
 from sft_play.plan.layout import Layout
 from sft_play.plan.structure import is_target
+from sft_play.plan.tape import rest_of_segment
 
-MIB = 2**20
 NF4_BLOCK = 64
 """Weights that share one absmax in bitsandbytes' NF4."""
 STATE_BLOCK = 256
 """Elements that share one absmax in bitsandbytes' 8-bit optimizers."""
-OWN_SEGMENT = 10 * MIB
-"""From this size a tensor gets a segment of its own, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp)."""
-
 Targets = tuple[str, ...] | Literal["auto"]
 
 
@@ -33,12 +30,9 @@ def nf4_bytes(elements: int) -> int:
     return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / 256) + 1024 + 4 + 64
 
 
-def rest_of_segment(nbytes: int) -> int:
-    """Bytes that a large tensor's block has beyond its own: a segment's rest of at most 1 MiB is not split off."""
-    if nbytes < OWN_SEGMENT:
-        return 0
-    rest = -nbytes % (2 * MIB)
-    return rest if rest <= MIB else 0
+def packed_bytes(elements: int) -> int:
+    """Of those: the packed weights, which a float storage dtype lets FSDP cut (`bnb_4bit_quant_storage`)."""
+    return math.ceil(elements / 2)
 
 
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
@@ -66,8 +60,18 @@ def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
 
 def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", dora: bool = False) -> int:
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
-    chosen = [(linear, count) for linear, count in shape.linears if is_target(linear, targets)]
-    return sum(count * (rank * (x.inputs + x.outputs) + (x.outputs if dora else 0)) for x, count in chosen)
+    inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
+    return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
+
+
+def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:
+    """The same for one block."""
+    return _adapters(kind.linears, rank, targets, dora=dora)
+
+
+def _adapters(linears: tuple[Linear, ...], rank: int, targets: Targets, *, dora: bool) -> int:
+    chosen = [linear for linear in linears if is_target(linear, targets)]
+    return sum(rank * (x.inputs + x.outputs) + (x.outputs if dora else 0) for x in chosen)
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -104,7 +108,7 @@ def optimizer_bytes(optim: str, shape: ModelShape, what: Trained, *, full: bool)
         return 0
     if optim == "adafactor":
         return 4 * _rows_and_columns(shape) if full else int(0.02 * what.params * 4)
-    rests = sum(count * rest_of_segment(what.width * n) for n, count, _ in large_tensors(shape)) if full else 0
+    rests = _rests(shape, what.width) if full and what.params == shape.params else 0
     return 2 * (what.width * what.params + rests)
 
 
@@ -144,86 +148,89 @@ class Resident:
 
 
 def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
-    """Weights, adapters, gradients and states of one rank.
-
-    DDP: whole, and gradients once more in buckets (accelerate leaves `gradient_as_bucket_view` off). FSDP2 with mixed
-    precision: trained weights are kept in fp32 (accelerate, utils/fsdp_utils.py), all divided by W; NF4 weights are
-    not divided (their packed bytes are no float parameters). ZeRO in bf16: half-precision weights, fp32 masters and
-    states of 12 bytes by W; gradients whole in stage 1, by W in 2 and 3; weights by W in 3 (deepspeed,
-    runtime/zero; bytes counted on real ranks).
-    """
-    mode, optim = config.tuning.mode, config.train.optim
-    full, nf4 = mode == "full", mode == "qlora"
+    """Weights, adapters, gradients and states of one rank under its layout."""
+    full, nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
     what = trained(config, shape, widths)
-    tp = layout.tensor_parallel
     frozen = 0 if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
-    frozen = _by_tensor_parallel(frozen, shape, widths, nf4=nf4, ranks=tp)
-    params = (
-        _by_tensor_parallel(what.params, shape, Numbers(1, None, 1), nf4=False, ranks=tp) if full else what.params // tp
-    )
-    whole = Trained(params, what.width, what.embedding, what.head)
-    states = optimizer_bytes(optim, shape, whole, full=full) // (tp if full and tp > 1 else 1)
     if layout.is_zero:
-        return _zero(whole, frozen, layout, optim, full=full)
-    shard = layout.shard if layout.is_fsdp else 1
+        return _zero(what, frozen, layout, config.train.optim, full=full)
+    if layout.tensor_parallel > 1:
+        what, frozen = _tensor_parallel(what, frozen, shape, widths, layout.tensor_parallel, full=full)
     if layout.is_fsdp:
-        width = 4 if widths.autocast is not None else what.width
-        frozen_part = frozen if nf4 else frozen // shard
-        part = -(-whole.params // shard)
-        states = states * width // what.width // shard
-        return Resident(
-            weights=frozen_part + (part * width if full else 0),
-            adapters=0 if full else part * width,
-            master=0,
-            gradients=part * width,
-            optimizer=states,
-            buckets=0,
-            host=0,
-        )
-    rests = (
-        sum(count * rest_of_segment(what.width * n) for n, count, _ in large_tensors(shape)) if full and tp == 1 else 0
-    )
-    held = whole.params * what.width + rests
+        return _sharded(what, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
+    rests = _rests(shape, what.width) if full and layout.tensor_parallel == 1 else 0
+    held = what.params * what.width + rests
     return Resident(
         weights=held if full else frozen,
         adapters=0 if full else held,
         master=0,
         gradients=held,
-        optimizer=states,
-        buckets=whole.params * what.width if layout.name == "ddp" else 0,
+        optimizer=optimizer_bytes(config.train.optim, shape, what, full=full),
+        buckets=what.params * what.width if layout.name == "ddp" else 0,
         host=0,
     )
 
 
-def _by_tensor_parallel(nbytes: int, shape: ModelShape, widths: Numbers, *, nf4: bool, ranks: int) -> int:
-    if ranks == 1:
-        return nbytes
-    rest = widths.weights * (shape.params - sum(count * linear.weights for linear, count in shape.linears))
-    return rest + (nbytes - rest) // ranks
+def _rests(shape: ModelShape, width: int) -> int:
+    return sum(count * rest_of_segment(width * elements) for elements, count, _ in large_tensors(shape))
+
+
+def _sharded(
+    what: Trained, frozen: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, nf4: bool
+) -> Resident:
+    """FSDP2: everything by W. Under mixed precision what trains is kept in fp32 (accelerate, utils/fsdp_utils.py),
+    not beside NF4 weights: 4P/W, 4P/W of gradients and 8P/W of states. NF4's packed weights are cut too, their
+    absmax is not (no parameter)."""
+    width = 4 if upcast and not nf4 else what.width
+    own = Trained(-(-what.params // layout.shard), width, what.embedding, what.head)
+    constants = (
+        sum(count * (nf4_bytes(x.weights) - packed_bytes(x.weights)) for x, count in shape.linears) if nf4 else 0
+    )
+    part = constants + (frozen - constants) // layout.shard
+    states = 2 * width * own.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, own, full=False)
+    held = own.params * width
+    return Resident(
+        weights=part + (held if not frozen else 0),
+        adapters=held if frozen else 0,
+        master=0,
+        gradients=held,
+        optimizer=states,
+        buckets=0,
+        host=0,
+    )
+
+
+def _tensor_parallel(
+    what: Trained, frozen: int, shape: ModelShape, widths: Numbers, ranks: int, *, full: bool
+) -> tuple[Trained, int]:
+    """Linear layers by the ranks of a tensor-parallel group; embedding, head and norms whole on each."""
+    linears = sum(count * linear.weights for linear, count in shape.linears)
+    rest = shape.params - linears
+    params = rest + linears // ranks if full else what.params // ranks
+    frozen = frozen and widths.weights * rest + (frozen - widths.weights * rest) // ranks
+    return Trained(params, what.width, what.embedding, what.head), frozen
 
 
 def _zero(what: Trained, frozen: int, layout: Layout, optim: str, *, full: bool) -> Resident:
-    shard = layout.shard
-    own = -(-what.params // shard)
-    half = 2 * what.params
-    weights = half // shard if layout.shards_params else half
-    gradients = 2 * own if layout.shards_grads else half
-    states = 0 if optim == "paged_adamw_8bit" else int(0.02 * 4 * own) if optim == "adafactor" else 8 * own
-    masters = 4 * own
-    frozen = frozen // shard if layout.shards_params else frozen
-    host = 0
-    if layout.offloads_states:
-        host = masters + states + 4 * own  # fp32 masters, states, fp32 gradients, all page-locked
-        masters = states = 0
-    if layout.offloads_params:
-        host += weights + frozen
-        weights = frozen = 0
+    """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
+    states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3.
+
+    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too.
+    """
+    own = -(-what.params // layout.shard)
+    half = 2 * (own if layout.shards_params else what.params)
+    gradients = 2 * (own if layout.shards_grads else what.params)
+    states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
+    frozen = frozen // layout.shard if layout.shards_params else frozen
+    on_gpu = not layout.offloads_params
+    host = 16 * own if layout.offloads_states else 0
+    host += 0 if on_gpu else half + frozen
     return Resident(
-        weights=frozen + (weights if full else 0),
-        adapters=0 if full else weights,
-        master=masters,
+        weights=(frozen + (half if full else 0)) * on_gpu,
+        adapters=0 if full else half * on_gpu,
+        master=0 if layout.offloads_states else 4 * own,
         gradients=gradients,
-        optimizer=states,
+        optimizer=0 if layout.offloads_states else states,
         buckets=0,
         host=host,
     )

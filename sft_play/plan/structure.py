@@ -9,6 +9,7 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.plan.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, Precision
 
 FLASH_SINCE = (8, 0)
@@ -17,14 +18,18 @@ FLASH_HEAD = 256
 """Widest head that it takes (the same file)."""
 
 
-def numbers(config: RunConfig, precision: Precision) -> Numbers:
+def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
     """Bytes of weights, of autocast's dtype and of adapters.
 
-    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`); TRL casts those of a quantised
-    base to bf16, and this toolkit's trainer keeps them fp32 where the run does not compute in bf16.
+    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`), which TRL turns off under ZeRO-3;
+    TRL casts those of a quantised base to bf16, and this toolkit's trainer keeps them fp32 where the run does not
+    compute in bf16.
     """
+    load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = 2 if config.tuning.mode == "qlora" and precision.compute == "bfloat16" else 4
-    return Numbers(BYTES[precision.load], None if precision.compute == "float32" else 2, adapters)
+    if config.tuning.mode == "lora" and layout.is_zero and layout.shards_params:
+        adapters = load
+    return Numbers(load, compute, adapters)
 
 
 def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
@@ -49,11 +54,12 @@ def kernel_of(
     masked: bool,
     half: bool,
     capability: tuple[int, int] | None,
+    on_gpu: bool,
 ) -> AttentionKernel:
     """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for."""
     if attention == "eager":
         return "eager"
-    if attention == "flash_attention_2":
+    if attention == "flash_attention_2" or not on_gpu:
         return "flash"
     same = shape.mla is None
     able = (capability or FLASH_SINCE) >= FLASH_SINCE and half and shape.head_dim <= FLASH_HEAD and same
@@ -84,7 +90,7 @@ def block_spec(
     found = {}
     for role, linear in roles(kind, shape).items():
         chosen = mode != "full" and is_target(linear, targets)
-        found[role] = LinearSpec(linear.inputs, linear.outputs, rank if chosen else 0, linear.bias)
+        found[role] = LinearSpec(linear.inputs, linear.outputs, rank if chosen else 0)
     norms = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
@@ -93,7 +99,7 @@ def block_spec(
         head_dim=key_dim,
         value_dim=value_dim,
         linears=tuple(found.items()),
-        norm="rms" if shape.norm == "none" else shape.norm,
+        norm=_norm(shape),
         norm_after=norms >= 4,
         parallel=shape.parallel_blocks,
         parallel_norms=shape.parallel_blocks and norms >= 2,
@@ -101,11 +107,11 @@ def block_spec(
         rotary=shape.rotary_dim / max(1, shape.head_dim),
         rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.fused_qkv and shape.rotary_dim > 0),
         activation="gelu_new" if shape.activation in STEPWISE_ACTIVATIONS else "kernel",
-        dropout=getattr(shape, "dropout", 0.0),
+        dropout=shape.dropout,
+        attention_dropout=shape.attention_dropout,
         kernel=kernel,
         masked=masked,
         softcap=shape.attention_softcap is not None,
-        sinks=shape.sinks,
         experts=kind.num_experts,
         experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
@@ -116,6 +122,13 @@ def block_spec(
         dora=dora,
         numbers=widths,
     )
+
+
+def _norm(shape: ModelShape) -> Literal["rms", "gemma", "layer"]:
+    """The norm by how it computes: a LayerNorm without a bias is written out in fp32 (Cohere), as Gemma's norm is."""
+    if shape.norm == "layer" and not shape.norm_bias:
+        return "gemma"
+    return "rms" if shape.norm == "none" else shape.norm
 
 
 STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
@@ -160,21 +173,7 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part of one of `ranks`: heads and MLP columns are divided, hidden states are whole."""
     if ranks == 1:
         return spec
-    rows = {"o", "down"}
-    linears = tuple(
-        (
-            role,
-            replace(
-                linear,
-                **(
-                    {"inputs": max(1, linear.inputs // ranks)}
-                    if role in rows
-                    else {"outputs": max(1, linear.outputs // ranks)}
-                ),
-            ),
-        )
-        for role, linear in spec.linears
-    )
+    linears = tuple((role, _cut(linear, ranks, by_row=role in ("o", "down"))) for role, linear in spec.linears)
     return replace(
         spec,
         linears=linears,
@@ -182,3 +181,9 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
         kv_heads=max(1, spec.kv_heads // ranks),
         expert_width=spec.expert_width // ranks,
     )
+
+
+def _cut(linear: LinearSpec, ranks: int, *, by_row: bool) -> LinearSpec:
+    if by_row:
+        return replace(linear, inputs=max(1, linear.inputs // ranks))
+    return replace(linear, outputs=max(1, linear.outputs // ranks))

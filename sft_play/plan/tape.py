@@ -13,6 +13,18 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+MIB = 2**20
+OWN_SEGMENT = 10 * MIB
+"""From this size a tensor gets a segment of its own, of whole 2 MiB (kMinLargeAlloc, CUDACachingAllocator.cpp)."""
+
+
+def rest_of_segment(nbytes: int) -> int:
+    """Bytes that a large tensor's block has beyond its own: a segment's rest of at most 1 MiB is not split off."""
+    if nbytes < OWN_SEGMENT:
+        return 0
+    rest = -nbytes % (2 * MIB)
+    return rest if rest <= MIB else 0
+
 
 class Meter:
     """Bytes that live now and the most that ever did."""
@@ -45,8 +57,8 @@ class _Storage:
     __slots__ = ("handles", "meter", "nbytes")
 
     def __init__(self, meter: Meter, nbytes: int) -> None:
-        self.meter, self.nbytes, self.handles = meter, nbytes, 0
-        meter.take(nbytes)
+        self.meter, self.nbytes, self.handles = meter, nbytes + rest_of_segment(nbytes), 0
+        meter.take(self.nbytes)
 
 
 class Ref:

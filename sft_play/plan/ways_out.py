@@ -8,18 +8,24 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import ModelShape
-from sft_play.facts.gpu_catalog import gpus_by_memory
-from sft_play.facts.hardware import Hardware, named
-from sft_play.plan.candidates import Candidate
-from sft_play.plan.layout import LAYOUT_NAMES, LayoutName
-from sft_play.plan.plan import WayOut, make_plan
+from sft_play.facts.architecture import ModelShape, shape_of
+from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
+from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.plan.candidates import Candidate, least, thriftiest
+from sft_play.plan.largest import largest_that_fits
+from sft_play.plan.layout import LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.plan import WayOut, job_of, make_plan
 
 SHORTEST = 256
 """Tokens below which a shorter sequence is no longer offered."""
 LENGTH_STEP = 256
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
+NODE_GPUS = 8
+"""GPUs of a node when more of them are asked for than the present nodes have."""
 SMALL_RANK = 8
+
+Look = Callable[[RunConfig, Hardware, Sequence[LayoutName]], Candidate | None]
+"""What needs the least of a config on a machine; None where its batch does not split over the GPUs."""
 
 
 def ways_out(
@@ -32,36 +38,66 @@ def ways_out(
 ) -> Iterator[WayOut]:
     """Changes that need less memory or find more of it; the last one adds up changes until they fit."""
 
+    def look(changed: RunConfig, machine: Hardware, layouts: Sequence[LayoutName]) -> Candidate | None:
+        """The thriftiest candidate: far fewer are weighed than for a plan."""
+        possible, _ = layouts_for(changed, shape, machine)
+        wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
+        try:
+            found = thriftiest(job_of(changed, shape, machine, has_eval=has_eval), wanted)
+        except ConfigError:  # the batch that was given does not split over that many GPUs
+            return None
+        return next((candidate for candidate in found if candidate.fits), least(found))
+
     def choice(
         changed: RunConfig, machine: Hardware = hardware, layouts: Sequence[LayoutName] = only
     ) -> Candidate | None:
-        try:
-            plan = make_plan(changed, shape, machine, only=layouts, has_eval=has_eval, with_ways_out=False)
-        except ConfigError:  # the batch that was given does not split over that many GPUs
-            return None
-        return plan.choice
+        """What a plan would take where something fits, else the thriftiest."""
+        found = look(changed, machine, layouts)
+        if found is None or not found.fits:
+            return found
+        return make_plan(changed, shape, machine, only=layouts, has_eval=has_eval, with_ways_out=False).choice
 
     fitted = False
-    together = config
-    settings: list[str] = []
-    for setting, changed in _changes(config, choice):
+    together, settings = config, dict[str, str]()
+    present = choice(config)
+    for setting, changed in _changes(config, lambda shorter: look(shorter, hardware, only)):
         found = choice(changed)
         if found is None:
             continue
+        if not found.fits and present is not None and found.memory.required > present.memory.required:
+            continue
         yield _way(setting, found, setting=setting)
         fitted = fitted or found.fits
-        together, settings = _apply(together, setting), [*settings, setting]
+        together = _apply(together, setting)
+        settings[setting.partition("=")[0]] = setting
         if not fitted and len(settings) > 1:
             both = choice(together)
             if both is not None and both.fits:
                 fitted = True
-                yield _way(" ".join(settings), both, setting=" ".join(settings))
+                words = " ".join(settings.values())
+                yield _way(words, both, setting=words)
     left_out = [name for name in LAYOUT_NAMES if name not in only]
     if left_out:
         found = choice(config, layouts=LAYOUT_NAMES)
         if found is not None and found.fits:
+            fitted = True
             yield _way(f"layout {found.layout.name}, which this version does not launch", found)
-    yield from _machines(config, hardware, lambda machine: choice(config, machine, LAYOUT_NAMES))
+    for machine, words in _machines(config, hardware, look):
+        found = choice(config, machine, LAYOUT_NAMES)
+        if found is not None:
+            fitted = True
+            yield _way(f"{words} ({found.layout.name})", found, hardware=_name_of(machine))
+    if not fitted:
+        yield from _smaller_model(config, shape, hardware, has_eval=has_eval)
+
+
+def _smaller_model(config: RunConfig, shape: ModelShape, hardware: Hardware, *, has_eval: bool) -> Iterator[WayOut]:
+    """The largest known model that fits with the same settings, where nothing keeps the model."""
+    name = largest_that_fits("model", config, shape, hardware, has_eval=has_eval).value
+    if isinstance(name, str):
+        setting = f"model.name={name}"
+        plan = make_plan(_apply(config, setting), shape_of(name), hardware, has_eval=has_eval, with_ways_out=False)
+        yield _way(setting, plan.choice, setting=setting)
 
 
 def _way(change: str, found: Candidate, *, setting: str | None = None, hardware: str | None = None) -> WayOut:
@@ -86,7 +122,7 @@ def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None])
         wishes += ["train.optim=adafactor", "tuning.mode=lora"]
     if config.tuning.mode != "qlora":
         wishes.append("tuning.mode=qlora")
-    if config.tuning.lora.r > SMALL_RANK:
+    if config.tuning.mode != "full" and config.tuning.lora.r > SMALL_RANK:
         wishes.append(f"tuning.lora.r={SMALL_RANK}")
     for wish in wishes:
         yield wish, _apply(config, wish)
@@ -121,33 +157,64 @@ def _with(section: Any, path: Sequence[str], value: Any) -> Any:
     return section.model_copy(update={path[0]: _with(getattr(section, path[0]), path[1:], value)})
 
 
-def _machines(
-    config: RunConfig, hardware: Hardware, choice: Callable[[Hardware], Candidate | None]
-) -> Iterator[WayOut]:
-    """More GPUs of the same kind, then the smallest larger GPU, on which the job fits as it is."""
-    count = max(1, len(hardware.gpus))
-    if hardware.gpus:
-        for more in MORE_GPUS:
-            if more <= count:
-                continue
-            machine = _with_gpus(hardware, more)
-            found = choice(machine)
-            if found is not None and found.fits:
-                name = f"{more}x{hardware.gpus[0].name.removeprefix('NVIDIA ').replace(' ', '')}"
-                yield _way(f"{more} of these GPUs ({found.layout.name})", found, hardware=name)
-                break
-    present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
-    for entry in gpus_by_memory():
-        if entry.memory_bytes <= present:
+def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tuple[Hardware, str]]:
+    """More GPUs of the same kind, then the smallest larger GPU, on which the job fits as it is, and their names."""
+    count = len(hardware.gpus)
+    for more in MORE_GPUS if count else ():
+        if more <= count:
             continue
-        found = choice(named(f"{count}x{entry.name}"))
+        machine = _with_gpus(hardware, hardware.gpus[0], more)
+        if _fits(look(config, machine, LAYOUT_NAMES)):
+            yield machine, f"{more} of these GPUs"
+            break
+    present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
+    needed: dict[object, int] = {}
+    larger = [entry for entry in gpus_by_memory() if entry.memory_bytes > present]
+    for entry in larger:
+        # What a job needs hangs on a GPU's capability alone: one that does not fit tells of all that are not larger.
+        if entry.memory_bytes <= needed.get(entry.capability, 0):
+            continue
+        machine = _with_entry(hardware, entry, max(1, count))
+        found = look(config, machine, LAYOUT_NAMES)
         if found is not None and found.fits:
-            yield _way(f"{count}x{entry.name}", found, hardware=f"{count}x{entry.name}")
+            yield machine, _name_of(machine).partition(",")[0]
+            return
+        needed[entry.capability] = max(entry.memory_bytes, found.memory.required - 1 if found else 0)
+    for more in MORE_GPUS if larger else ():
+        machine = _with_entry(hardware, larger[-1], more)
+        if more > count and _fits(look(config, machine, LAYOUT_NAMES)):
+            yield machine, _name_of(machine).partition(",")[0]
             return
 
 
-def _with_gpus(hardware: Hardware, count: int) -> Hardware:
-    """The same machine with more GPUs like its first, eight to a node at most."""
-    first = hardware.gpus[0]
-    gpus = tuple(replace(first, index=index, free_bytes=None) for index in range(count))
-    return replace(hardware, gpus=gpus, nodes=max(1, count // 8), named=True)
+def _with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
+    """The same machine with that many GPUs of the catalogue."""
+    like = named(f"1x{entry.name}")
+    return replace(_with_gpus(hardware, like.gpus[0], count), link_bytes_per_s=like.link_bytes_per_s)
+
+
+def _fits(found: Candidate | None) -> bool:
+    return found is not None and found.fits
+
+
+def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
+    """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more.
+
+    Of a machine without GPUs the RAM says nothing about another.
+    """
+    gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
+    nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(NODE_GPUS, hardware.gpus_per_node))
+    given = hardware.ram_given and bool(hardware.gpus)
+    return replace(hardware, gpus=gpus, nodes=nodes, named=True, ram_given=given)
+
+
+def _name_of(machine: Hardware) -> str:
+    """What HARDWARE= takes for the machine: its memory where the catalogue says another, its RAM where it was given."""
+    gpu = machine.gpus[0]
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
+    entry = next(iter(find(name)), None)
+    nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
+    text = f"{nodes}{machine.gpus_per_node}x{name}"
+    if entry is None or abs(entry.memory_bytes - gpu.total_bytes) > 0.05 * gpu.total_bytes:
+        text += f",mem={gpu.total_bytes >> 20}MiB"
+    return text + (f",ram={machine.ram_free_bytes >> 20}MiB" if machine.ram_given else "")

@@ -41,6 +41,10 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
             raise ConfigError(
                 f"WHATIF: {one_line(word)!r} is not key=value,value; for example WHATIF='model.max_seq_len=2048,4096'"
             )
+        if any(axis[0].startswith(f"{key}=") for axis in axes):
+            raise ConfigError(
+                f"WHATIF names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2"
+            )
         axes.append([f"{key}={value}" for value in values])
     count = 1
     for axis in axes:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.trace import kernels, twins
+from sft_play.trace import kernels, older, twins
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -27,6 +27,8 @@ def skeleton(settings: StepSettings) -> Any:
         TraceUnavailable: the config names no causal language model that the libraries know.
     """
     model = _on_meta(settings)
+    if settings.experts == "loop":
+        older.loop_over_experts(model)
     if settings.mode == "qlora":
         _quantise(model, settings)
     if _is_lora(settings):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.candidates import Candidate
 from sft_play.plan.plan import Traced
 from sft_play.plan.precision import Precision
@@ -24,7 +25,9 @@ OPTIMIZERS = {
 }
 
 
-def trace_candidate(config: RunConfig, model: Mapping[str, Any], precision: Precision, candidate: Candidate) -> Traced:
+def trace_candidate(
+    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
+) -> Traced:
     """What a trace of the candidate's step finds; `unavailable` says why there is none."""
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
@@ -35,7 +38,7 @@ def trace_candidate(config: RunConfig, model: Mapping[str, Any], precision: Prec
     from sft_play.trace.step import cached_trace
 
     try:
-        found = cached_trace(settings_of(config, model, precision, candidate))
+        found = cached_trace(settings_of(config, model, shape, precision, candidate))
     except TraceUnavailable as error:
         return Traced(unavailable=str(error))
     logger.debug("traced in %.1f s", found.seconds)
@@ -43,7 +46,7 @@ def trace_candidate(config: RunConfig, model: Mapping[str, Any], precision: Prec
 
 
 def settings_of(
-    config: RunConfig, model: Mapping[str, Any], precision: Precision, candidate: Candidate
+    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> StepSettings:
     """The candidate's step as the trainer would run it."""
     step, mode = candidate.step, config.tuning.mode
@@ -52,7 +55,7 @@ def settings_of(
     return StepSettings(
         model=model,
         mode=mode,
-        peft=None if mode == "full" else _adapter(config),
+        peft=None if mode == "full" else _adapter(config, shape),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third pass meets what the second met
@@ -76,10 +79,11 @@ def settings_of(
     )
 
 
-def _adapter(config: RunConfig) -> dict[str, Any]:
+def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     """PEFT's config of the run's adapters, as train/model makes it."""
     lora = config.tuning.lora
-    targets: str | list[str] = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)
+    every = sorted({linear.name for linear, _ in shape.linears})  # "all-linear" would name fused experts too
+    targets = every if lora.target_modules == "auto" else list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

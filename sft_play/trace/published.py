@@ -1,12 +1,13 @@
 """Published training runs, rows of a CSV file, as settings of the tracer.
 
-A source is described once: the casts, the mask, the loss, the optimizer and the counters of the script that ran, read in
-that script. What differs between its rows is read from the row's columns. No figure is fitted to a row.
+A source is described once: the casts, the mask, the loss, the optimizer and the counters of the script that ran, read
+in that script. What differs between its rows is read from the row's columns. No figure is fitted to a row.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import re
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.architecture import config_json
+from sft_play.facts.architecture import config_json, hub_answers
+from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.trace.settings import Device, DtypeName, StepSettings
 
 GIB = 2**30
@@ -90,7 +92,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ConfigError(f"PEAKS={path}: there is no such file; name a CSV file of measured peaks") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"PEAKS={path}: cannot be read as UTF-8 text ({error}); name a CSV file of peaks") from None
-    reader = csv.DictReader(text.splitlines(keepends=True), restkey="")
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
     try:
         names = [str(name).strip() for name in reader.fieldnames or ()]
         missing = [name for name in COLUMNS if name not in names]
@@ -146,7 +148,10 @@ def _run(row: Row, config_of: ConfigOf, run_info: Config | None) -> PublishedRun
             measured_allocated=_gib(row, "peak_allocated_gib"),
             measured_reserved=_gib(row, "peak_reserved_gib"),
         )
-        return replace(base, settings=step_settings(row, config_of=config_of, run_info=run_info))
+        settings = step_settings(row, config_of=config_of, run_info=run_info)
+        if base.measured_allocated is None and base.measured_reserved is None:
+            raise NotExpressible("no peak of PyTorch's allocator was measured")
+        return replace(base, settings=settings)
     except NotExpressible as why:
         return replace(base, reason=str(why))
 
@@ -208,6 +213,19 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.1,
         "resid_pdrop": 0.1,
     },
+    # Printed modules of LlamaForCausalLM: 32256 x 2048, 24 layers, 5504 wide; 1,346,471,936 parameters
+    # (Xpehutta/llm4sql data-model-generator/lora_sql_model/README.md, less its adapter).
+    "deepseek-ai/deepseek-coder-1.3b-instruct": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32_256,
+        "max_position_embeddings": 16_384,
+        "tie_word_embeddings": False,
+    },
     # Llama 2 paper (arXiv 2307.09288), appendix; meta-llama/Llama-2-70b-hf config.json.
     "NousResearch/Llama-2-70b-hf": _LLAMA_2_70B,
     "meta-llama/Llama-2-70b-hf": _LLAMA_2_70B,
@@ -216,10 +234,38 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def known_config(name: str) -> Config:
-    """A model's config.json: the tables here first, then as the plan finds it (folder, cache, hub); or ModelError."""
+    """A model's config.json: the tables first, then a mirror's original, then the hub and its cache; or ModelError."""
     if name in MORE_MODELS:
         return MORE_MODELS[name]
+    if name in KNOWN_MODELS:
+        return KNOWN_MODELS[name].config
+    original = _originals().get(_last_part(name))
+    if original is not None:
+        return original
+    if not _hub_once():
+        raise ModelError(f"model {name} is in no table, and the hub cannot be reached")
     return config_json(name)
+
+
+@cache
+def _hub_once() -> bool:
+    return hub_answers()
+
+
+@cache
+def _originals() -> dict[str, Config]:
+    """Configs by a repository's name without its owner, where all owners that the table has agree."""
+    found: dict[str, Config] = {}
+    differing = set()
+    for name, known in KNOWN_MODELS.items():
+        part = _last_part(name)
+        if found.setdefault(part, known.config) != known.config:
+            differing.add(part)
+    return {part: config for part, config in found.items() if part not in differing}
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2].lower()
 
 
 def _cached(config_of: ConfigOf) -> ConfigOf:
@@ -246,9 +292,9 @@ def _model(row: Row, config_of: ConfigOf) -> Config:
     try:
         config = config_of(_unquantised(name))
     except ModelError:
-        raise NotExpressible(f"no config.json is known for {name}") from None
+        raise NotExpressible("no config.json of its model is known") from None
     if "auto_map" in config:
-        raise NotExpressible(f"{name} needs code of its own")
+        raise NotExpressible("the model needs code of its own")
     return config
 
 
@@ -342,7 +388,7 @@ _CAPABILITY_UNKNOWN = (8, 0)
 def _device(row: Row) -> Device:
     name = row.get("gpu", "").upper().replace("-", " ")
     known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
-    context = re.search(r"cuda_context_mib=([\d.]+)", row.get("notes", ""))
+    context = re.search(r"cuda_context_mib=(\d+(?:\.\d+)?)", row.get("notes", ""))
     total = _number(row, "gpu_total_gib")
     capacity = int(total * GIB - float(context[1]) * MIB) if total and context else None
     return Device(capability=next(known, _CAPABILITY_UNKNOWN), capacity=capacity)
@@ -384,7 +430,7 @@ def _adapter(row: Row, run_info: Config | None) -> dict[str, Any] | None:
         variants = re.search(r"lora variants: ([^;]*)", row.get("notes", ""))
         used = variants[1].replace(",", " ").split() if variants else []
         adapter |= {"r": _needed(rank, "the adapter's rank"), "lora_alpha": 2 * (rank or 1), "lora_dropout": 0.0}
-        adapter |= {name: True for name in used}
+        adapter |= dict.fromkeys(used, True)
         adapter["use_dora"] = row["mode"] == "dora" or "use_dora" in used
     elif rank is not None:
         adapter["r"] = rank
@@ -472,6 +518,14 @@ _NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
 """Classes whose loss, before they took the common loss function, ran in the logits' own dtype."""
 
 
+_LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
+
+
+def _experts(row: Row, model: Config) -> str:
+    is_older = _version(row, "transformers") < (5,)
+    return "loop" if is_older and model.get("model_type") in _LOOPED_EXPERTS else "stacked"
+
+
 def _ranks(row: Row) -> dict[str, Any]:
     """Strategy and number of ranks; several words for the same thing are one, what is not traced is refused."""
     text = row["strategy"].lower()
@@ -494,7 +548,12 @@ def _ranks(row: Row) -> dict[str, Any]:
             raise NotExpressible(reason)
     if text == "ddp":
         return {"strategy": "ddp", "world": _needed(count, "the number of GPUs")}
-    if re.match(r"fsdp2?\b", text) or re.fullmatch(r"cp \d+", text):
+    if re.match(r"fsdp\b", text):
+        # Layers checkpoint themselves, inside the wrapper, since transformers 4.52 (GradientCheckpointingLayer).
+        outside = _version(row, "transformers") < (4, 52)
+        ranks = _needed(count, "the number of GPUs")
+        return {"strategy": "fsdp1", "world": ranks, "checkpoints_wrappers": outside}
+    if re.match(r"fsdp2\b", text) or re.fullmatch(r"cp \d+", text):
         return {"strategy": "fsdp2", "world": _needed(count, "the number of GPUs")}
     raise NotExpressible("how the ranks share the work is not known")
 
@@ -541,6 +600,7 @@ def _from_columns(row: Row, config_of: ConfigOf, run_info: Config | None) -> dic
         "empty_cache_after_load": False,
         "peak_from": "start",
         "device": _device(row),
+        "experts": _experts(row, model),
         **_checkpointing(row),
         **_ranks(row),
     }
@@ -567,7 +627,7 @@ def _fitcheck(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any
     return {"expand_kv": said["attention"] == "sdpa"}
 
 
-PEFT_LONGEST_ROW = 650
+PEFT_LONGEST_ROW = 680
 """Tokens of the longest padded batch of the 5,000 in huggingface/peft method_comparison/MetaMathQA.
 
 The cap is 768 and texts end at 1,300 characters, so the batch is a fact of the data (MetaMathQA, seed and order the
@@ -587,13 +647,11 @@ def _peft_metamath(row: Row, said: dict[str, Any], run_info: Config | None) -> d
     if said["optimizer"] == "lora_fa" and _version(row, "peft") >= (0, 19, 2):
         # disable_adapter() around the loss on Wikipedia, new in that run, switches every adapter's gradients on again.
         changed["optimizer"] = "adamw_foreach"
-    if "after EVERY step" in row.get("notes", ""):
-        changed["empty_cache_every_step"] = True
     return changed
 
 
 ORCA_MEAN_ROW = 289
-ORCA_LONGEST_ROW = 2300
+ORCA_LONGEST_ROW = 2450
 """Tokens of a row of microsoft/orca-math-word-problems-200k, train[:8000], with Mistral's tokenizer.
 
 The mean is the source's own: refs_orca/a100_80gb_pf.csv, train_tokens_per_second x train_runtime / 8000 rows, one GPU
@@ -667,8 +725,16 @@ SOURCES: tuple[Source, ...] = (
         "huggingface/peft",
         "method_comparison/MetaMathQA/run.py: bf16 weights, fp32 adapters, no autocast, outputs held until the next "
         "step's are there, real padding, clipping at 1; counters over the whole run.",
-        {"autocast": None, "mask": "padded", "loss": "logits", "reentrant": False, "holds_outputs": True}
-        | {"holds_until_next": True},
+        {
+            "autocast": None,
+            "mask": "padded",
+            "loss": "logits",
+            "reentrant": False,
+            "holds_outputs": True,
+            "holds_until_next": True,
+            "zero_grad_late": True,
+            "empty_cache_every_step": True,
+        },
         _peft_metamath,
         _peft_lengths,
     ),

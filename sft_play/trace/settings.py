@@ -73,6 +73,8 @@ class StepSettings:
     lora_fa: AdamW (foreach) with every LoRA A frozen once the optimizer is made.
     """
     clip: bool = True
+    experts: Literal["stacked", "loop"] = "stacked"
+    """stacked: as the installed class has them; loop: linear layers of their own, as before transformers 5.0."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs (its logits) through backward and step."""
     holds_until_next: bool = False
@@ -80,6 +82,8 @@ class StepSettings:
     empty_cache_after_load: bool = True
     empty_cache_every_step: bool = False
     """The loop calls `torch.cuda.empty_cache` after each optimizer step."""
+    zero_grad_late: bool = False
+    """The loop clears the gradients when the next step begins, not when a step ends."""
     peak_from: Literal["loaded", "start", "second_step"] = "loaded"
     """When the script resets its counters: after loading, never, or after a first step."""
     # --- other phases ------------------------------------------------------------------------------------------------

@@ -160,8 +160,21 @@ def _hiding(original: Any, situation: Situation) -> Any:
     return propagate
 
 
-def _same_storage(a: Any, b: Any) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+def _storage_address(original: Any, _: Situation) -> Any:
+    def data_ptr(self: Any) -> int:
+        if self.device.type != "meta":  # what fake tensors rest on
+            return int(original(self))
+        return int(self._cdata) if self.nbytes() else 0
+
+    return data_ptr
+
+
+def _tensor_address(self: Any) -> int:
+    return int(self.untyped_storage().data_ptr()) + self.storage_offset() * self.element_size()
+
+
+def _is_flat(settings: StepSettings) -> bool:
+    return settings.strategy == "fsdp1"
 
 
 def _is_quantised(settings: StepSettings) -> bool:
@@ -180,7 +193,49 @@ def _has_adapters(settings: StepSettings) -> bool:
     return settings.peft is not None
 
 
+def _is_half_under_autocast(value: Any) -> bool:
+    return (
+        torch.is_autocast_enabled("cpu")
+        and isinstance(value, torch.Tensor)
+        and value.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def _wide_layer_norm(original: Any, _: Situation) -> Any:
+    def layer_norm(
+        input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> torch.Tensor:
+        if not _is_half_under_autocast(input):
+            return original(input, normalized_shape, weight, bias, eps)
+        wide = [None if one is None else one.float() for one in (weight, bias)]
+        with torch.autocast("cpu", enabled=False):
+            return original(input.float(), normalized_shape, *wide, eps)
+
+    return layer_norm
+
+
+def _wide_power(original: Any, _: Situation) -> Any:
+    def power(input: Any, exponent: Any, **options: Any) -> Any:
+        return original(input.float() if _is_half_under_autocast(input) else input, exponent, **options)
+
+    return power
+
+
 SHIMS: tuple[Shim, ...] = (
+    Shim(
+        "layer norm in fp32 under autocast",
+        "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
+        "torch.nn.functional:layer_norm",
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+        _wide_layer_norm,
+    ),
+    Shim(
+        "powers in fp32 under autocast",
+        "CUDA's autocast takes pow in fp32 (the same list), which the stepwise GELU of GPT-2 calls; a CPU's does not",
+        "torch:pow",
+        (),
+        _wide_power,
+    ),
     Shim(
         "attention by CUDA's choice",
         "the CPU kernel saves other tensors; CUDA's flash and memory-efficient operators have fake kernels",
@@ -301,12 +356,20 @@ SHIMS: tuple[Shim, ...] = (
         _is_fsdp,
     ),
     Shim(
-        "one storage or two",
-        "FSDP1 asks by address whether its views are still its own; all fake tensors have the address 0",
-        "torch.distributed.fsdp._flat_param:_same_storage",
-        ("a", "b"),
-        lambda original, situation: _same_storage,
-        lambda settings: settings.strategy == "fsdp1",
+        "addresses of storages",
+        "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",
+        "torch:UntypedStorage.data_ptr",
+        (),
+        _storage_address,
+        _is_flat,
+    ),
+    Shim(
+        "addresses of tensors",
+        "FSDP1 asks the same of tensors, whose addresses are 0 too",
+        "torch._subclasses.fake_tensor:FakeTensor.data_ptr",
+        (),
+        lambda original, situation: _tensor_address,
+        _is_flat,
     ),
     Shim(
         "gradient buckets",
@@ -319,9 +382,32 @@ SHIMS: tuple[Shim, ...] = (
     Shim(
         "gradients summed in place",
         "the autograd engine sums in place only without modes; the second sum takes over the first one's storage",
-        "torch._C:_current_graph_task_id",
+        "torch.autograd.graph:_engine_run_backward",
+        ("t_outputs",),
+        None,
+    ),
+    Shim(
+        "who else holds a gradient",
+        "the engine may sum in place only what nobody else holds: the counts that it looks at itself",
+        "torch._C:_storage_Use_Count",
         (),
         None,
+    ),
+    Shim(
+        "units of a sharded model",
+        "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator",
+        "accelerate.utils.fsdp_utils:fsdp2_prepare_model",
+        ("accelerator", "model"),
+        None,
+        _is_fsdp,
+    ),
+    Shim(
+        "which layers are quantised",
+        "transformers' own function swaps them, and the twins take their places",
+        "transformers.integrations.bitsandbytes:replace_with_bnb_linear",
+        ("model", "modules_to_not_convert", "quantization_config"),
+        None,
+        _is_quantised,
     ),
 )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -31,7 +33,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 1
+TRACE_VERSION = 7
 """Part of the cache's key: raised whenever this room would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -64,8 +66,10 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     )
 
 
-def record(settings: StepSettings, *, real: bool = False) -> tuple[StorageLog, dict[str, int]]:
-    """The events of the step, and counts of parameters. `real` runs it on real CPU tensors instead, for comparison.
+def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> tuple[StorageLog, dict[str, int]]:
+    """The events of the step, and counts of parameters.
+
+    For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real group of `mesh`.
 
     Raises:
         TraceUnavailable: as `trace_step`.
@@ -73,25 +77,25 @@ def record(settings: StepSettings, *, real: bool = False) -> tuple[StorageLog, d
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(_collected())
         stack.enter_context(_library_faults())
         stack.enter_context(shims.installed(shims.Situation(settings, log)))
         model = build.skeleton(settings)
-        group = None
-        if settings.strategy in SHARDED:
+        if settings.strategy in SHARDED and mesh is None:
             from sft_play.trace import ranks
 
-            group = stack.enter_context(ranks.fake_group(settings.world))
+            mesh = stack.enter_context(ranks.fake_group(settings.world))
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        return log, _Run(settings, log, group).whole(model)
+        return log, _Run(settings, log, mesh).whole(model)
 
 
 class _Run:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
-    def __init__(self, settings: StepSettings, log: StorageLog, group: Any) -> None:
-        self.settings, self.log, self.group = settings, log, group
+    def __init__(self, settings: StepSettings, log: StorageLog, mesh: Any) -> None:
+        self.settings, self.log, self.mesh = settings, log, mesh
         self._held: Any = None
 
     def whole(self, skeleton: Any) -> dict[str, int]:
@@ -105,9 +109,12 @@ class _Run:
         log.born(kernels.cublas_workspace(settings.device.capability))  # the thread that runs forward
         optimizer = make_optimizer(settings, model, log)
         for step in range(settings.optimizer_steps):
+            if settings.zero_grad_late:
+                optimizer.zero_grad(set_to_none=True)
             for micro in range(settings.grad_accum):
                 log.mark("forward", step)
-                self._micro_batch(model, step)
+                with self._synchronised(model, micro == settings.grad_accum - 1):
+                    self._micro_batch(model, step)
                 if step == micro == 0:
                     log.born(kernels.cublas_workspace(settings.device.capability))  # autograd's own thread
                 buckets()
@@ -136,7 +143,7 @@ class _Run:
             if self.settings.strategy == "fsdp1":
                 model = ranks.flat_sharded(model, self.settings)
             else:
-                model = ranks.fully_sharded(model, self.settings, self.group)
+                model = ranks.fully_sharded(model, self.settings, self.mesh)
         self.log.passing((largest,))
         for tensor in ranks.shards(model):
             self.log.see(tensor)
@@ -173,6 +180,19 @@ class _Run:
             out = model(**batch, use_cache=False)
         return out.loss, out.logits if self.settings.holds_outputs else None
 
+    @contextlib.contextmanager
+    def _synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
+        """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
+        if is_last or self.settings.strategy not in SHARDED:
+            yield
+        elif self.settings.strategy == "fsdp1":
+            with model.no_sync():
+                yield
+        else:
+            model.set_requires_gradient_sync(False)
+            yield
+            model.set_requires_gradient_sync(True)
+
     def _micro_batch(self, model: Any, step: int) -> None:
         loss, self._held = self._loss(model, self._batch(self.settings.micro_batch))
         if self.settings.grad_accum > 1:
@@ -187,7 +207,8 @@ class _Run:
             trained = [one for one in model.parameters() if one.requires_grad]
             torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if not self.settings.zero_grad_late:
+            optimizer.zero_grad(set_to_none=True)
 
     def _evaluate(self, model: Any) -> None:
         model.eval()
@@ -278,6 +299,8 @@ def _library_faults() -> Iterator[None]:
         yield
     except (TraceUnavailable, MemoryError, KeyboardInterrupt):
         raise
+    except ImportError as error:
+        raise TraceUnavailable(f"a library, or a part of it that the trace uses, is not there: {error}") from error
     except Exception as error:
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(innermost).resolve().parent == Path(__file__).resolve().parent:
@@ -289,8 +312,22 @@ def _library_faults() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _collected() -> Iterator[None]:
+    """No garbage collection on the way: when it comes depends on what this process did before, and so would peaks."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The libraries' advice to users of models off: nobody trains here."""
+    importlib.import_module("transformers.utils.logging").get_logger()  # sets its level when it is first used
     names = [name for name in ("transformers", "peft", "trl", "accelerate", "torch.distributed") if name]
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:

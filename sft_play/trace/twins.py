@@ -92,7 +92,9 @@ def nf4_twin(layer: Any, settings: StepSettings) -> Any:
     weight.compress_statistics, weight.quant_type, weight.quant_state = settings.double_quant, "nf4", None
     weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
     twin.weight = weight
-    twin.bias = layer.bias
+    twin.bias = None
+    if layer.bias is not None:  # bitsandbytes makes it in fp32; loading gives it the type of the other weights
+        twin.bias = nn.Parameter(layer.bias.detach().to(twin.quantised_from), requires_grad=False)
 
     def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         twin.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)

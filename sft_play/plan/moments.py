@@ -1,0 +1,311 @@
+"""The moments of one training step on one rank, from the first block to the last and back, each with its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
+from sft_play.plan.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
+from sft_play.plan.gather import Gathering, units, zero_buckets
+from sft_play.plan.head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.precision import BYTES, Precision
+from sft_play.plan.states import optimizer_transient, resident, trained
+from sft_play.plan.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
+
+Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
+Terms = dict[str, int]
+AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
+
+MIB = 2**20
+CUBLAS_WORKSPACE_BYTES = {9: 32 * MIB, 10: 32 * MIB, 12: 32 * MIB}
+"""One thread's cuBLAS workspace by the major compute capability (CublasHandlePool.cpp)."""
+OLDER_CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""The same on other GPUs: the setting :4096:2:16:8."""
+WORKSPACE_THREADS = 2
+"""Threads that multiply: the forward's and the autograd engine's."""
+TOKEN_BYTES = 3 * 8
+"""A token's number, its label and its place in the mask."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of one rank: what the estimate assumes. The batch is full-length and every token scored."""
+
+    micro_batch: int
+    grad_accum: int
+    seq_len: int
+    layout: Layout = SINGLE
+    checkpointed_layers: int | None = None
+    """Blocks, counted from the first, whose activations are computed again; None: all of them."""
+    loss: Literal["chunked", "logits"] = "chunked"
+    """TRL's chunked head, or whole logits."""
+    attention: AttentionName = "sdpa"
+    padded: bool = False
+    """Rows are padded, so that attention is given a mask of S x S a sequence."""
+    eval_batch: int = 0
+    """Rows of an evaluation batch; 0: no evaluation."""
+    saves: bool = True
+    on_gpu: bool = True
+    capability: tuple[int, int] | None = (9, 0)
+
+    @property
+    def tokens(self) -> int:
+        """T = B * S."""
+        return self.micro_batch * self.seq_len
+
+
+class Walk:
+    """A step's way through the model. `moments` yields every moment that can be the peak."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
+        layout = step.layout
+        self.config, self.shape, self.step = config, shape, step
+        self.full = config.tuning.mode == "full"
+        loaded = numbers(config, precision, layout)
+        self.trained = trained(config, shape, loaded)
+        self.resident = resident(config, shape, loaded, layout)
+        self.numbers = _gathered_numbers(loaded, layout)
+        self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
+        self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
+        self.adds_up = step.grad_accum > 1
+        self.specs = tuple(self._spec(place) for place in range(len(shape.layers)))
+        self.gathering = self._gathering() if layout.shards_params else None
+        self.blocks, self.widths = self._blocks()
+
+    # --- what the step is made of -------------------------------------------------------------------------------------
+    def _spec(self, place: int) -> BlockSpec:
+        kind, step, tuning = self.shape.layers[place], self.step, self.config.tuning
+        masked = sees_mask(kind, self.shape, length=step.seq_len, padded=step.padded)
+        kernel = kernel_of(
+            kind,
+            self.shape,
+            attention=step.attention,
+            masked=masked,
+            half=self.numbers.autocast is not None or self.width == 2,
+            capability=step.capability,
+            on_gpu=step.on_gpu,
+        )
+        spec = block_spec(
+            kind,
+            self.shape,
+            widths=self.numbers,
+            mode=tuning.mode,
+            rank=tuning.lora.r,
+            targets=tuning.lora.target_modules,
+            lora_dropout=tuning.lora.dropout,
+            dora=tuning.lora.use_dora,
+            kernel=kernel,
+            masked=masked,
+        )
+        return on_tensor_parallel(spec, step.layout.tensor_parallel)
+
+    def _gathering(self) -> Gathering:
+        lora, nf4 = self.config.tuning.lora, self.config.tuning.mode == "qlora"
+        rank = 0 if self.full else lora.r
+        found = units(self.shape, width=self.numbers.weights, nf4=nf4, rank=rank, targets=lora.target_modules)
+        share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
+        return Gathering(found, self.shape.layer_order, share, self.step.layout.shard)
+
+    def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
+        """Every block's bytes, and the width of each one's input and of the last one's output."""
+        found: list[BlockBytes] = []
+        widths = [self.width]
+        for layer, place in enumerate(self.shape.layer_order):
+            block = block_bytes(
+                self.specs[place],
+                batch=self.step.micro_batch,
+                length=self.step.seq_len,
+                width=widths[-1],
+                input_has_grad=layer > 0 or self.trained.embedding or self.layers > 0,
+                accumulating=self._accumulating(),
+            )
+            found.append(block)
+            widths.append(block.width)
+        return found, widths
+
+    def _forward_alone(self, layer: int, batch: int, *, training: bool) -> int:
+        spec, width = self.specs[self.shape.layer_order[layer]], self.widths[layer]
+        return forward_peak(spec, batch=batch, length=self.step.seq_len, width=width, training=training)
+
+    def _head(self, batch: int, *, grad: bool) -> HeadBytes:
+        words = self.shape.vocab_size
+        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)  # a CPU process has the pages it touches
+        copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
+        return head_bytes(
+            self.specs[self.shape.layer_order[-1]],
+            Vocabulary(words, self.trained.head, self.numbers.adapters if copied else self.width, tile),
+            batch=batch,
+            length=self.step.seq_len,
+            width=self.widths[-1],
+            loss=self.step.loss,
+            accumulating=self._accumulating(),
+            grad=grad,
+        )
+
+    def _accumulating(self) -> bool:
+        """Whether a gradient meets an older one of its whole size; a rank that keeps parts cuts each new one."""
+        whole = not self.step.layout.shards_grads
+        return whole and self.adds_up
+
+    def _kept_of(self, gradients: int) -> int:
+        """What a rank keeps of gradients that were just made."""
+        if not self.step.layout.shards_grads:
+            return gradients
+        whole = self.trained.params * self.numbers.weights if self.full else self.trained.params * self.numbers.adapters
+        return self.resident.gradients * gradients // max(1, whole)
+
+    def _batch(self, batch: int) -> int:
+        """Token numbers, labels and mask of a batch, and the masks of S x S that all blocks share: one for each kind
+        of attention, booleans for sdpa, numbers for eager."""
+        step, squares = self.step, batch * self.step.seq_len**2
+        own = TOKEN_BYTES * batch * step.seq_len
+        if step.attention == "flash_attention_2":
+            return own
+        pairs = zip(self.shape.layers, self.specs, strict=True)
+        kinds = {kind.attention for kind, spec in pairs if spec.masked or step.attention == "eager"}
+        return own + len(kinds) * squares * (self.width if step.attention == "eager" else 1)
+
+    # --- moments -----------------------------------------------------------------------------------------------------
+    def _at(self, name: Moment, gradients: int, activations: int, **more: int) -> tuple[Moment, Terms]:
+        """A moment: what always lives, gradients, activations, and what else there is."""
+        parts = self.resident
+        terms = {"weights": parts.weights, "adapters": parts.adapters, "master_weights": parts.master}
+        terms |= {"gradients": gradients, "optimizer": parts.optimizer, "gradient_buckets": self._buckets()}
+        terms |= {"workspaces": self._workspaces(), "activations": activations, "loss_head": 0} | more
+        always = ("weights", "gradients", "optimizer", "activations", "loss_head")
+        return name, {term: size for term, size in terms.items() if size or term in always}
+
+    def _buckets(self) -> int:
+        layout = self.step.layout
+        if layout.is_zero:
+            return zero_buckets(layout, self.trained.params, self.shape.params)
+        return self.resident.buckets
+
+    def _workspaces(self) -> int:
+        if not self.step.on_gpu:
+            return 0
+        major = (self.step.capability or (0, 0))[0]
+        return WORKSPACE_THREADS * CUBLAS_WORKSPACE_BYTES.get(major, OLDER_CUBLAS_WORKSPACE_BYTES)
+
+    def moments(self) -> Iterator[tuple[Moment, Terms]]:
+        """Every moment that can be the peak, with its terms."""
+        held = [self._batch(self.step.micro_batch)]
+        if self.shape.embedding_dropout:
+            held[0] += self.step.tokens * self.shape.hidden_size  # its mask
+        yield from self._forward(held)
+        yield from self._backward(held)
+        passing = optimizer_transient(self.config.train.optim, self.shape, self.trained, full=self.full)
+        if self.step.layout.shards_states:
+            passing //= self.step.layout.shard
+        yield self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
+        if self.step.eval_batch:
+            yield from self._evaluation()
+        if self.step.saves:
+            yield self._at("saving", 0, 0, gather_buffers=self._gathered_to_save())
+
+    def _gathered_to_save(self) -> int:
+        """A cut tensor is gathered whole, one at a time, and once more on its way to the host."""
+        table = self.shape.vocab_size * (self.shape.embedding_width or self.shape.hidden_size)
+        return 2 * table * (4 if self.full else self.numbers.weights) if self.gathering else 0
+
+    def _hidden(self, batch: int, layer: int) -> int:
+        """Hidden states before a block, or after the last."""
+        return batch * self.step.seq_len * self.shape.hidden_size * self.widths[layer]
+
+    def _there(self) -> int:
+        return self.resident.gradients if self.adds_up else 0
+
+    def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
+        """Through the blocks to the loss. `held` gets what is held before each block, and at the head.
+
+        A checkpointed block keeps its input, and autocast the half-precision copies of its fp32 adapters until the
+        pass ends; the model's own forward keeps the embedding's output until it returns.
+        """
+        gathering, batch = self.gathering, self.step.micro_batch
+        there, cast = self._there(), 0
+        for layer, block in enumerate(self.blocks):
+            checkpointed = layer < self.layers
+            cast += block.cast_weights if checkpointed else 0
+            alone = self._forward_alone(layer, batch, training=True)
+            embedded = self._hidden(batch, 0) if layer and not self.layers else 0
+            live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
+            yield self._at("forward", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
+            held.append(held[-1] + (self._hidden(batch, layer) if checkpointed else block.kept))
+        size = self._hidden(batch, -1)
+        if gathering:
+            yield self._at("forward", there, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
+        head = self._head(self.step.micro_batch, grad=True)
+        gathered = gathering.tail if gathering else 0
+        beyond = max(0, head.forward - size)
+        yield self._at("head", there, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
+
+    def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
+        """From the loss back to the embedding; gradients of parameters come and stay, what blocks held goes."""
+        gathering = self.gathering
+        head = self._head(self.step.micro_batch, grad=True)
+        gathered = gathering.head if gathering else 0
+        yield self._at("head", self._there(), held[-1], loss_head=head.backward, gather_buffers=gathered)
+        with_embedding = gathering is not None and self.shape.tied  # one unit, cut when the embedding is through
+        new = 0 if self.adds_up else self._kept_of(head.gradients)
+        done = self._there() + (head.gradients if with_embedding else new)
+        for layer, block in reversed(list(enumerate(self.blocks))):
+            peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
+            yield self._at(
+                "backward",
+                done,
+                held[layer] + peak - block.rebuilt,
+                dequantised=block.rebuilt,
+                gather_buffers=gathering.backward(layer) if gathering else 0,
+            )
+            if gathering:
+                yield self._at("backward", done, held[layer] + block.input, gather_buffers=gathering.reduction(layer))
+            done += 0 if self.adds_up else self._kept_of(block.gradients)
+        yield from self._end(held[0] + self._hidden(self.step.micro_batch, 0))
+
+    def _end(self, live: int) -> Iterator[tuple[Moment, Terms]]:
+        """The embedding's gradient is dense (V*h); where it is the head's too, or an older one is there, or it is cut
+        only then, it lives beside that."""
+        table = self.shape.vocab_size * (self.shape.embedding_width or self.shape.hidden_size)
+        width = self.numbers.weights if self.full else self.numbers.adapters
+        dense = table * width if self.trained.embedding else 0
+        done = self.resident.gradients
+        if self.gathering:
+            before = done - (0 if self.adds_up else self._kept_of(dense))
+            for gathered in self.gathering.end(dense):
+                yield self._at("backward", before, live, gather_buffers=gathered)
+            return
+        beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
+        yield self._at("backward", done, live + (dense if beside else 0))
+
+    def _evaluation(self) -> Iterator[tuple[Moment, Terms]]:
+        """Rows of the evaluation, block after block; nothing is held, no gradient is there."""
+        batch, gathering = self._batch(self.step.eval_batch), self.gathering
+        for layer in {self.shape.layer_order.index(place) for place in set(self.shape.layer_order)}:
+            live = batch + self._forward_alone(layer, self.step.eval_batch, training=False)
+            yield self._at("evaluation", 0, live, gather_buffers=gathering.forward(layer) if gathering else 0)
+        head = self._head(self.step.eval_batch, grad=False)
+        live = batch + 2 * self._hidden(self.step.eval_batch, -1)
+        if gathering:
+            yield self._at("evaluation", 0, live, gather_buffers=gathering.before_tail())
+        yield self._at(
+            "evaluation", 0, batch, loss_head=head.forward, gather_buffers=gathering.tail if gathering else 0
+        )
+
+
+def _gathered_numbers(loaded: Numbers, layout: Layout) -> Numbers:
+    """Widths as the modules see them: what is gathered under mixed precision has its dtype, adapters included."""
+    low = loaded.autocast
+    return Numbers(low, low, low) if layout.is_fsdp and low is not None else loaded
+
+
+def largest(found: Iterator[tuple[Moment, Terms]]) -> Mapping[Moment, Terms]:
+    """Of each moment's visits the one with the most bytes."""
+    best: dict[Moment, Terms] = {}
+    for name, terms in found:
+        if name not in best or sum(terms.values()) > sum(best[name].values()):
+            best[name] = terms
+    return best

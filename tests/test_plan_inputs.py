@@ -1,0 +1,293 @@
+"""What people and scripts give to `make plan`, right and wrong, and what every answer must keep to."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from sft_play import cli
+from sft_play.config.load import config_from_text, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.hardware import named
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.plan.candidates import thriftiest, weigh
+from sft_play.plan.largest import largest_that_fits
+from sft_play.plan.layout import layouts_for
+from sft_play.plan.plan import Plan, check_mesh, job_of, make_plan
+from sft_play.plan.show import choice_line, detected_lines, table_lines, way_lines
+from sft_play.plan.whatif import grid
+from tests.conftest import ROOT, Command
+
+GIB = 2**30
+CONFIGS = sorted((ROOT / "configs").glob("run_*.yaml"))
+LORA = str(ROOT / "configs" / "run_lora.yaml")
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACE", "WHATIF", "MAX", "PRICE", "PEAKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(*overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> RunConfig:
+    return load_config(Path(LORA), overrides=(f"model.name={name}", *overrides)).config
+
+
+def plan_of(hardware: str, *overrides: str, name: str = "Qwen/Qwen2.5-7B-Instruct") -> Plan:
+    return make_plan(config(*overrides, name=name), shape_of(name), named(hardware))
+
+
+def broken(plan: Plan, effective: int) -> list[str]:
+    """The rules that an answer does not keep to."""
+    answer = json.loads(json.dumps(plan.as_json(), allow_nan=False))
+    found = []
+    for one in [answer, *answer["candidates"]]:
+        peak = one["peak_bytes"]
+        rules = {
+            "terms add up": sum(peak["terms"].values()) == peak["allocated"],
+            "terms are whole bytes": all(isinstance(size, int) and size >= 0 for size in peak["terms"].values()),
+            "reserved holds allocated": peak["reserved"] >= peak["allocated"],
+            "batch": one["micro_batch"] * one["grad_accum"] * one["data_parallel_ranks"] == effective,
+            "ranks": one["data_parallel_ranks"] * one["tensor_parallel_ranks"] == one["ranks"],
+            "what fits is within the budget": not one["fits"] or peak["required"] <= peak["budget"],
+            "what does not fit is not, on the GPU or the host": one["fits"] or peak["required"] > peak["budget"]
+            or peak["host"] > 0,
+        }  # fmt: skip
+        found += [rule for rule, kept in rules.items() if not kept]
+    chosen = [one for one in answer["candidates"] if one["rejected_because"] is None]
+    shared = {key: value for key, value in answer.items() if key in answer["candidates"][0]}
+    if len(chosen) != 1 or {**chosen[0], "rejected_because": None} != {**shared, "rejected_because": None}:
+        found.append("the choice is one of the candidates")
+    reasons = [one["rejected_because"] for one in answer["candidates"] if one["rejected_because"] is not None]
+    found += [f"a number in: {reason}" for reason in reasons if not any(letter.isdigit() for letter in reason)]
+    if not answer["fits"] and not answer["ways_out"]:
+        found.append("ways out where nothing fits")
+    if not answer["fits"] and any(one["fits"] for one in answer["candidates"]):
+        found.append("nothing fits where a candidate does")
+    return found
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_shipped_config_answers_by_the_rules_on_every_machine(file: Path):
+    job = load_config(file).config
+    shape = shape_of(job.model.name)
+    chance = random.Random(file.stem)
+    effective = job.train.effective_batch_size
+    for entry in chance.sample(ENTRIES, 5):
+        for count in (1, 2, 5, 16):
+            machine = named(f"{count}x{entry.name}")
+            if effective % count:
+                with pytest.raises(ConfigError, match=f"does not split over {count} ranks; use "):
+                    make_plan(job, shape, machine)
+            else:
+                assert broken(make_plan(job, shape, machine), effective) == [], (entry.name, count)
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_known_model_answers_by_the_rules(mode):
+    chance = random.Random(mode)
+    for name in chance.sample(sorted(KNOWN_MODELS), 12):
+        hardware = chance.choice(["1xT4", "1xH100", "2xRTX4090", "4xL40S", "2x8xH100", "8xMI300X,ram=1TiB"])
+        length = chance.choice([8, 1000, 4096, 131072])
+        plan = plan_of(hardware, f"tuning.mode={mode}", f"model.max_seq_len={length}", name=name)
+        assert broken(plan, 32) == [], (name, hardware, length)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "overrides"),
+    [
+        ("8xRTX3060,ram=128GiB", ["tuning.mode=full"]),
+        ("2x8xRTX3060", ["tuning.mode=full", "train.effective_batch_size=960"]),
+        ("2xMyGPU,mem=40GiB,ram=512GiB", ["model.max_seq_len=8192", "model.attn_implementation=eager"]),
+        ("1xRTX4090", ["tuning.mode=qlora"]),
+        ("cpu,ram=64GiB", []),
+    ],
+)
+def test_a_way_out_is_what_its_words_plan(hardware, overrides):
+    name = "meta-llama/Llama-3.3-70B-Instruct"
+    plan = plan_of(hardware, *overrides, name=name)
+    assert not plan.fits
+    assert any(way.fits for way in plan.ways_out)
+    for way in plan.ways_out:
+        settings = way.setting.split() if way.setting else []
+        model = next((word.partition("=")[2] for word in settings if word.startswith("model.name=")), name)
+        kept = [word for word in settings if not word.startswith("model.name=")]
+        again = plan_of(way.hardware or hardware, *overrides, *kept, name=model)
+        assert (again.fits, again.memory.required) == (way.fits, way.required), way
+        keys = [setting.partition("=")[0] for setting in settings]
+        assert len(set(keys)) == len(keys), way
+        assert way.fits or way.required <= plan.memory.required, way
+
+
+def test_more_gpus_keep_the_machines_ram():
+    plan = plan_of("1xRTX3060,ram=192GiB", "tuning.mode=full", "train.effective_batch_size=64")
+    assert not plan.fits
+    hardware = [way.hardware for way in plan.ways_out if way.hardware]
+    assert hardware
+    assert all(",ram=196608MiB" in name for name in hardware)
+
+
+def test_where_no_setting_and_no_gpu_is_enough_a_smaller_model_is_named():
+    plan = plan_of("1xT4", "tuning.mode=qlora", "train.effective_batch_size=1", "model.max_seq_len=256",
+                   "tuning.lora.r=8", name="deepseek-ai/DeepSeek-V3")  # fmt: skip
+    last = plan.ways_out[-1]
+    assert not plan.fits
+    assert last.fits
+    assert (last.setting or "").startswith("model.name=")
+
+
+def test_nothing_fits_is_answered_in_time():
+    job = config("tuning.mode=full", "model.max_seq_len=32768", name="meta-llama/Llama-3.3-70B-Instruct")
+    shape, machine = shape_of(job.model.name), named("2x8xRTX3060")
+    start = time.process_time()
+    assert not make_plan(job, shape, machine).fits
+    assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("hardware", ["1xRTX3060", "8xRTX3060", "2x8xL4"])
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_the_thriftiest_candidates_fit_where_any_does(hardware, mode):
+    for length in (512, 2048, 8192, 32768):
+        job = job_of(config(f"tuning.mode={mode}", f"model.max_seq_len={length}"),
+                     shape_of("Qwen/Qwen2.5-7B-Instruct"), named(hardware))  # fmt: skip
+        layouts, _ = layouts_for(job.config, job.shape, job.hardware)
+        assert any(one.fits for one in thriftiest(job, layouts)) == any(one.fits for one in weigh(job, layouts))
+
+
+def test_max_says_how_and_with_how_much_ram():
+    job = config()
+    found = largest_that_fits("model", job, shape_of(job.model.name), named("1xH100"))
+    assert "zero3_offload" in found.limited_by
+    assert "GiB of RAM on each node" in found.limited_by
+
+
+def test_max_model_has_room_for_the_sequences():
+    job = config("model.max_seq_len=32768")
+    found = largest_that_fits("model", job, shape_of(job.model.name), named("1xRTX4090"))
+    assert isinstance(found.value, str)
+    assert (shape_of(found.value).max_positions or 0) >= 32768
+
+
+@pytest.mark.parametrize("mesh", ["[-1, -1]", "[]", "[[], []]", "[0, 1]", "[[2, -1], [fsdp, tp]]", "-1"])
+def test_a_mesh_of_no_processes_is_refused(mesh):
+    with pytest.raises(ConfigError, match="the layouts there are: one process"):
+        check_mesh(config_from_text(f"model: {{name: x, mesh_shape: {mesh}}}", name="x"))
+
+
+@pytest.mark.parametrize("targets", ["[nope]", "[q_proj, nope]", "[lm_head]"])
+def test_adapters_on_layers_that_are_not_there_are_refused(targets, command: Command):
+    code, said = command("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}")
+    assert code == 2
+    assert "match" in said
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
+    code, _ = command("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}",
+                      "tuning.mode=full")  # fmt: skip
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["CONFIG=configs/run_bnb.yaml"], "CONFIG=configs/run_bnb.yaml is a variable of make, not a setting"),
+        (["HARDWARE=2xH200"], "--hardware 2xH200"),
+        (["--whatif", "HARDWARE=1xH100,2xH100"], "is a variable of make"),
+        (["--whatif", "model.max_seq_len='2048,4096"], 'WHATIF="model.max_seq_len'),
+        (["--whatif", "model.max_seq_len=2048,4"], "WHATIF, model.max_seq_len=4: "),
+        (["--whatif", "train.effective_batch_size=32,33 train.batch_size=2"],
+         "WHATIF, train.effective_batch_size=33 train.batch_size=2: "),
+        (["--whatif", "tuning.mode=lora,qlora tuning.mode=full"], "WHATIF names tuning.mode twice"),
+    ],
+)  # fmt: skip
+def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message, command: Command):
+    code, said = command("plan", "--config", LORA, "--hardware", "1xH100", *words)
+    assert (code, said.count("error:")) == (2, 1)
+    assert message in said
+
+
+def test_a_grid_of_200_plans_that_do_not_fit_is_answered_in_time(command: Command):
+    cells = "model.max_seq_len=" + ",".join(str(64 * count) for count in range(1, 41)) + " tuning.lora.r=8,16,32,64,128"
+    assert len(grid(cells.split())) == 200
+    start = time.process_time()
+    code, said = command("plan", "--config", LORA, "--hardware", "1xRTX3060,ram=8GiB", "--json", "--whatif", cells)
+    assert time.process_time() - start < 25
+    assert code == 3
+    assert len(json.loads(said)["whatif"]) == 200
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["model.mesh_shape=[1,1]"], ["tuning.lora.target_modules=[q_proj, v_proj]"], ["output.name='a b'"], ["seed"]],
+)
+def test_the_launch_command_is_read_as_it_was_given(overrides, monkeypatch):
+    import shlex
+
+    given = [] if overrides == ["seed"] else overrides
+    loaded = load_config(Path(LORA), overrides=given)
+    words = shlex.split(cli._launch_command(plan_of("1xH100"), loaded).partition(" (on ")[0])
+    for word in words[3:]:
+        monkeypatch.setenv("SET", word.removeprefix("SET="))
+    request = cli.read_request(["plan", "--config", words[2].removeprefix("CONFIG=")], cli.os.environ)
+    assert load_config(request.config, overrides=request.overrides).config == loaded.config
+
+
+def test_out_writes_into_a_device_and_leaves_it_there(command: Command, tmp_path: Path):
+    device = Path("/dev/null")
+    code, _ = command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(device))
+    assert (code, device.is_char_device()) == (0, True)
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("{}")
+    link.symlink_to(target)
+    command("plan", "--config", LORA, "--hardware", "1xH100", "--out", str(link))
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["fits"] is True
+
+
+def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
+    text = json.dumps(LLAMA).replace('"vocab_size": 1000', '"vocab_size": 1' + "0" * 5000)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="is not JSON"):
+        shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
+def test_weights_that_are_stored_quantised_are_said(method, command: Command, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": method}}))
+    words = ["plan", "--config", LORA, "--hardware", "1xH100", f"model.name={tmp_path}"]
+    code, said = command(*words)
+    assert code == 0
+    assert f"are stored quantised ({method}), which training refuses" in said
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert "stored quantised" not in command(*words)[1]
+
+
+def test_the_words_fit_the_numbers():
+    one = plan_of("1xH100", "train.effective_batch_size=4", "train.batch_size=4")
+    assert "micro-batch 4 x 1 pass, " in choice_line(one)
+    none = plan_of("cpu,ram=8GiB")
+    assert not any("chosen" in line for line in table_lines(none))
+    assert any("does not fit" in line for line in table_lines(none))
+    for way, line in zip(none.ways_out, way_lines(none)[1:], strict=True):
+        assert ("GiB per GPU" if way.hardware else "GiB per process") in line
+    assert not any("predicted" in (one.rejected_because or "") for one in plan_of("cpu,ram=512GiB").candidates)
+
+
+def test_a_cluster_is_one_line():
+    assert detected_lines(named("8x8xH100"))[0].splitlines()[1:] == ["  GPU 0-63: NVIDIA H100 (79.2 GB) each"]
+    assert len(detected_lines(named("2xH200"))[0].splitlines()) == 3
