@@ -31,6 +31,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave the user's cache alone: neither its base model nor its record of runs is theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
     root = logging.getLogger()

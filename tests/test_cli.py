@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from sft_play import cli
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.plan import record
 from tests.conftest import ROOT
 
 GIB = 2**30
@@ -152,6 +155,64 @@ def test_a_hub_id_is_trained_from_the_local_cache_when_there_is_no_network(tmp_p
     assert answer.returncode == 2
     assert "model me/absent is no folder here" in answer.stderr
     assert not (tmp_path / "outputs" / "two").exists()
+
+
+def tiny_run(folder: Path, model: Path, rows: Path) -> Path:
+    config = folder / "run.yaml"
+    config.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, report_to: []}\n"
+        f"output: {{dir: {folder}/outputs, name: one}}\n"
+    )
+    return config
+
+
+def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, command, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    config = tiny_run(tmp_path, tiny_llama, sums)
+    assert "earlier run" not in command("plan", "--config", str(config))[1]
+    code, printed = command("train", "--config", str(config))
+    assert code == 0, printed
+    (run,) = record.load()
+    summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
+    assert (run.device, run.mode, run.layout) == ("cpu", "lora", "single")
+    assert run.measured_reserved == summary["peak_bytes"]["measured_rss"]
+    assert run.measured_tokens_per_s == summary["tokens_per_s"]
+    code, printed = command("plan", "--config", str(config))
+    assert code == 0
+    assert "1 earlier run of this kind on this machine" in printed
+    assert "Speed: about" in printed
+    code, printed = command("plan", "--config", str(config), "--hardware", "cpu,ram=8GiB,cores=4")
+    assert "earlier run" not in printed  # another machine
+
+
+def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_llama, sums, command, monkeypatch):
+    """The GPU is only said to be there: torch, which cannot use it, ends the run after the plan."""
+    machine = dataclasses.replace(named("1xRTX4090"), named=False)
+    monkeypatch.setattr(cli, "detect", lambda: machine)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = tiny_run(tmp_path, tiny_llama, sums)
+    code, printed = command("train", "--config", str(config))
+    assert code == 2
+    assert "Because: traced: " in printed
+    assert "but torch" in printed
+    code, printed = command("train", "--config", str(config), "plan.trace=false")
+    assert code == 2
+    assert "traced" not in printed
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, tiny_llama, sums, command, monkeypatch):
+    machine = dataclasses.replace(named("2xRTX4090"), named=False)
+    monkeypatch.setattr(cli, "detect", lambda: machine)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    code, printed = command("train", "--config", str(tiny_run(tmp_path, tiny_llama, sums)), "plan.trace=false")
+    assert code == 2
+    assert "Using GPU 0; 1 other GPU stays idle" in printed
+    assert "On all 2 GPUs the plan would take ddp, which this version does not launch; this run is single" in printed
 
 
 @pytest.mark.parametrize(

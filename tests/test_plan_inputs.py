@@ -21,7 +21,7 @@ from sft_play.plan.candidates import thriftiest, weigh
 from sft_play.plan.largest import largest_that_fits
 from sft_play.plan.layout import layouts_for
 from sft_play.plan.plan import Plan, check_mesh, job_of, make_plan
-from sft_play.plan.show import choice_line, detected_lines, table_lines, way_lines
+from sft_play.plan.show import choice_line, detected_lines, speed_lines, table_lines, way_lines
 from sft_play.plan.whatif import grid
 from tests.conftest import ROOT, Command
 
@@ -286,6 +286,11 @@ def test_the_words_fit_the_numbers():
     for way, line in zip(none.ways_out, way_lines(none)[1:], strict=True):
         assert ("GiB per GPU" if way.hardware else "GiB per process") in line
     assert not any("predicted" in (one.rejected_because or "") for one in plan_of("cpu,ram=512GiB").candidates)
+
+
+def test_a_run_of_unknown_length_says_so():
+    plan = plan_of("1xH100,price=2.5")
+    assert speed_lines(plan)[1].startswith("Run: its hours and cost are not predicted")
 
 
 def test_a_cluster_is_one_line():

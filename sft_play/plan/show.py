@@ -118,7 +118,11 @@ def speed_lines(plan: Plan) -> list[str]:
         "a roofline, not a measurement"
     ]
     run = plan.as_json()["run"]
-    if run is not None and run["hours"] is not None:
+    if run is None:
+        lines.append(
+            "Run: its hours and cost are not predicted (no train.max_steps, and no one file at data.train_path)"
+        )
+    elif run["hours"] is not None:
         line = f"Run: {run['steps']:,} steps, {run['hours']:.1f} h if every row were full length"
         if run["gpu_hours"] is not None:
             line += f", {run['gpu_hours']:.1f} GPU-hours"
