@@ -72,17 +72,17 @@ class LayerKind:
     other_params: int = 0
     """What is left: attention sinks, weights of activations, convolutions."""
 
-    @property
+    @cached_property
     def linear_weights(self) -> int:
         """Elements of the linear layers' weight matrices."""
         return sum(linear.weights for linear in self.linears)
 
-    @property
+    @cached_property
     def linear_biases(self) -> int:
         """Elements of the linear layers' biases."""
         return sum(linear.outputs for linear in self.linears if linear.bias)
 
-    @property
+    @cached_property
     def params(self) -> int:
         """All parameters of one block."""
         rest = self.expert_params + self.router_params + self.norm_params + self.other_params
@@ -187,13 +187,13 @@ class ModelShape:
             for linear in self.common.linears
         }
 
-    @property
+    @cached_property
     def linears(self) -> tuple[tuple[Linear, int], ...]:
         """Every linear layer but the head, with how many of it the model has."""
         inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
         return inner + tuple((linear, 1) for linear in self.outer_linears)
 
-    @property
+    @cached_property
     def sliding_layers(self) -> int:
         """Blocks whose attention sees a window or a chunk only."""
         return sum(kind.count for kind in self.layers if kind.attention in ("sliding", "chunked"))
@@ -208,34 +208,34 @@ class ModelShape:
         """Width of all key heads."""
         return self.num_kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         """Parameters of the token (and learned position) embedding."""
         return self.vocab_size * (self.embedding_width or self.hidden_size) + self.position_rows * self.hidden_size
 
-    @property
+    @cached_property
     def head_params(self) -> int:
         """Weights of an output head of its own; 0 where it is the embedding."""
         return 0 if self.tied else self.vocab_size * (self.embedding_width or self.hidden_size)
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """Parameters of all blocks' experts (not the shared ones)."""
         return sum(kind.count * kind.expert_params for kind in self.layers)
 
-    @property
+    @cached_property
     def linear_params(self) -> int:
         """Parameters of all weight matrices between embedding and head: linear layers and every expert."""
         return sum(count * linear.weights for linear, count in self.linears) + self.expert_params
 
-    @property
+    @cached_property
     def other_params(self) -> int:
         """Norms, biases, routers, attention sinks, and the last norm."""
         inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
         outer = sum(linear.outputs for linear in self.outer_linears if linear.bias)
         return inner + outer + self.outer_params + (self.vocab_size if self.head_bias else 0)
 
-    @property
+    @cached_property
     def params(self) -> int:
         """All parameters of the language model."""
         return self.embedding_params + self.head_params + self.linear_params + self.other_params

@@ -77,10 +77,10 @@ def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str
         parts.insert(0, f"train.batch_size={train.batch_size}")
     product = " x ".join(parts)
     if both_given:
-        choices = [f"train.effective_batch_size={unit}", "train.grad_accum=auto"]
-        if effective % (ranks * int(train.batch_size)) == 0:
-            choices[1] = f"train.grad_accum={effective // (ranks * int(train.batch_size))}"
-        return f"train.effective_batch_size={effective} is not {product} = {unit}; use {choices[0]} or {choices[1]}"
+        rest, left = divmod(effective, ranks * int(train.batch_size))
+        other = f" or train.grad_accum={rest}" if rest and not left else ""
+        use = f"use train.effective_batch_size={unit}{other}"
+        return f"train.effective_batch_size={effective} is not {product} = {unit}; {use}"
     lower, upper = effective // unit * unit, -(-effective // unit) * unit
     nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
     return f"train.effective_batch_size={effective} does not split over {product}; use {nearest}"

@@ -215,11 +215,12 @@ def _zero(what: Trained, frozen: int, layout: Layout, optim: str, *, full: bool)
     """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
     states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3.
 
-    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too.
+    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too; a
+    gradient leaves the GPU with its bucket (stage3.py `grad_partitions_flat_buffer`, stage_1_and_2.py).
     """
     own = -(-what.params // layout.shard)
     half = 2 * (own if layout.shards_params else what.params)
-    gradients = 2 * (own if layout.shards_grads else what.params)
+    gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else what.params)
     states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
     frozen = frozen // layout.shard if layout.shards_params else frozen
     on_gpu = not layout.offloads_params
