@@ -362,6 +362,17 @@ def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
         score(path, tmp_path / "no" / "out.json", trace=fixed, config_of=config_of)
 
 
+def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "long", "seq_len": "256"}])
+    heard: list[str] = []
+    report = score(path, progress=heard.append, config_of=config_of)
+    short, long = report.rows
+    assert long.predicted_allocated > short.predicted_allocated > 0
+    assert [line.split()[0] for line in heard] == ["1/2", "2/2"]
+    assert len(list((tmp_path / "traces").glob("*.json"))) == 2
+
+
 # --- settings that older scripts need, in the tracer ------------------------------------------------------------------
 
 TINY = StepSettings(

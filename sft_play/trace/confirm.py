@@ -74,6 +74,7 @@ def settings_of(
         eval_batch=step.eval_batch or None,
         strategy=STRATEGIES[candidate.layout.name],
         world=candidate.layout.ranks,
+        sync_each_batch=candidate.layout.name == "fsdp",
         mixed_precision=precision.compute if half else None,
         device=Device(capability=step.capability or (9, 0)),
     )

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +181,10 @@ class ScoreReport:
     def _summary_lines(self) -> list[str]:
         width = max((len(name) for name in self.groups), default=5)
         parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
-        lines = [f"{'absolute error':<{width}}  rows  allocated {parts[10:]}  reserved {parts[9:]}"]
+        lines = [
+            f"{'':<{width}}        {'allocated':<{len(parts)}}  reserved",
+            f"{'absolute error':<{width}}  rows  {parts}  {parts}",
+        ]
         for name, group in self.groups.items():
             lines.append(f"{name:<{width}}  {group.n:>4}  {_spread(group.allocated)}  {_spread(group.reserved)}")
             lines += _verdict(name, group)
@@ -214,20 +219,48 @@ def score(
     started = time.monotonic()
     if out is not None:
         _require_writable(out)
-    runs = read_runs(peaks, config_of=config_of)
-    traced = _Traces(trace or _tracer(), progress, _distinct(runs))
+    runs = sorted(read_runs(peaks, config_of=config_of), key=lambda one: one.grade)
+    answers = _traces(runs, trace, progress)
     rows: list[Scored] = []
     refused: list[PublishedRun] = []
-    for run in sorted(runs, key=lambda one: one.grade):
-        answer = run.reason or traced(run)
-        if isinstance(answer, str):
-            refused.append(replace(run, reason=answer))
-        else:
+    for run in runs:
+        answer = run.reason if run.settings is None else answers[run.settings.as_json()]
+        if isinstance(answer, TracedPeak):
             rows.append(Scored(run, answer.allocated, answer.reserved))
+        else:
+            refused.append(replace(run, reason=answer))
     report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), time.monotonic() - started)
     if out is not None:
         _write(out, report)
     return report
+
+
+Answer = TracedPeak | str
+"""A trace's peak, or why there is none."""
+
+
+def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progress | None) -> dict[str, Answer]:
+    """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
+    distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}
+    found: dict[str, Answer] = {}
+    for key, answer in _answers({key: settings for key, (_, settings) in distinct.items()}, trace):
+        found[key] = answer
+        if progress is not None:
+            progress(f"{len(found)}/{len(distinct)} {distinct[key][0]}")
+    return found
+
+
+def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Iterator[tuple[str, Answer]]:
+    workers = min(len(distinct), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST_WORKERS)
+    if trace is not None or workers < 2:
+        for key, settings in distinct.items():
+            yield key, attempt(settings, trace)
+        return
+    context = multiprocessing.get_context("spawn")  # torch has threads of its own, which a fork would lose
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        waiting = {pool.submit(attempt, settings): key for key, settings in distinct.items()}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
 
 
 def _tracer() -> Trace:
@@ -236,42 +269,32 @@ def _tracer() -> Trace:
     return cached_trace
 
 
-def _distinct(runs: Iterable[PublishedRun]) -> int:
-    return len({run.settings.as_json() for run in runs if run.settings is not None})
+MOST_WORKERS = 8
+"""Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
 
 
-class _Traces:
-    """Traces by settings, each made once; a failure is kept as its reason."""
+def _one_thread() -> None:
+    import torch
 
-    def __init__(self, trace: Trace, progress: Progress | None, total: int) -> None:
-        self._trace, self._progress, self._total = trace, progress, total
-        self._known: dict[str, TracedPeak | str] = {}
+    torch.set_num_threads(1)
 
-    def __call__(self, run: PublishedRun) -> TracedPeak | str:
-        """The peak of the run's settings, or why there is none."""
-        assert run.settings is not None
-        key = run.settings.as_json()
-        if key not in self._known:
-            started = time.monotonic()
-            self._known[key] = self._attempt(run.settings)
-            if self._progress is not None:
-                seconds = time.monotonic() - started
-                self._progress(f"{len(self._known)}/{self._total} {run.id} ({seconds:.1f} s)")
-        return self._known[key]
 
-    def _attempt(self, settings: StepSettings) -> TracedPeak | str:
-        """A published run did fit: where the simulated card is too small by a little, it is traced without a bound."""
-        try:
-            return self._trace(settings)
-        except MemoryError:
-            if settings.device.capacity is None:
-                return "the simulated GPU is too small for it"
-            return self._attempt(replace(settings, device=replace(settings.device, capacity=None)))
-        except TraceUnavailable as why:
-            return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
-        except Exception as error:  # one row must not end the score of hundreds; its reason is counted
-            logger.debug("The trace of %s failed", settings.as_json(), exc_info=True)
-            return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
+def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
+    """The peak of these settings, or why there is none.
+
+    A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
+    """
+    try:
+        return (trace or _tracer())(settings)
+    except MemoryError:
+        if settings.device.capacity is None:
+            return "the simulated GPU is too small for it"
+        return attempt(replace(settings, device=replace(settings.device, capacity=None)), trace)
+    except TraceUnavailable as why:
+        return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
+    except Exception as error:  # one row must not end the score of hundreds; its reason is counted
+        logger.debug("The trace of %s failed", settings.as_json(), exc_info=True)
+        return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
 
 
 def _method(settings: StepSettings) -> str:

@@ -82,6 +82,9 @@ class StepSettings:
     empty_cache_after_load: bool = True
     empty_cache_every_step: bool = False
     """The loop calls `torch.cuda.empty_cache` after each optimizer step."""
+    sync_each_batch: bool = False
+    """Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else whole ones are kept
+    until the last."""
     zero_grad_late: bool = False
     """The loop clears the gradients when the next step begins, not when a step ends."""
     peak_from: Literal["loaded", "start", "second_step"] = "loaded"

@@ -183,7 +183,7 @@ class _Run:
     @contextlib.contextmanager
     def _synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
         """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
-        if is_last or self.settings.strategy not in SHARDED:
+        if is_last or self.settings.sync_each_batch or self.settings.strategy not in SHARDED:
             yield
         elif self.settings.strategy == "fsdp1":
             with model.no_sync():
