@@ -37,7 +37,7 @@ endef
 ##@ Setup
 help: ## Show this help
 	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
-	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-18s %s\n", name, $$0}' Makefile
+	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
@@ -48,6 +48,20 @@ train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.ya
 	@$(PROGRAM) train
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
 	@$(PROGRAM) resume
+
+##@ Many GPUs
+train-distributed: setup ## Fine-tune over all GPUs, or CPU ranks (STRATEGY=ddp|fsdp|zero2|zero3 NPROC=2 GPUS=0,1)
+	@$(PROGRAM) train-distributed
+train-distributed-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+	@$(PROGRAM) train-distributed --tensorboard
+train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
+	@$(PROGRAM) train-deepspeed
+train-deepspeed-tb: setup ## DeepSpeed with TensorBoard beside it
+	@$(PROGRAM) train-deepspeed --tensorboard
+launch-command: setup ## Show the command and variables that start the ranks, and start nothing
+	@$(PROGRAM) launch-command
+setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
+	@$(PROGRAM) setup-accelerate
 
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
@@ -78,6 +92,11 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 ##@ Variables (from the command line or the environment)
 #: CONFIG=FILE             the run YAML (train, resume, plan)
 #: SET='a.b=1 c.d=[x, y]'  settings that replace those of CONFIG
+#: STRATEGY=zero2          layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload
+#: NPROC=2  GPUS=0,1       processes on this node; the GPUs to use
+#: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
+#: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
+#: ACCELERATE_CONFIG=FILE  your accelerate configuration
 #: RUN=NAME                the run that resume continues
 #: HARDWARE=2xH200         plan for this machine instead of the present one
 #: JSON=1  OUT=FILE        plan: print one JSON object; write it to FILE
@@ -97,4 +116,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume plan memory-model-score test lint format generate benchmark benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate plan memory-model-score test lint format generate benchmark benchmark-speed clean

@@ -7,39 +7,33 @@ import dataclasses
 import difflib
 import json
 import logging
-import math
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
-from sft_play.data.size import rough_size
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
-from sft_play.facts.architecture import (
-    ModelShape,
-    UnknownArchitecture,
-    config_json,
-    hub_answers,
-    local_folder,
-    shape_of,
-)
+from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
-from sft_play.log import escape_control, one_line, redact, set_up_logging, start_log_buffer
-from sft_play.plan import record, show
-from sft_play.plan.candidates import Candidate
-from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
-from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, require_fit
+from sft_play.launch import accelerate_config
+from sft_play.launch.ranks import ranks_of
+from sft_play.launch.spread import VARIABLES as spread_variables
+from sft_play.launch.spread import Spread, spread_of
+from sft_play.log import escape_control, one_line, redact, set_up_logging
+from sft_play.plan import show
+from sft_play.plan.layout import BUILT
+from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
-from sft_play.runs import RunFolder
-from sft_play.starter.names import BASE_NAME, CONFIG
+from sft_play.start import has_eval, launch, plan_for, shape_for, start_here, start_rank
+from sft_play.starter.names import CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +41,24 @@ EXIT_INTERRUPTED = Interrupted.exit_code
 COMMANDS = {
     "train": "fine-tune the model of a run YAML",
     "resume": "go on with the newest unfinished run of a config, or with RUN",
+    "train-distributed": "fine-tune over all GPUs (or CPU ranks), in the layout of the plan or STRATEGY",
+    "train-deepspeed": "the same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says",
+    "launch-command": "show the command and variables that start the ranks, and start nothing",
+    "setup-accelerate": "write an accelerate configuration for this machine",
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
+SHORT_FLAGS = {
+    "--lora-rank": "tuning.lora.r",
+    "--eval-steps": "eval.steps",
+    "--train-dataset": "data.train_path",
+    "--eval-dataset": "data.val_path",
+    "--output": "output.dir",
+}
+"""Flags that people know from other tools, and the keys that they mean."""
+SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate")
 VARIABLES = ("CONFIG", "HARDWARE", "RUN", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS")
 """What make passes in the environment; each is a flag too."""
 
@@ -84,6 +91,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max", help="plan: find the largest seq_len, batch or model that fits (make: MAX)")
     made.add_argument("--price", help="plan: money per GPU-hour (make: PRICE)")
     made.add_argument("--peaks", help="memory-model-score: CSV of measured peaks (make: PEAKS)")
+    made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
+    made.add_argument("--nproc", help="processes on this node (make: NPROC)")
+    made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
+    made.add_argument("--nnodes", help="machines (make: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT)")
+    made.add_argument("--deepspeed_config", "--deepspeed-config", help="DeepSpeed's file (make: DEEPSPEED_CONFIG)")
+    made.add_argument("--deepspeed", action="store_true", help="let DeepSpeed run it")
+    made.add_argument("--tensorboard", action="store_true", help="start TensorBoard beside the run")
+    made.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # deepspeed's launcher passes it
+    for flag, key in SHORT_FLAGS.items():
+        made.add_argument(flag, help=f"the same as {key}=…")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return made
 
@@ -104,6 +121,7 @@ class Request:
     max: Question | None = None
     price: float | None = None
     peaks: Path | None = None
+    spread: Spread = dataclasses.field(default_factory=Spread)
 
 
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -118,7 +136,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         return flag if flag is not None else environment.get(variable) or None
 
     out = value(given.out, "OUT")
-    overrides = (*split_overrides(environment.get("SET", "")), *given.overrides)
+    overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
+    asked = {name: value(getattr(given, name.lower(), None), name) or "" for name in spread_variables}
     _refuse_variables(overrides)
     return Request(
         command=given.command,
@@ -133,7 +152,19 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         max=question(largest) if (largest := value(given.max, "MAX")) else None,
         price=_price(value(given.price, "PRICE")),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
+        spread=spread_of(
+            asked if given.command in SPREADING or given.strategy or given.deepspeed_config else {},
+            deepspeed=given.deepspeed or given.command == "train-deepspeed",
+            board=given.tensorboard,
+        ),
     )
+
+
+def _short(given: argparse.Namespace) -> list[str]:
+    """Overrides that the short flags mean."""
+    values = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
+    return [f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}" for key, value in values.items()
+            if value is not None]  # fmt: skip
 
 
 def _refuse_variables(overrides: Sequence[str]) -> None:
@@ -204,7 +235,7 @@ def _plan(request: Request) -> int:
     hardware = _machine(request)
     configs = [(cell, _cell_config(request, cell)) for cell in request.whatif]
     _say_quantised(loaded.config)
-    plan = _plan_for(loaded.config, hardware, trace=request.trace)
+    plan = plan_for(loaded.config, hardware, trace=request.trace)
     answer = plan.as_json()
     cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
@@ -242,7 +273,7 @@ def _cell_config(request: Request, cell: tuple[str, ...]) -> RunConfig:
 def _cell_plan(cell: tuple[str, ...], config: RunConfig, hardware: Hardware) -> Plan:
     """The plan of one cell of a grid: what it needs, without looking for ways out."""
     try:
-        return _plan_for(config, hardware, with_ways_out=False)
+        return plan_for(config, hardware, with_ways_out=False)
     except SftPlayError as error:
         raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
 
@@ -259,18 +290,19 @@ def _say_quantised(config: RunConfig) -> None:
 def _largest(what: Question, config: RunConfig, hardware: Hardware) -> Largest:
     from sft_play.plan.largest import largest_that_fits
 
-    return largest_that_fits(what, config, _shape(config), hardware, has_eval=_has_eval(config))
+    return largest_that_fits(what, config, shape_for(config), hardware, has_eval=has_eval(config))
 
 
 def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:
     """How to start what was planned; a layout that cannot be launched says so."""
-    words = ["make", "train", f"CONFIG={loaded.path}"]
+    spreads = plan.layout != "single"
+    words = ["make", "train-distributed" if spreads else "train", f"CONFIG={loaded.path}"]
+    if spreads:
+        words.append(f"STRATEGY={plan.layout}")
     if loaded.overrides:
         words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
     command = shlex.join(words)
-    if plan.layout in BUILT:
-        return command
-    return f"{command} (on one GPU: this version does not launch {plan.layout})"
+    return command if plan.layout in BUILT else f"{command} (this version does not launch {plan.layout})"
 
 
 def _setting(word: str) -> str:
@@ -283,7 +315,7 @@ def _memory_model_score(request: Request) -> int:
         raise ConfigError("PEAKS= names no file; give the CSV of measured peaks: make memory-model-score PEAKS=FILE")
     from sft_play.trace.score import score
 
-    report = score(request.peaks, out=request.out)
+    report = score(request.peaks, out=request.out, progress=logger.info)
     if request.json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -306,81 +338,6 @@ def _write_out(path: Path, answer: object) -> None:
         raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 
 
-def _shape(config: RunConfig) -> ModelShape:
-    """The model's shapes; those of a class that the tables do not know are measured on the meta device."""
-    model = config.model
-    try:
-        return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    except UnknownArchitecture as error:
-        logger.info("%s; building it without memory to measure it", error)
-        from sft_play.trace.meta_shape import shape_on_meta
-
-        return shape_on_meta(
-            config_json(model.name, revision=model.revision),
-            name=model.name,
-            trust_remote_code=model.trust_remote_code,
-        )
-
-
-def _has_eval(config: RunConfig) -> bool:
-    """Whether evaluation batches run beside the training."""
-    data = config.data
-    return data.val_path is not None or data.test_path is not None or data.val_fraction > 0
-
-
-def _plan_for(
-    config: RunConfig,
-    hardware: Hardware,
-    *,
-    only: tuple[LayoutName, ...] = LAYOUT_NAMES,
-    trace: bool = False,
-    with_ways_out: bool = True,
-) -> Plan:
-    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
-    shape = _shape(config)
-    return make_plan(
-        config,
-        shape,
-        hardware,
-        only=only,
-        has_eval=_has_eval(config),
-        confirm=_tracer(config, shape, hardware) if trace else None,
-        earlier=[] if hardware.named else record.load(),
-        work=_work(config),
-        with_ways_out=with_ways_out,
-    )
-
-
-def _tracer(config: RunConfig, shape: ModelShape, hardware: Hardware) -> Confirm:
-    """Traces candidates of this config; the libraries are imported at the first one."""
-
-    def confirm(candidate: Candidate) -> Traced:
-        from sft_play.trace.confirm import trace_candidate
-
-        model = config_json(config.model.name, revision=config.model.revision)
-        return trace_candidate(config, model, shape, choose_precision(config, hardware), candidate)
-
-    return confirm
-
-
-def _work(config: RunConfig) -> Callable[[int], Work | None]:
-    """How many steps and tokens a run has, by the size of its file."""
-
-    def work(effective: int) -> Work | None:
-        text = config.task_mode == "cpt"
-        size = rough_size(config.data, text_wanted=text)
-        steps = config.train.max_steps
-        if size is None:
-            return Work(steps, None) if steps else None
-        rows = max(1, size.tokens // config.model.max_seq_len) if text else size.rows
-        per_epoch = math.ceil(rows / effective)
-        steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
-        tokens = min(size.tokens, rows * config.model.max_seq_len)
-        return Work(steps, int(tokens * steps / per_epoch))
-
-    return work
-
-
 def _train(request: Request) -> int:
     _refuse_hardware(request)
     if request.run:
@@ -388,13 +345,46 @@ def _train(request: Request) -> int:
             f"RUN={escape_control(request.run)} names a run for make resume; a new one is named output.name"
         )
     loaded = load_config(request.config, overrides=request.overrides)
+    ranks = ranks_of(os.environ)
+    if ranks is not None and (ranks.world_size > 1 or ranks.folder is not None or request.spread.deepspeed):
+        set_up_logging("train", rank=ranks.rank)
+        return start_rank(loaded, ranks, strategy=request.spread.strategy, deepspeed=request.spread.deepspeed)
     output = loaded.config.output
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = folder.path.exists() and output.if_exists == "resume"
     if resume and folder.manifest().get("status") == "finished":
         logger.info("The run %s is finished; there is nothing to resume", folder.path)
         return 0
-    return _start(loaded, folder, resume=resume)
+    return start_here(loaded, folder, resume=resume)
+
+
+def _launch(request: Request) -> int:
+    _refuse_hardware(request)
+    loaded = load_config(request.config, overrides=request.overrides)
+    return launch(loaded, dataclasses.replace(request.spread, show_only=request.command == "launch-command"))
+
+
+def _setup_accelerate(request: Request) -> int:
+    environment = os.environ
+    path = accelerate_config.config_path(environment)
+    if environment.get("INTERACTIVE", "") not in ("", "0"):
+        words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+        return subprocess.call(words)
+    loaded = load_config(request.config, overrides=request.overrides)
+    hardware = detect()
+    precision = choose_precision(loaded.config, hardware).compute
+    written = accelerate_config.write_config(
+        path,
+        hardware,
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
+        gpu_ids=request.spread.gpus or None,
+        processes=request.spread.processes,
+        overwrite=environment.get("FORCE", "") not in ("", "0"),
+        **dataclasses.asdict(accelerate_config.machines_of(environment)),
+    )
+    for line in written.lines:
+        logger.info("%s", line)
+    return 0
 
 
 def _refuse_hardware(request: Request) -> None:
@@ -408,126 +398,7 @@ def _resume(request: Request) -> int:
     _refuse_hardware(request)
     loaded = load_config(request.config, overrides=request.overrides)
     folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
-    return _start(loaded, folder, resume=True)
-
-
-def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with the starter's base model, made now if it is not there, in place of its name."""
-    if loaded.config.model.name != BASE_NAME:
-        return loaded
-    from sft_play.train.starter_base import ensure_base
-
-    overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
-    return dataclasses.replace(
-        load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
-    )
-
-
-def _start(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
-    buffer = start_log_buffer()
-    whole = detect()
-    hardware = _one_gpu(whole)
-    planned = _as_started(loaded.config, folder) if resume else loaded.config
-    plan = _plan_for(planned, hardware, only=BUILT, trace=planned.plan.trace and bool(hardware.gpus))
-    _say_what_all_would_do(planned, whole, plan)
-    require_fit(plan, planned)
-    from sft_play.data.files import data_paths
-
-    for line in [show.choice_line(plan), *show.batch_lines(plan, planned)]:
-        logger.info("%s", line)
-    if not plan.fits:
-        logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
-    paths = data_paths(loaded.config.data)
-    loaded = _with_starter(loaded)
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    _offline_without_hub(loaded.config.model.name)
-    from sft_play.train.run import Job, run
-
-    summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
-    _remember(planned, plan, summary)
-    return 0
-
-
-def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
-    """Says which layout the plan would take on all GPUs, where this command uses one of several."""
-    if len(whole.gpus) < 2 or config.train.effective_batch_size % len(whole.gpus):
-        return
-    try:
-        all_of_them = _plan_for(config, whole)
-    except SftPlayError:
-        return
-    if all_of_them.fits:
-        logger.info("On all %d GPUs the plan would take %s, which this version does not launch; this run is %s",
-                    len(whole.gpus), all_of_them.layout, plan.layout)  # fmt: skip
-
-
-def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
-    """Keep what the run measured beside what was predicted, for later plans on this machine."""
-    peak, gpus = summary["peak_bytes"], plan.hardware.gpus
-    reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
-    if not reserved or not summary["tokens_per_s"]:
-        return
-    record.add(
-        record.Measured(
-            device=gpus[0].name if gpus else "cpu",
-            mode=config.tuning.mode,
-            layout=plan.layout,
-            model=config.model.name,
-            micro_batch=plan.batch.micro_batch,
-            seq_len=plan.max_seq_len,
-            predicted_allocated=plan.memory.allocated,
-            measured_allocated=peak["measured_allocated"] or 0,
-            predicted_reserved=plan.memory.reserved,
-            measured_reserved=reserved,
-            predicted_tokens_per_s=plan.speed.tokens_per_s,
-            measured_tokens_per_s=summary["tokens_per_s"],
-            versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-    )
-
-
-def _offline_without_hub(name: str) -> None:
-    """Tell the libraries, before they are imported, not to wait for a hub that does not answer."""
-    if local_folder(name) is None and not hub_answers():
-        logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _one_gpu(hardware: Hardware) -> Hardware:
-    """The machine as one process uses it: one GPU, the others idle and said so.
-
-    Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
-    """
-    for line in show.detected_lines(hardware):
-        logger.info("%s", line)
-    if len(hardware.gpus) < 2:
-        return hardware
-    first = hardware.gpus[0]
-    idle = len(hardware.gpus) - 1
-    logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
-                first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(first.index)
-    return hardware.first(1)
-
-
-def _as_started(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The config to plan with: the batch that the run was started with, where the config leaves it open.
-
-    What is free on the GPU may have changed; the order of the data, and so every number, must not.
-    """
-    batch = folder.manifest().get("batch")
-    batch = batch if isinstance(batch, dict) else {}
-    numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
-    micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
-    is_open = config.train.batch_size == "auto" and config.train.grad_accum == "auto"
-    if not is_open or micro * accum * ranks != config.train.effective_batch_size:
-        return config
-    logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
-    )
+    return start_here(loaded, folder, resume=True)
 
 
 def _generate(request: Request) -> int:
@@ -542,6 +413,10 @@ def _generate(request: Request) -> int:
 _COMMANDS = {
     "train": _train,
     "resume": _resume,
+    "train-distributed": _launch,
+    "train-deepspeed": _launch,
+    "launch-command": _launch,
+    "setup-accelerate": _setup_accelerate,
     "plan": _plan,
     "memory-model-score": _memory_model_score,
     "generate": _generate,

@@ -25,9 +25,32 @@ def shared(name: str) -> Path:
     return path
 
 
+VARIABLES = (
+    *(
+        "CONFIG",
+        "SET",
+        "HARDWARE",
+        "JSON",
+        "OUT",
+        "RUN",
+        "TRACE",
+        "WHATIF",
+        "MAX",
+        "PRICE",
+        "PEAKS",
+        "STRATEGY",
+        "NPROC",
+    ),
+    *("GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "FORCE"),
+    *("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "TB_KEEP", "TB_PORT", "TB_HOST", "INTERACTIVE"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+)
+"""Variables of make and of launchers, which a test sets for itself."""
+
+
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN", "CUDA_VISIBLE_DEVICES"):
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 

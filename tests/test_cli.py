@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import cli
+from sft_play import cli, start
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan import record
@@ -27,7 +27,7 @@ GIB = 2**30
     ("words", "message"),
     [
         (["trian"], "did you mean train?"),
-        (["dance"], "there are: train, resume, plan, memory-model-score, generate"),
+        (["dance"], "there are: train, resume, train-distributed, "),
         ([], "the following arguments are required: command"),
         (["plan", "--confg", "x"], "unrecognized arguments: --confg x"),
         (["plan", "--config"], "expected one argument"),
@@ -85,7 +85,7 @@ def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))
-    used = cli._one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
+    used = start._one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
     printed = capfd.readouterr().out
     assert [gpu.index for gpu in used.gpus] == [2]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
@@ -190,7 +190,7 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
 def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_llama, sums, command, monkeypatch):
     """The GPU is only said to be there: torch, which cannot use it, ends the run after the plan."""
     machine = dataclasses.replace(named("1xRTX4090"), named=False)
-    monkeypatch.setattr(cli, "detect", lambda: machine)
+    monkeypatch.setattr(start, "detect", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = tiny_run(tmp_path, tiny_llama, sums)
     code, printed = command("train", "--config", str(config))
@@ -205,14 +205,14 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
 
 def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, tiny_llama, sums, command, monkeypatch):
     machine = dataclasses.replace(named("2xRTX4090"), named=False)
-    monkeypatch.setattr(cli, "detect", lambda: machine)
+    monkeypatch.setattr(start, "detect", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     code, printed = command("train", "--config", str(tiny_run(tmp_path, tiny_llama, sums)), "plan.trace=false")
     assert code == 2
     assert "Using GPU 0; 1 other GPU stays idle" in printed
-    assert "On all 2 GPUs the plan would take ddp, which this version does not launch; this run is single" in printed
+    assert "On all 2 GPUs the plan would take ddp (make train-distributed); this run is single" in printed
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,14 @@ FLOORS = {
     "trace": 4,
     "after": 4,
     "dist": 4,
-    "cli": 5,
-    "__main__": 6,
+    "start": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 """Room or module of the package: floor. `sft_play/__init__.py` itself holds the version and nothing else."""
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
-LIGHT_ROOMS = {"errors", "log", "cache", "config", "facts", "starter", "runs", "plan", "launch", "cli"}
+LIGHT_ROOMS = {"errors", "log", "cache", "config", "facts", "starter", "runs", "plan", "launch", "start", "cli"}
 
 
 def modules() -> dict[str, Path]:

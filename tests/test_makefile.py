@@ -16,16 +16,34 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
-    "benchmark-speed",
+    *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
+    *("launch-command", "setup-accelerate"),
 ]
-PROGRAM = ["train", "resume", "plan", "memory-model-score", "generate"]
+PROGRAM = [
+    *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
+    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate"),
+]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
-    *("WHATIF", "MAX", "PRICE", "PEAKS", "DEEPSPEED_CONFIG", "TB_PORT", "TB_HOST", "TESTS", "TORCH", "PYTHON", "VENV"),
+    *("WHATIF", "MAX", "PRICE", "PEAKS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "ACCELERATE_CONFIG",
+        "NUM_MACHINES",
+        "MACHINE_RANK",
+        "MAIN_IP",
+        "MAIN_PORT",
+        "DEEPSPEED_CONFIG",
+        "TB_PORT",
+        "TB_HOST",
+        "TESTS",
+        "TORCH",
+        "PYTHON",
+        "VENV",
+    ),
 ]
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
-    *("TORCH", "PYTHON", "VENV"),
+    *("TORCH", "PYTHON", "VENV", "STRATEGY", "NPROC", "GPUS", "NNODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"),
 )
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 
@@ -256,7 +274,8 @@ def test_a_program_target_becomes_its_program_so_that_ctrl_c_reaches_it(target, 
     with subprocess.Popen(command, cwd=ROOT, env=clean_environ()) as process:
         assert process.wait(timeout=60) == 0
     start = fake.only_start()
-    assert start["argv"] == ["-m", "sft_play", target]
+    words = [target.removesuffix("-tb"), "--tensorboard"] if target.endswith("-tb") else [target]
+    assert start["argv"] == ["-m", "sft_play", *words]
     assert start["parent"] == process.pid  # no shell in between
 
 

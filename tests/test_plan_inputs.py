@@ -195,7 +195,7 @@ def test_a_mesh_of_no_processes_is_refused(mesh):
 def test_adapters_on_layers_that_are_not_there_are_refused(targets, command: Command):
     code, said = command("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}")
     assert code == 2
-    assert "match" in said
+    assert "matches nothing" in said or "is the output head" in said
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in said
     code, _ = command("plan", "--config", LORA, "--hardware", "1xH100", f"tuning.lora.target_modules={targets}",
                       "tuning.mode=full")  # fmt: skip

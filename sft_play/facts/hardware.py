@@ -86,6 +86,8 @@ class Hardware:
     price_per_gpu_hour: float | None = None
     notes: tuple[str, ...] = ()
     ram_given: bool = True
+    cpu_ranks: int = 1
+    """Processes that share the CPUs of all nodes where there are no GPUs."""
 
     @property
     def device(self) -> str:
@@ -94,8 +96,13 @@ class Hardware:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs in each node, 1 where there are none: ranks that share a host."""
-        return max(1, -(-len(self.gpus) // self.nodes))
+        """Ranks that share a host: GPUs in each node, or the CPU's processes where there are none."""
+        return max(1, -(-self.ranks // self.nodes))
+
+    @property
+    def ranks(self) -> int:
+        """Processes that use all of it: one for each GPU."""
+        return len(self.gpus) or self.cpu_ranks
 
     @property
     def mig(self) -> bool:
@@ -110,6 +117,16 @@ class Hardware:
     def as_json(self) -> dict[str, Any]:
         """Plain data for `plan.json` and the manifest."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hardware:
+        """The machine that `as_json` wrote."""
+        gpus = tuple(Gpu(**{**gpu, "capability": _pair(gpu["capability"])}) for gpu in data["gpus"])
+        return cls(**{**data, "gpus": gpus, "notes": tuple(data["notes"])})
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    return (int(value[0]), int(value[1])) if value else None
 
 
 # --- a machine that is named -----------------------------------------------------------------------------------------

@@ -105,10 +105,14 @@ class Gathering:
         return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
 
 
-def zero_buckets(layout: Layout, trained_params: int, params: int) -> int:
+def zero_buckets(layout: Layout, trained_params: int, params: int, hidden: int) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients on their way in stages 1 and 2, and in stage 3 one
-    beside the parameters that it keeps gathered."""
-    bucket = 2 * min(ZERO_BUCKET_PARAMS, trained_params)
+    beside the parameters that it keeps gathered.
+
+    A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
+    (integrations/deepspeed.py).
+    """
+    bucket = 2 * min(hidden * hidden, trained_params)
     if layout.shards_params:
         return bucket + 2 * min(2 * ZERO_BUCKET_PARAMS, params)
     return 2 * bucket

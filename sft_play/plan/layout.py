@@ -20,8 +20,10 @@ SIMPLICITY: tuple[LayoutName, ...] = (
     "zero3_offload",
 )  # fmt: skip
 """The order in which layouts that are equally fast are preferred: fewer moving parts first."""
-BUILT: tuple[LayoutName, ...] = ("single",)
+BUILT: tuple[LayoutName, ...] = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """The layouts that this version can launch."""
+DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+"""Those that DeepSpeed runs."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def layouts_for(
     config: RunConfig, shape: ModelShape, hardware: Hardware
 ) -> tuple[tuple[Layout, ...], tuple[NotPossible, ...]]:
     """Every layout that could run the job on all GPUs of the machine, and those that could not with the reason."""
-    count = max(1, len(hardware.gpus))
+    count = hardware.ranks
     found: list[Layout] = []
     refused: list[NotPossible] = []
     for layout in _thinkable(config, hardware, count):
@@ -107,7 +109,11 @@ def layouts_for(
 
 def _thinkable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout]:
     """The layouts of `count` GPUs, whatever the libraries can do."""
-    offloads = [Layout("zero2_offload", count, count), Layout("zero3_offload", count, count)] if hardware.gpus else []
+    offloads = (
+        [Layout("zero2_offload", count, count), Layout("zero3_offload", count, count)]
+        if hardware.gpus or count > 1
+        else []
+    )
     if count == 1:
         return [SINGLE, *offloads]
     inside = hardware.gpus_per_node

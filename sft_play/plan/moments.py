@@ -182,7 +182,7 @@ class Walk:
     def _buckets(self) -> int:
         layout = self.step.layout
         if layout.is_zero:
-            return zero_buckets(layout, self.trained.params, self.shape.params)
+            return zero_buckets(layout, self.trained.params, self.shape.params, self.shape.hidden_size)
         return self.resident.buckets
 
     def _workspaces(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from sft_play.plan.candidates import (
     AttentionName,
     Candidate,
     Job,
+    candidate_of,
     choose,
     eval_batch,
     host_need,
@@ -279,6 +281,37 @@ def make_plan(
     return dataclasses.replace(plan, ways_out=tuple(ways_out(config, shape, hardware, only=only, has_eval=has_eval)))
 
 
+def plan_from_json(config: RunConfig, shape: ModelShape, data: Mapping[str, Any]) -> Plan:
+    """The plan that `as_json` wrote, for a rank that is handed it: nothing is decided again."""
+    hardware = Hardware.from_json(data["hardware"])
+    job = job_of(config, shape, hardware)
+    layout = Layout(data["layout"], data["data_parallel_ranks"], data["shard_ranks"], data["tensor_parallel_ranks"])
+    batch = BatchPlan(data["micro_batch"], data["grad_accum"], data["data_parallel_ranks"])
+    peak = data["peak_bytes"]
+    memory = MemoryEstimate(
+        terms=dict(peak["terms"]),
+        reserved=peak["reserved"],
+        margin=peak["margin"],
+        outside_allocator=peak["outside_allocator"],
+        moment=peak["moment"],
+        host_bytes=peak["host"],
+        margin_reason=peak["margin_reason"],
+    )
+    choice = candidate_of(job, layout, batch, data["checkpointed_layers"])
+    return Plan(
+        choice=dataclasses.replace(choice, memory=memory, fits=data["fits"], traced=data["confirmed_by_trace"]),
+        precision=Precision(**data["precision"]),
+        max_seq_len=data["max_seq_len"],
+        eval_batch=data["eval_batch"],
+        budget_bytes=peak["budget"],
+        model_params=data["model_params"],
+        hardware=hardware,
+        reasons=tuple(data["reasons"]),
+        confirmed_by_trace=data["confirmed_by_trace"],
+        speed_known=data["tokens_per_s"] is not None,
+    )
+
+
 def job_of(
     config: RunConfig,
     shape: ModelShape,
@@ -415,18 +448,27 @@ def check_mesh(config: RunConfig) -> None:
     )
 
 
+OUTPUT_HEADS = ("lm_head", "embed_out")
+"""What transformers calls the output head."""
+
+
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return
-    unknown = [target for target in targets if not any(linear.matches(target) for linear, _ in shape.linears)]
-    if unknown:
-        raise ConfigError(
-            f"tuning.lora.target_modules: {', '.join(map(one_line, unknown))} match{'es' * (len(unknown) == 1)} no "
-            f"linear layer of {config.model.name} that can take an adapter; there are: "
-            f"{', '.join(sorted({linear.name for linear, _ in shape.linears}))}; auto takes them all"
-        )
+    names = sorted({linear.name for linear, _ in shape.linears})
+    problems = []
+    for target in targets:
+        if target in OUTPUT_HEADS:
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif not any(linear.matches(target) for linear, _ in shape.linears):
+            near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"{one_line(target)} matches nothing{hint}")
+    if problems:
+        listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
+        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
 
 
 def _shown(mesh: object) -> str:
@@ -434,9 +476,9 @@ def _shown(mesh: object) -> str:
 
 
 def budget_bytes(hardware: Hardware) -> int:
-    """Bytes that the smallest GPU has free (all of it when only named), or the host's free RAM."""
+    """Bytes that the smallest GPU has free (all of it when only named), or a CPU rank's share of the free RAM."""
     if not hardware.gpus:
-        return hardware.ram_free_bytes
+        return hardware.ram_free_bytes // hardware.gpus_per_node
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
+from sft_play.train.engine import any_rank
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class GradientCheck(TrainerCallback):
         """Look at the gradients of this step; raises TrainingError naming every tensor that should have had one."""
         if self.done or model is None:
             return
+        if getattr(args, "deepspeed", None):
+            self._waiting = {}  # DeepSpeed keeps gradients in partitions of its own
+            return
         named = dict(model.named_parameters())
         if self._waiting is None:
             self._waiting = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -68,11 +72,18 @@ class GradientCheck(TrainerCallback):
         if not _LORA_A.search(name):
             return False
         partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
-        return partner is not None and not bool(torch.count_nonzero(partner.detach()))
+        return partner is not None and not any_rank(bool(torch.count_nonzero(_local(partner.detach()))))
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and bool(torch.count_nonzero(parameter.grad))
+    """Whether any rank's part of the gradient is there and not zero."""
+    grad = parameter.grad
+    return any_rank(grad is not None and bool(torch.count_nonzero(_local(grad))))
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor that is divided over ranks, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class MetricsFile(TrainerCallback):
@@ -118,7 +129,8 @@ class StopAfter(TrainerCallback):
         self._done += 1
         if state.global_step >= state.max_steps:
             return
-        if self.signal is not None or (self._steps is not None and self._done >= self._steps):
+        is_time = self.signal is not None or (self._steps is not None and self._done >= self._steps)
+        if any_rank(is_time):  # all ranks stop at the same step, whichever was told
             self.stopped_early = True
             control.should_save = True
             control.should_training_stop = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.errors import TrainingError
@@ -26,22 +27,27 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
+def staging_path(folder: Path) -> Path:
+    """Where the next checkpoint is written."""
+    return folder / STAGING
+
+
 def staging(folder: Path) -> Path:
     """An empty folder in which the next checkpoint is written."""
-    path = folder / STAGING
+    path = staging_path(folder)
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
-def commit(written: Path, folder: Path) -> Path:
+def commit(written: Path, folder: Path, *, needed: Sequence[str] = NEEDED) -> Path:
     """Make a checkpoint that was written aside the one of its step; returns its final path.
 
     Raises:
         TrainingError: a file that resuming needs is missing or empty.
     """
     sizes = _sizes(written)
-    lacking = [name for name in NEEDED if not sizes.get(name)]
+    lacking = [name for name in needed if not sizes.get(name)]
     if not any(name.endswith(".safetensors") and size > 0 for name, size in sizes.items()):
         lacking.append("weights (*.safetensors)")
     if lacking:

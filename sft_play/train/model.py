@@ -19,6 +19,7 @@ from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError, ModelError
@@ -62,6 +63,8 @@ class Blueprint:
     peft_config: PeftLoraConfig | None
     vocab_size: int
     resize_to: int | None
+    layer_class: str
+    """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
 
 
@@ -118,7 +121,17 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    return Blueprint(hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, tuple(notes))
+    return Blueprint(
+        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes)
+    )
+
+
+def _layer_class(skeleton: nn.Module) -> str:
+    counts: dict[str, int] = {}
+    for module in skeleton.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
+    return max(counts, key=lambda name: counts[name], default="")
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
@@ -295,8 +308,18 @@ def _expert_note(model: nn.Module) -> list[str]:
     return ["Adapters: the experts are one tensor per layer, not linear layers, and get none"] if fused else []
 
 
-def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *, device: str) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device` (`cuda` or `cpu`).
+def load_model(
+    config: RunConfig,
+    precision: Precision,
+    blueprint: Blueprint,
+    *,
+    device: str | None,
+    storage: DtypeName | None = None,
+) -> Any:
+    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
+
+    `device` None leaves the place to DeepSpeed's ZeRO-3, which divides the weights while they are read. `storage` is
+    the dtype in which packed 4-bit weights are kept (None: bytes); only floating-point ones can be divided by FSDP.
 
     Raises:
         ModelError: the weights cannot be fetched, are no safetensors, or some are missing.
@@ -313,9 +336,10 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
     if blueprint.is_text_tower:
         options["key_mapping"] = TEXT_TOWER_KEYS
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization(precision)
-    if config.tuning.mode == "qlora" or device == "cuda":  # straight to the GPU: no second copy in the host's memory
-        options["device_map"] = {"": 0} if device == "cuda" else {"": "cpu"}
+        options["quantization_config"] = quantization(precision, storage)
+    on_gpu = device is not None and device.startswith("cuda")
+    if device is not None and (config.tuning.mode == "qlora" or on_gpu):
+        options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
     try:
         with _no_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
@@ -331,7 +355,7 @@ def load_model(config: RunConfig, precision: Precision, blueprint: Blueprint, *,
         model.resize_token_embeddings(blueprint.resize_to)
     keep_4bit_trainable(model)
     model.config.use_cache = False
-    if device == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()  # blocks that loading left over would count in every later peak
     return model
 
@@ -348,13 +372,14 @@ def _no_load_report() -> Iterator[None]:
         table.setLevel(level)
 
 
-def quantization(precision: Precision) -> BitsAndBytesConfig:
+def quantization(precision: Precision, storage: DtypeName | None = None) -> BitsAndBytesConfig:
     """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314)."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[precision.compute],
+        **({"bnb_4bit_quant_storage": DTYPES[storage]} if storage else {}),
     )
 
 
@@ -414,8 +439,12 @@ def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
     return {"path": str(folder), "sha256": digest.hexdigest()}
 
 
-def save_model(model: Any, tokenizer: Any, path: Path, *, native_names: bool = False) -> None:
+def save_model(
+    model: Any, tokenizer: Any, path: Path, *, native_names: bool = False, state_dict: dict[str, Any] | None = None
+) -> None:
     """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
+
+    `state_dict` holds the weights where the model itself has a part of them only.
 
     `native_names` keeps the tensors' names as they are in memory: a text tower saved under the names of the
     image-text model that it came from could not be loaded as what its config says.
@@ -427,7 +456,8 @@ def save_model(model: Any, tokenizer: Any, path: Path, *, native_names: bool = F
 
     building = path.with_name(f".{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    model.save_pretrained(building, **({"save_original_format": False} if native_names else {}))
+    options: dict[str, Any] = {"save_original_format": False} if native_names else {}
+    model.save_pretrained(building, **options, **({"state_dict": state_dict} if state_dict is not None else {}))
     tokenizer.save_pretrained(building)
     check_saved_weights(building)
     shutil.rmtree(path, ignore_errors=True)

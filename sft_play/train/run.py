@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import shlex
 import sys
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
@@ -16,6 +18,7 @@ from typing import Any, TextIO
 
 import psutil
 import torch
+from transformers import TrainerCallback
 
 from sft_play import runs
 from sft_play.config.load import LoadedConfig
@@ -29,7 +32,7 @@ from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints
+from sft_play.train import checkpoints, engine
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.model import (
@@ -42,7 +45,14 @@ from sft_play.train.model import (
     weights_facts,
 )
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
-from sft_play.train.trainer import PlannedTrainer, build_trainer, check_trackers, learning_rate, to_dataset
+from sft_play.train.trainer import (
+    PlannedTrainer,
+    build_trainer,
+    check_trackers,
+    learning_rate,
+    to_dataset,
+    training_arguments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +72,12 @@ class Job:
     folder: RunFolder
     resume: bool
     log_buffer: MemoryHandler | None = None
+    made: bool = False
+    """Whether the folder was made by the parent that launched this rank."""
+    deepspeed: Mapping[str, Any] | None = None
+    """DeepSpeed's config, every value resolved."""
+    timeout_s: float = 1800.0
+    """Seconds after which ranks give up waiting for each other."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +119,19 @@ def run(job: Job) -> dict[str, Any]:
     check_free_memory(job.plan, job.loaded.config)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
+    with engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None):
+        if not engine.is_first():
+            engine.barrier()  # rank 0 makes the folder, or says why it cannot
+            return _train_and_judge(job, prepared, memory, started)
+        return _first_rank(job, prepared, facts, memory, started)
+
+
+def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], memory: _MemoryMeter, started: float) -> Any:
+    """The run as the only process, or rank 0, sees it: it owns the folder and the log."""
     with _open_folder(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
+            engine.barrier()
             return _train_and_judge(job, prepared, memory, started)
         except torch.OutOfMemoryError as error:
             _record_failure(job, error)
@@ -198,6 +224,9 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
     manifest["choices"] = _choices(job, prepared)
+    if job.made:
+        job.folder.update_manifest(**manifest)
+        return runs.lock(job.folder)
     runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
     return runs.lock(job.folder)
 
@@ -213,7 +242,16 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
     checkpoint = checkpoints.last_complete(folder.checkpoints) if job.resume else None
     _say(checkpoints.damage(job.folder.checkpoints) if job.resume else [])
     _announce(job, prepared, checkpoint)
-    model = load_model(config, job.plan.precision, prepared.blueprint, device=job.plan.hardware.device)
+    arguments = training_arguments(
+        config,
+        job.plan,
+        folder,
+        has_eval=prepared.splits.val is not None,
+        engine=engine.engine_arguments(job.plan, layer_class=prepared.blueprint.layer_class, deepspeed=job.deepspeed),
+    )
+    engine.allow_fsdp_on_cpu(job.plan)
+    model = load_model(config, job.plan.precision, prepared.blueprint, device=engine.device_of(job.plan, config),
+                       storage=engine.quant_storage(job.plan, config))  # fmt: skip
     stop = StopAfter(config.train.stop_after_steps)
     held_out, name = _held_out(prepared.splits)
     asked = _questions(job, prepared, held_out)
@@ -221,16 +259,20 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
     step = checkpoints.step_of(checkpoint) if checkpoint else 0
     runs.keep_metrics_until(folder.metrics_path, step if checkpoint else -1)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
+    proof = engine.ProveEngine(job.plan) if job.plan.choice.layout.ranks > 1 or job.deepspeed else None
+    judging = _JudgeBefore(lambda: _before(job, trainer, held_out, name, asked, resumed=checkpoint is not None))
+    watching = [GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop]
     trainer = build_trainer(
         config,
         job.plan,
         folder,
+        arguments=arguments,
         model=model,
         tokenizer=prepared.tokenizer.tokenizer,
         peft_config=prepared.blueprint.peft_config,
         train=prepared.splits.train,
         evaluation=prepared.splits.val,
-        callbacks=[GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop],
+        callbacks=watching if proof is None else [proof, judging, *watching],  # judged before the clock starts
         resume_step=step,
         questions=asked_while_training,
         stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer)
@@ -239,23 +281,45 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
         max_new_tokens=config.eval.max_new_tokens,
     )
     _say_parameters(trainer.model)
-    before = _before(job, trainer, held_out, name, asked, resumed=checkpoint is not None)
+    if proof is None:
+        judging.judge()
+    else:  # what an engine makes of the model is there once training has begun
+        proof.trainer = trainer
     memory.start()
     try:
         with StopSignals(stop):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
-    speed = trainer.tokens_seen / progress.training_s
+    speed = engine.total(trainer.tokens_seen) / progress.training_s
     measured = memory.peak()
     after = None if stop.stopped_early else _judge(trainer, held_out, name, asked)
-    result = _Result(before, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name)
+    result = _Result(
+        judging.found, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name
+    )
     return _finish(job, prepared, trainer, result)
 
 
+class _JudgeBefore(TrainerCallback):
+    """The figures before training: at once, or when training begins."""
+
+    def __init__(self, judge: Callable[[], Judged | None]) -> None:
+        self._judge = judge
+        self.found: Judged | None = None
+
+    def judge(self) -> None:
+        """Take the figures."""
+        self.found = self._judge()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Take them now."""
+        self.judge()
+
+
 def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
-    gpus = job.plan.batch.ranks if job.plan.hardware.gpus else 0
-    where = f"{gpus} GPU{'s' if gpus != 1 else ''}" if gpus else "the CPU"
+    ranks = job.plan.choice.layout.ranks
+    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
+    where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
     precision, backend = precision_name(job.plan), prepared.backend.name
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
@@ -299,7 +363,8 @@ def _before(
         return Judged(kept["loss"], kept["exact_match"], kept["rows"]) if kept else None
     before = _judge(trainer, split, name, asked)
     assert before is not None
-    job.folder.update_manifest(before=before.as_json())
+    if engine.is_first():
+        job.folder.update_manifest(before=before.as_json())
     return before
 
 
@@ -358,8 +423,14 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
         is_adapter = prepared.blueprint.peft_config is not None
         path = job.folder.model_path(adapter=is_adapter)
         native = prepared.blueprint.is_text_tower and not is_adapter
-        save_model(trainer.model, prepared.tokenizer.tokenizer, path, native_names=native)
+        state = engine.whole_state(trainer)
+        if engine.is_first():
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state)
+        engine.barrier()
         summary["model_path"] = str(path)
+    if not engine.is_first():
+        return summary
     job.folder.write_json("summary.json", summary)
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
     _say(summary_lines(job, result, summary))
@@ -498,6 +569,8 @@ class _MemoryMeter:
 
 def check_device(plan: Plan) -> None:
     """Raises HardwareError where the driver shows a GPU that this torch cannot use."""
+    if plan.hardware.device == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if plan.hardware.device == "cuda" and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
         raise HardwareError(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints
+from sft_play.train import engine as engine_module
 from sft_play.train.exact_match import Answer, Question, answers
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
@@ -45,8 +46,10 @@ def check_trackers(config: RunConfig) -> None:
             raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
 
 
-def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> SFTConfig:
-    """The arguments of TRL's trainer for this run and plan."""
+def training_arguments(
+    config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool, engine: Mapping[str, Any] | None = None
+) -> SFTConfig:
+    """The arguments of TRL's trainer for this run and plan; `engine` turns its layout on."""
     train = config.train
     eval_strategy, eval_steps = _eval_schedule(config, has_eval)
     save_strategy: str
@@ -69,7 +72,6 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
         optim=train.optim,
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        use_cpu=plan.hardware.device == "cpu",
         **_checkpointing(plan.checkpointed_layers > 0),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
@@ -91,6 +93,7 @@ def training_arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_
         label_names=["labels"],
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
+        **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
 
 
@@ -233,8 +236,15 @@ class PlannedTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
-        with self._writing_to(checkpoints.staging(folder)) as aside:
+        if engine_module.is_first():
+            checkpoints.staging(folder)
+        engine_module.barrier()
+        with self._writing_to(checkpoints.staging_path(folder)) as aside:
             super()._save_checkpoint(model, trial)
+        engine_module.barrier()
+        if not engine_module.is_first():
+            engine_module.barrier()
+            return
         written = checkpoints.path_of(aside, step)
         state = {"loss_sum": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
         (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -243,9 +253,10 @@ class PlannedTrainer(SFTTrainer):
             is_there = best.exists() or self.state.best_global_step == step
             self.state.best_model_checkpoint = str(best) if is_there else None
             self.state.save_to_json(str(written / "trainer_state.json"))
-        checkpoints.commit(written, folder)
+        checkpoints.commit(written, folder, needed=engine_module.checkpoint_files(self))
         best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
+        engine_module.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights under the names that the model has in memory.
@@ -322,14 +333,15 @@ def build_trainer(
     evaluation: Split | None,
     callbacks: Sequence[TrainerCallback],
     resume_step: int = 0,
+    arguments: SFTConfig | None = None,
     **evaluating: Any,
 ) -> PlannedTrainer:
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens."""
-    arguments = training_arguments(config, plan, folder, has_eval=evaluation is not None)
+    arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []
     if plan.gradient_checkpointing == "selective":
         more.append(_CheckpointFirstLayers(plan.checkpointed_layers))
-    if "tensorboard" in config.train.report_to:
+    if "tensorboard" in config.train.report_to and engine_module.is_first():
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)

@@ -1,0 +1,11 @@
+"""`scripts/train_distributed.py` is the same as `sft-play train-distributed`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sft_play.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["train-distributed", *sys.argv[1:]]))

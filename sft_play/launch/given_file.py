@@ -1,0 +1,111 @@
+"""A launcher's configuration file that a person wrote or a tool left: its text, and JSON as people write it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+
+MAX_BYTES = 4 * 2**20
+"""More than any such file has; a model's weights or a log named by mistake end here."""
+
+_NOT_DATA = re.compile(
+    r"""(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)|(?P<open>/\*)""", re.DOTALL
+)
+_TRAILING_COMMA = re.compile(r""""(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])""")
+
+
+def text_of(path: Path, *, variable: str, wanted: str) -> str:
+    """The file's text in UTF-8, without a byte order mark. `variable` and `wanted` (`DEEPSPEED_CONFIG`, `a DeepSpeed
+    configuration in JSON or YAML`) say in messages what was asked.
+
+    Raises:
+        ConfigError: the file is missing, a folder, no text, too large, or may not be read.
+    """
+    shown = f"{variable}={one_line(str(path))}"
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{shown} is a folder; name {wanted}{_those_of(path)}")
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{shown} has {path.stat().st_size:,} bytes; {wanted} has a few thousand")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        where = path.absolute().parent
+        raise ConfigError(f"{shown} does not exist (looked in {where}); name {wanted}{_those_of(where)}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}; name {wanted}") from None
+    except ValueError as error:  # a null character in the name
+        raise ConfigError(f"{shown} cannot be a file: {error}") from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{shown}: byte 0x{raw[error.start]:02X} at {error.start:,} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _those_of(folder: Path) -> str:
+    """What the folder has to offer, for a message."""
+    try:
+        names = sorted(item.name for item in folder.iterdir() if item.suffix in (".json", ".yaml", ".yml"))
+    except OSError:
+        return ""
+    return f"; {one_line(str(folder))} has {one_line(', '.join(names[:12]))}" if names else ""
+
+
+def looks_like_json(text: str) -> bool:
+    """Whether the first thing in the text that is no comment is a brace or a bracket."""
+    return _without_comments(text, name="").lstrip()[:1] in ("{", "[")
+
+
+def json_of(text: str, *, name: str) -> Any:
+    """The value of a JSON text in which `//`, `#` and `/* */` comments and trailing commas may stand.
+
+    Raises:
+        ConfigError: it is not JSON (with line and column), or a key stands twice.
+    """
+    clean = _TRAILING_COMMA.sub(
+        lambda found: " " if found.group() == "," else found.group(), _without_comments(text, name=name)
+    )
+    try:
+        return json.loads(clean, object_pairs_hook=_once(name), parse_constant=_no_number(name))
+    except json.JSONDecodeError as error:
+        near = clean.splitlines()[error.lineno - 1].strip() if clean.strip() else ""
+        what = f"{error.msg}, at `{one_line(near, limit=60)}`" if near else "the file is empty"
+        raise ConfigError(f"{name}:{error.lineno}:{error.colno}: not valid JSON: {what}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply") from None
+
+
+def _without_comments(text: str, *, name: str) -> str:
+    """The text with comments blanked out: every other character keeps its line and column."""
+
+    def blank(found: re.Match[str]) -> str:
+        if found.group("open") is not None and name:
+            line = text.count("\n", 0, found.start()) + 1
+            raise ConfigError(f"{name}:{line}: the comment that begins with /* never ends; close it with */")
+        comment = found.group("comment")
+        return found.group() if comment is None else re.sub(r"[^\n]", " ", comment)
+
+    return _NOT_DATA.sub(blank, text)
+
+
+def _once(name: str) -> Any:
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = sorted({key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1})
+        if twice:
+            raise ConfigError(f"{name}: the key {one_line(', '.join(twice))} stands twice; keep one of them")
+        return dict(pairs)
+
+    return mapping
+
+
+def _no_number(name: str) -> Any:
+    def refuse(word: str) -> Any:
+        raise ConfigError(f"{name}: {word} is not a value of JSON; give a number")
+
+    return refuse

@@ -1,0 +1,69 @@
+"""Which rank of how many this process is, as launchers say it; torchrun, accelerate and deepspeed agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+
+RUN_VARIABLE = "SFT_PLAY_RUN"
+"""The run folder that a parent planned and named for its ranks."""
+_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: `rank` of `world_size`, `local_rank` of `local_world_size` on its node."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    folder: Path | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which plans, logs and writes."""
+        return self.rank == 0
+
+    @property
+    def nodes(self) -> int:
+        """Machines, taking it that each has as many ranks."""
+        return max(1, self.world_size // max(1, self.local_world_size))
+
+
+def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
+    """The place that a launcher gave this process; None where nothing launched it.
+
+    Raises:
+        ConfigError: the variables contradict each other or are no numbers.
+    """
+    if "WORLD_SIZE" not in environment and "RANK" not in environment:
+        return None
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"the environment sets {_shown(environment)} but not {', '.join(missing)}; a launcher sets all"
+        )
+    rank = _number(environment, "RANK")
+    world = _number(environment, "WORLD_SIZE")
+    local = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+    on_node = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
+    if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
+        raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")
+    folder = environment.get(RUN_VARIABLE)
+    return Ranks(rank, local, world, on_node, Path(folder) if folder else None)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not text.strip().isdigit():
+        raise ConfigError(f"{name}={one_line(text)} in the environment is no number; launchers set it, or unset it")
+    return int(text)
+
+
+def _shown(environment: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={one_line(environment[name])}" for name in _NUMBERS if name in environment)

@@ -1,0 +1,118 @@
+"""How a run is asked to be spread over GPUs and machines: make's variables, or an accelerate configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sft_play.errors import ConfigError
+from sft_play.launch.accelerate_config import AccelerateConfig
+from sft_play.launch.command import Nodes
+from sft_play.log import one_line
+from sft_play.plan.layout import BUILT, LayoutName
+
+VARIABLES = ("STRATEGY", "NPROC", "GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_CONFIG")
+"""What make passes; each is a flag of the program too."""
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class DeepspeedWish:
+    """That DeepSpeed is to run it, with a config file of one's own or the shipped one of the layout."""
+
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a run is to be spread: what was given, None where the plan or the machine decides. `processes` are those of
+    one node."""
+
+    strategy: LayoutName | None = None
+    processes: int | None = None
+    gpus: tuple[int, ...] = ()
+    nodes: Nodes = field(default_factory=Nodes)
+    deepspeed: DeepspeedWish | None = None
+    board: bool = False
+    show_only: bool = False
+
+
+def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool = False) -> Spread:
+    """What the variables ask for.
+
+    Raises:
+        ConfigError: one of them is no number, out of range, or an unknown strategy.
+    """
+    count = _number(values, "NNODES", least=1) or 1
+    rank = _number(values, "NODE_RANK", least=0)
+    port = _number(values, "MASTER_PORT", least=1)
+    if port is not None and port > 65_535:
+        raise ConfigError(f"MASTER_PORT={port} is no port; ports go from 1 to 65535")
+    if (rank or 0) >= count:
+        raise ConfigError(f"NODE_RANK={rank} is not one of NNODES={count}: ranks go from 0 to {count - 1}")
+    if count > 1 and (rank is None or not values.get("MASTER_ADDR")):
+        raise ConfigError(
+            f"NNODES={count} needs NODE_RANK=0 to {count - 1} and MASTER_ADDR=, the address of node 0 that the others "
+            f"reach (and MASTER_PORT=, default {DEFAULT_PORT})"
+        )
+    file = values.get("DEEPSPEED_CONFIG")
+    nodes = Nodes(count, rank or 0, values.get("MASTER_ADDR"), port or DEFAULT_PORT) if count > 1 else Nodes()
+    return Spread(
+        strategy=_strategy(values.get("STRATEGY")),
+        processes=_number(values, "NPROC", least=1),
+        gpus=_gpus(values.get("GPUS")),
+        nodes=nodes,
+        deepspeed=DeepspeedWish(Path(file).expanduser() if file else None) if deepspeed or file else None,
+        board=board,
+    )
+
+
+def with_accelerate(spread: Spread, accelerate: AccelerateConfig) -> Spread:
+    """The spread with what an accelerate configuration says wherever the command line says nothing."""
+    nodes = spread.nodes
+    if nodes.count == 1 and accelerate.num_machines > 1:
+        port = accelerate.main_port or DEFAULT_PORT
+        nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, accelerate.main_ip, port)
+    file = accelerate.deepspeed_config_file
+    wish = spread.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
+    layout = accelerate.layout if accelerate.layout in BUILT else None
+    return replace(
+        spread,
+        strategy=spread.strategy or layout,
+        processes=spread.processes or accelerate.processes_per_machine,
+        gpus=spread.gpus or accelerate.gpu_ids or (),
+        nodes=nodes,
+        deepspeed=wish,
+    )
+
+
+def _number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise ConfigError(f"{name}={one_line(text)} is not a whole number from {least}")
+    return int(text)
+
+
+def _strategy(text: str | None) -> LayoutName | None:
+    if not text:
+        return None
+    for name in BUILT:
+        if text.strip().lower() == name:
+            return name
+    near = difflib.get_close_matches(text.lower(), BUILT, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"STRATEGY={one_line(text)} is no layout; {hint}there are: {', '.join(BUILT)}")
+
+
+def _gpus(text: str | None) -> tuple[int, ...]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if any(not (part.isascii() and part.isdigit() and len(part) < 6) for part in parts):
+        raise ConfigError(f"GPUS={one_line(text or '')} is no list of GPU numbers, such as GPUS=0,1")
+    numbers = tuple(int(part) for part in parts)
+    if len(set(numbers)) != len(numbers):
+        raise ConfigError(f"GPUS={one_line(text or '')} names a GPU twice")
+    return numbers

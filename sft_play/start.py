@@ -1,0 +1,519 @@
+"""Starts what was asked: the plan with everything that is known here, and the run in this process or over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_play import runs
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.size import rough_size
+from sft_play.errors import ConfigError, HardwareError, Interrupted, SftPlayError
+from sft_play.facts.architecture import (
+    ModelShape,
+    UnknownArchitecture,
+    config_json,
+    hub_answers,
+    local_folder,
+    shape_of,
+)
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
+from sft_play.launch.command import Launch, torchrun
+from sft_play.launch.ranks import Ranks
+from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
+from sft_play.log import one_line, start_log_buffer
+from sft_play.plan import record, show
+from sft_play.plan.candidates import Candidate
+from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.plan.precision import choose_precision
+from sft_play.runs import RunFolder
+from sft_play.starter.names import BASE_NAME
+
+logger = logging.getLogger(__name__)
+
+
+def shape_for(config: RunConfig) -> ModelShape:
+    """The model's shapes; those of a class that the tables do not know are measured on the meta device."""
+    model = config.model
+    try:
+        return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except UnknownArchitecture as error:
+        logger.info("%s; building it without memory to measure it", error)
+        from sft_play.trace.meta_shape import shape_on_meta
+
+        return shape_on_meta(
+            config_json(model.name, revision=model.revision),
+            name=model.name,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+def has_eval(config: RunConfig) -> bool:
+    """Whether evaluation batches run beside the training."""
+    data = config.data
+    return data.val_path is not None or data.test_path is not None or data.val_fraction > 0
+
+
+def plan_for(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    only: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    trace: bool = False,
+    with_ways_out: bool = True,
+) -> Plan:
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
+    shape = shape_for(config)
+    return make_plan(
+        config,
+        shape,
+        hardware,
+        only=only,
+        has_eval=has_eval(config),
+        confirm=_tracer(config, shape, hardware) if trace else None,
+        earlier=[] if hardware.named else record.load(),
+        work=_work(config),
+        with_ways_out=with_ways_out,
+    )
+
+
+def _tracer(config: RunConfig, shape: ModelShape, hardware: Hardware) -> Confirm:
+    """Traces candidates of this config; the libraries are imported at the first one."""
+
+    def confirm(candidate: Candidate) -> Traced:
+        from sft_play.trace.confirm import trace_candidate
+
+        model = config_json(config.model.name, revision=config.model.revision)
+        return trace_candidate(config, model, shape, choose_precision(config, hardware), candidate)
+
+    return confirm
+
+
+def _work(config: RunConfig) -> Callable[[int], Work | None]:
+    """How many steps and tokens a run has, by the size of its file."""
+
+    def work(effective: int) -> Work | None:
+        text = config.task_mode == "cpt"
+        size = rough_size(config.data, text_wanted=text)
+        steps = config.train.max_steps
+        if size is None:
+            return Work(steps, None) if steps else None
+        rows = max(1, size.tokens // config.model.max_seq_len) if text else size.rows
+        per_epoch = math.ceil(rows / effective)
+        steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
+        tokens = min(size.tokens, rows * config.model.max_seq_len)
+        return Work(steps, int(tokens * steps / per_epoch))
+
+    return work
+
+
+def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
+    """The config with the starter's base model, made now if it is not there, in place of its name."""
+    if loaded.config.model.name != BASE_NAME:
+        return loaded
+    from sft_play.train.starter_base import ensure_base
+
+    overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
+    return dataclasses.replace(
+        load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
+    )
+
+
+def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
+    """The run in this process, on one GPU or the CPU."""
+    buffer = start_log_buffer()
+    whole = detect()
+    hardware = _one_gpu(whole)
+    planned = _as_started(loaded.config, folder) if resume else loaded.config
+    plan = plan_for(planned, hardware, only=("single",), trace=planned.plan.trace and bool(hardware.gpus))
+    _say_what_all_would_do(planned, whole, plan)
+    require_fit(plan, planned)
+    from sft_play.data.files import data_paths
+
+    _say_plan(plan, planned)
+    paths = data_paths(loaded.config.data)
+    loaded = _with_starter(loaded)
+    _quiet_libraries(loaded.config.model.name, hardware)
+    from sft_play.train.run import Job, run
+
+    summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
+    _remember(planned, plan, summary)
+    return 0
+
+
+def _say_plan(plan: Plan, config: RunConfig) -> None:
+    for line in [show.choice_line(plan), *show.batch_lines(plan, config)]:
+        logger.info("%s", line)
+    if not plan.fits:
+        logger.warning("the batch that was given is predicted not to fit; it is tried because it was given")
+
+
+def _quiet_libraries(model: str, hardware: Hardware) -> None:
+    """Settings that the libraries read when they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not hardware.gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
+    _offline_without_hub(model)
+
+
+# --- a rank of several ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """What a rank is handed by its parent or by rank 0: the run's folder, its plan, how it was meant to start."""
+
+    folder: str
+    plan: dict[str, Any]
+    resume: bool
+    made: bool
+    deepspeed: dict[str, Any] | None = None
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+LAUNCH_FILE = "launch.json"
+"""In a run folder that a parent made: what it hands to its ranks."""
+
+
+def start_rank(
+    loaded: LoadedConfig, ranks: Ranks, *, strategy: LayoutName | None, deepspeed: DeepspeedWish | None
+) -> int:
+    """This process's part of a run that a launcher started over several ranks."""
+    buffer = start_log_buffer() if ranks.is_first else None
+    handed = _handed(loaded, ranks, strategy, deepspeed)
+    loaded = _with_starter(loaded)
+    _quiet_libraries(loaded.config.model.name, detect())
+    plan = plan_from_json(loaded.config, shape_for(loaded.config), handed.plan)
+    _check_gpu(plan, ranks)
+    from sft_play.data.files import data_paths
+    from sft_play.train.run import Job, run
+
+    folder = RunFolder(Path(handed.folder))
+    summary = run(
+        Job(
+            loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
+            made=handed.made, deepspeed=handed.deepspeed,
+        )
+    )  # fmt: skip
+    if ranks.is_first:
+        _remember(loaded.config, plan, summary)
+    return 0
+
+
+def _handed(loaded: LoadedConfig, ranks: Ranks, strategy: LayoutName | None, deepspeed: DeepspeedWish | None) -> Handed:
+    """From the parent's file, or from rank 0 through the rendezvous store before anything loads."""
+    if ranks.folder is not None:
+        return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
+    from sft_play.train.rendezvous import handed_over
+
+    if not ranks.is_first:
+        return Handed(**json.loads(handed_over(None)))
+    hardware = _spread_over(detect(), ranks.world_size, ranks.nodes)
+    plan, resolved = plan_ranks(loaded, hardware, strategy=strategy, deepspeed=deepspeed)
+    _say_plan(plan, loaded.config)
+    folder = runs.new_folder(loaded.config.output, config_path=loaded.path)
+    resume = folder.path.exists() and loaded.config.output.if_exists == "resume"
+    handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=False, deepspeed=resolved)
+    handed_over(handed.text())
+    return handed
+
+
+def _spread_over(hardware: Hardware, world: int, nodes: int) -> Hardware:
+    """The machine as `world` ranks on `nodes` nodes like this one use it."""
+    if not hardware.gpus:
+        return dataclasses.replace(hardware, cpu_ranks=world, nodes=nodes)
+    here = world // nodes
+    if here > len(hardware.gpus):
+        raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+    gpus = tuple(dataclasses.replace(hardware.gpus[n % here], index=n) for n in range(world))
+    return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
+
+
+def _check_gpu(plan: Plan, ranks: Ranks) -> None:
+    """Raises HardwareError where this rank's GPU is not the one that was planned for."""
+    if not plan.hardware.gpus:
+        return
+    here, planned = detect().gpus, plan.hardware.gpus[0]
+    if ranks.local_rank >= len(here):
+        raise HardwareError(f"rank {ranks.rank} wants GPU {ranks.local_rank}, and {len(here)} can be seen")
+    if here[ranks.local_rank].name != planned.name:
+        raise HardwareError(
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
+            "one kind"
+        )
+
+
+# --- the parent of several ranks --------------------------------------------------------------------------------------
+
+
+def plan_ranks(
+    loaded: LoadedConfig, hardware: Hardware, *, strategy: LayoutName | None, deepspeed: DeepspeedWish | None
+) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan of a run over all ranks of `hardware`, and DeepSpeed's config where it runs it.
+
+    Raises:
+        ConfigError: the strategy cannot run the job, or DeepSpeed's config is another one's.
+        DoesNotFit: nothing fits, and the batch was left to the plan.
+    """
+    config = loaded.config
+    raw = None
+    if deepspeed is not None:
+        wanted = strategy or "zero2"
+        raw = deepspeed_config.read(deepspeed.file) if deepspeed.file else deepspeed_config.shipped(wanted)
+        raw, notes = deepspeed_config.understand(raw)
+        for note in notes:
+            logger.info("DeepSpeed: %s", note)
+        strategy = deepspeed_config.layout_of(raw, planned=wanted)
+    _refuse_strategy(config, hardware, strategy)
+    only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
+    plan = plan_for(config, hardware, only=only, trace=config.plan.trace and bool(hardware.gpus))
+    require_fit(plan, config)
+    if plan.layout not in DEEPSPEED:
+        return plan, None
+    raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
+    numbers = deepspeed_config.PlanNumbers(
+        micro_batch=plan.batch.micro_batch,
+        grad_accum=plan.batch.grad_accum,
+        data_parallel_ranks=plan.batch.ranks,
+        hidden_size=shape_for(config).hidden_size,
+        max_grad_norm=config.train.max_grad_norm,
+        compute=plan.precision.compute,
+        layout=plan.layout,
+    )
+    obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
+    resolved, lines = deepspeed_config.fill(raw, numbers, torch_adam="; ".join(obstacles) or None)
+    for line in lines:
+        logger.info("DeepSpeed: %s", line)
+    return plan, resolved
+
+
+def _refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+    """Raises ConfigError for a layout that is named and cannot run."""
+    if strategy is None:
+        return
+    possible, refused = layouts_for(config, shape_for(config), hardware)
+    names = [layout.name for layout in possible if layout.name in BUILT]
+    if strategy in names:
+        return
+    because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")
+
+
+def launch(loaded: LoadedConfig, spread: Spread) -> int:
+    """Plan, write the run folder, start the ranks and wait for them; the exit code is sft-play's."""
+    file = accelerate_config.find_config(os.environ)
+    if file is not None:
+        accelerate = accelerate_config.read_config(file)
+        spread = with_accelerate(spread, accelerate)
+    hardware = _machine_of(spread)
+    plan, resolved = plan_ranks(loaded, hardware, strategy=spread.strategy, deepspeed=spread.deepspeed)
+    if file is not None:
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
+        for line in accelerate_config.differences(
+            accelerate, mixed_precision=precision, grad_accum=plan.batch.grad_accum, has_gpus=bool(hardware.gpus)
+        ):
+            logger.info("%s", line)
+    from sft_play.data.files import data_paths
+
+    _say_plan(plan, loaded.config)
+    data_paths(loaded.config.data)
+    here = hardware.gpus_per_node
+    words = ["train", "--config", str(loaded.path), *loaded.overrides]
+    folder = runs.new_folder(loaded.config.output, config_path=loaded.path) if spread.nodes.count == 1 else None
+    if folder is None:  # each node's ranks are handed the plan by rank 0: no shared disk is needed
+        words += ["--strategy", plan.layout]
+    made = torchrun(
+        words,
+        processes=here,
+        nodes=spread.nodes,
+        threads=None if hardware.gpus else max(1, hardware.cpu_cores // here),
+        gpus=",".join(str(gpu) for gpu in spread.gpus) or None,
+        folder=folder.path.absolute() if folder is not None else None,
+    )
+    logger.info("Launch: %s", made.line)
+    if spread.show_only:
+        return 0
+    loaded = _with_starter(loaded)
+    if folder is not None:
+        _write_launch(folder, loaded, plan, resolved)
+    return _run_ranks(made, folder, board=spread.board)
+
+
+def _machine_of(spread: Spread) -> Hardware:
+    """The machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU."""
+    hardware = detect()
+    for line in show.detected_lines(hardware):
+        logger.info("%s", line)
+    if not hardware.gpus:
+        if spread.gpus:
+            raise HardwareError("GPUS= names GPUs, and there are none here")
+        count = spread.processes or 2
+        return dataclasses.replace(hardware, cpu_ranks=count * spread.nodes.count, nodes=spread.nodes.count)
+    known = {gpu.index: gpu for gpu in hardware.gpus}
+    missing = [number for number in spread.gpus if number not in known]
+    if missing:
+        raise HardwareError(f"GPUS= names {missing[0]}, and there are {', '.join(map(str, known))}")
+    chosen = [known[number] for number in spread.gpus] or list(hardware.gpus)
+    if spread.processes is not None and spread.processes > len(chosen):
+        raise HardwareError(f"NPROC={spread.processes} and {len(chosen)} GPUs: one process uses one GPU")
+    chosen = chosen[: spread.processes]
+    if len({gpu.name for gpu in chosen}) > 1:
+        raise HardwareError(
+            f"the GPUs differ ({', '.join(sorted({gpu.name for gpu in chosen}))}); name equal ones: GPUS=0,1"
+        )
+    machine = dataclasses.replace(hardware, gpus=tuple(chosen))
+    return _spread_over(machine, len(chosen) * spread.nodes.count, spread.nodes.count)
+
+
+def _write_launch(folder: RunFolder, loaded: LoadedConfig, plan: Plan, resolved: dict[str, Any] | None) -> None:
+    """The run folder with the plan and what the ranks are handed; nothing of it where it cannot be made."""
+    resume = folder.path.exists() and loaded.config.output.if_exists == "resume"
+    if not resume:
+        manifest = runs.new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
+        runs.create(folder, loaded, manifest=manifest, plan=plan.as_json())
+    handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved)
+    runs.write_text(folder.path / LAUNCH_FILE, handed.text())
+    if resolved is not None:
+        runs.write_json(folder.path / "deepspeed.json", resolved)
+
+
+def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
+    """Start the command, pass signals on, stop what was started beside it; the exit code as sft-play's."""
+    seen: list[int] = []
+    with contextlib.ExitStack() as stack:
+        if board and folder is not None:
+            stack.enter_context(
+                tensorboard.beside(folder.tensorboard, environment=os.environ, **_board_options(os.environ))
+            )
+        process = subprocess.Popen(made.words, env={**os.environ, **made.environment}, start_new_session=True)
+
+        def pass_on(number: int, _: Any) -> None:
+            seen.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM if len(seen) < 2 else signal.SIGKILL)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, pass_on))
+        code = process.wait()
+    return _exit_code(code, folder, stopped=bool(seen))
+
+
+def _board_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Host and port of TensorBoard; raises ConfigError for a port that is none."""
+    options: dict[str, Any] = {}
+    if environment.get("TB_HOST"):
+        options["host"] = environment["TB_HOST"]
+    port = environment.get("TB_PORT", "")
+    if port:
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+            raise ConfigError(f"TB_PORT={one_line(port)} is no port; ports go from 1 to 65535")
+        options["port"] = int(port)
+    return options
+
+
+def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
+    """The launcher's answer as sft-play's: 130 for a run that was stopped and saved."""
+    if folder is not None and not folder.metrics_path.exists() and code and not stopped:
+        runs.discard(folder)
+        logger.info("The run folder %s is removed again: nothing was trained", folder.path)
+    if stopped:
+        return Interrupted.exit_code
+    return 0 if code == 0 else 1
+
+
+def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
+    """Says which layout the plan would take on all GPUs, where this command uses one of several."""
+    if len(whole.gpus) < 2 or config.train.effective_batch_size % len(whole.gpus):
+        return
+    try:
+        all_of_them = plan_for(config, whole)
+    except SftPlayError:
+        return
+    if all_of_them.fits:
+        logger.info("On all %d GPUs the plan would take %s (make train-distributed); this run is %s",
+                    len(whole.gpus), all_of_them.layout, plan.layout)  # fmt: skip
+
+
+def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
+    """Keep what the run measured beside what was predicted, for later plans on this machine."""
+    peak, gpus = summary["peak_bytes"], plan.hardware.gpus
+    reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
+    if not reserved or not summary["tokens_per_s"]:
+        return
+    record.add(
+        record.Measured(
+            device=gpus[0].name if gpus else "cpu",
+            mode=config.tuning.mode,
+            layout=plan.layout,
+            model=config.model.name,
+            micro_batch=plan.batch.micro_batch,
+            seq_len=plan.max_seq_len,
+            predicted_allocated=plan.memory.allocated,
+            measured_allocated=peak["measured_allocated"] or 0,
+            predicted_reserved=plan.memory.reserved,
+            measured_reserved=reserved,
+            predicted_tokens_per_s=plan.speed.tokens_per_s,
+            measured_tokens_per_s=summary["tokens_per_s"],
+            versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+    )
+
+
+def _offline_without_hub(name: str) -> None:
+    """Tell the libraries, before they are imported, not to wait for a hub that does not answer."""
+    if local_folder(name) is None and not hub_answers():
+        logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _one_gpu(hardware: Hardware) -> Hardware:
+    """The machine as one process uses it: one GPU, the others idle and said so.
+
+    Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
+    """
+    for line in show.detected_lines(hardware):
+        logger.info("%s", line)
+    if len(hardware.gpus) < 2:
+        return hardware
+    first = hardware.gpus[0]
+    idle = len(hardware.gpus) - 1
+    logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
+                first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(first.index)
+    return hardware.first(1)
+
+
+def _as_started(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """The config to plan with: the batch that the run was started with, where the config leaves it open.
+
+    What is free on the GPU may have changed; the order of the data, and so every number, must not.
+    """
+    batch = folder.manifest().get("batch")
+    batch = batch if isinstance(batch, dict) else {}
+    numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
+    micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
+    is_open = config.train.batch_size == "auto" and config.train.grad_accum == "auto"
+    if not is_open or micro * accum * ranks != config.train.effective_batch_size:
+        return config
+    logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
+    )

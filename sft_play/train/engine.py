@@ -1,0 +1,304 @@
+"""What carries a step over several ranks: DDP, FSDP2 or DeepSpeed, set up from the plan and proved from live objects.
+
+Every engine is reached through the Trainer's own arguments. What an engine really did is read from the wrapped model,
+since one that was asked for can be left out without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import TrainingError
+from sft_play.plan.plan import Plan
+from sft_play.plan.precision import DtypeName
+from sft_play.train import checkpoints
+
+logger = logging.getLogger(__name__)
+
+WRAPPED_CLASS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp": "FSDPModule",
+    "zero1": "DeepSpeedEngine",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "DeepSpeedEngine",
+    "zero2_offload": "DeepSpeedEngine",
+    "zero3_offload": "DeepSpeedEngine",
+}
+"""The class that a layout's wrapped model is an instance of."""
+SHARD_SLACK = 0.10
+"""How much more than its share of the bytes a rank may hold: padding of uneven parts."""
+
+
+def world_size() -> int:
+    """Ranks of this run; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks; nothing for one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The Trainer's arguments that turn the plan's layout on."""
+    if plan.choice.layout.ranks == 1 and deepspeed is None:
+        return {}
+    found: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    on_cpu = plan.hardware.device == "cpu"
+    if deepspeed is not None:
+        if on_cpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            found["ddp_backend"] = "gloo"
+        return {**found, "deepspeed": dict(deepspeed)}
+    if on_cpu:
+        found["ddp_backend"] = "gloo"
+    if plan.choice.layout.is_fsdp:
+        found["fsdp"] = True
+        # else accelerate keeps every rank's whole gradients until the last pass of a step, which the plan does not hold
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        found["fsdp_config"] = {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [layer_class],
+            "reshard_after_forward": True,
+            "cpu_ram_efficient_loading": False,
+            "state_dict_type": "FULL_STATE_DICT",
+        }
+    return found
+
+
+def allow_fsdp_on_cpu(plan: Plan) -> None:
+    """Let accelerate shard over CPU ranks, which it takes for DDP whatever is asked for.
+
+    `AcceleratorState` looks at FSDP only where the distributed type is one of several GPUs. Between the Trainer's
+    arguments, which make the process group, and the Trainer, which makes that state, the type is changed; the device
+    stays the CPU. Used for CPU ranks alone, and `prove` looks at what came of it.
+
+    Raises:
+        TrainingError: accelerate keeps its state in another way than this knows.
+    """
+    if not plan.choice.layout.is_fsdp or plan.hardware.device != "cpu":
+        return
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState._shared_state
+    if state.get("distributed_type") is not DistributedType.MULTI_CPU:
+        raise TrainingError(
+            f"FSDP on CPU ranks: accelerate's state has the type {state.get('distributed_type')}, and MULTI_CPU was "
+            "expected; this version of accelerate is not known: take another layout (STRATEGY=ddp)"
+        )
+    state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What an engine made of the model, read from live objects: bytes are those that this rank holds."""
+
+    layout: str
+    wrapped_class: str
+    ranks: int
+    whole_bytes: int
+    bytes_by_rank: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """`engine_proof` in plain data."""
+        return asdict(self)
+
+    @property
+    def line(self) -> str:
+        """The proof in words."""
+        held = ", ".join(f"{size / 2**20:.1f}" for size in self.bytes_by_rank)
+        return (
+            f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks; trained "
+            f"weights and their states per rank: {held} of {self.whole_bytes / 2**20:.1f} MiB"
+        )
+
+
+def prove(trainer: Any, plan: Plan) -> Proof:
+    """The proof that the wrapped model is what the plan says.
+
+    Raises:
+        TrainingError: it is not.
+    """
+    layout = plan.choice.layout
+    wrapped = trainer.model_wrapped
+    names = {kind.__name__ for kind in type(wrapped).__mro__}
+    wanted = WRAPPED_CLASS.get(layout.name)
+    if wanted not in names:
+        raise TrainingError(
+            f"the plan says {layout.name}, and the wrapped model is a {type(wrapped).__name__}, no {wanted}: the "
+            "engine was left out; nothing was trained"
+        )
+    stage = _zero_stage(wrapped)
+    if layout.is_zero and stage != int(layout.name[4]):
+        raise TrainingError(f"the plan says {layout.name}, and DeepSpeed runs stage {stage}; nothing was trained")
+    whole, mine = held_bytes(trainer)
+    sizes: list[int] = [0] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(sizes, mine)
+    else:
+        sizes = [mine]
+    proof = Proof(layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes))
+    share = whole / layout.shard if layout.shards_states else whole
+    if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * world_size():
+        raise TrainingError(
+            f"the plan says {layout.name} over {layout.shard} ranks, and a rank holds {max(sizes):,} of {whole:,} "
+            "bytes: they are not divided; nothing was trained"
+        )
+    return proof
+
+
+def _zero_stage(wrapped: Any) -> int | None:
+    return int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else None
+
+
+def held_bytes(trainer: Any) -> tuple[int, int]:
+    """Bytes of the trained weights (ZeRO-1 and -2: of the fp32 masters that the optimizer updates), whole and here."""
+    from torch.distributed.tensor import DTensor
+
+    wrapped = trainer.model_wrapped
+    if hasattr(wrapped, "zero_optimization_stage"):
+        return _zero_bytes(wrapped)
+    whole = mine = 0
+    for parameter in wrapped.parameters():
+        if not parameter.requires_grad:
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        whole += parameter.numel() * parameter.element_size()
+        mine += local.numel() * local.element_size()
+    return whole, mine
+
+
+def _zero_bytes(engine: Any) -> tuple[int, int]:
+    """Whole and own bytes of DeepSpeed's fp32 partitions of the trained weights."""
+    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    whole = 4 * sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        groups = getattr(optimizer, name, None)
+        if groups is not None:
+            return whole, sum(4 * group.numel() for group in groups)
+    raise TrainingError(
+        f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under names that are not known here; the engine "
+        "cannot be proved, and nothing was trained"
+    )
+
+
+class ProveEngine(TrainerCallback):
+    """Proves the engine once the Trainer has wrapped the model, before the first step."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.trainer: Any = None
+        self.proof: Proof | None = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Look, say and stop where it is not what the plan says."""
+        self.proof = prove(self.trainer, self._plan)
+        logger.info("%s", self.proof.line)
+
+
+def whole_state(trainer: Any) -> dict[str, Any] | None:
+    """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one."""
+    if getattr(trainer, "is_fsdp_enabled", False):
+        state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
+        tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())
+        return {name: tensor for name, tensor in state.items() if name not in tied}  # gathered apart, written once
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is not None and _zero_stage(engine) == 3:
+        gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict()
+        return gathered
+    return None
+
+
+@contextlib.contextmanager
+def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
+    """The process group of all ranks, made here so that its timeout is ours, and ended with the run.
+
+    DeepSpeed is told of it at once: ZeRO-3 divides weights while they are read, and would count a world of one rank.
+    """
+    if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
+        yield
+        return
+    if not dist.is_initialized():
+        backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    if deepspeed:
+        if plan.hardware.device == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from deepspeed import comm
+
+        comm.init_distributed("gloo" if plan.hardware.device == "cpu" else "nccl", auto_mpi_discovery=False)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def device_of(plan: Plan, config: RunConfig) -> str | None:
+    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them before they move; None for
+    ZeRO-3, which divides them while they are read."""
+    layout = plan.choice.layout
+    if layout.is_zero and layout.shards_params:
+        return None
+    if plan.hardware.device == "cpu":
+        return "cpu"
+    if layout.is_fsdp and quant_storage(plan, config) is None:
+        return "cpu"
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+
+
+def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
+    """The dtype of packed 4-bit weights: that of the computation where FSDP divides them, else bytes."""
+    is_quantised = config.tuning.mode == "qlora"
+    return plan.precision.compute if plan.choice.layout.is_fsdp and is_quantised else None
+
+
+def checkpoint_files(trainer: Any) -> tuple[str, ...]:
+    """Files without which a checkpoint of this engine cannot be gone on from."""
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        return ("trainer_state.json", "latest")
+    if getattr(trainer, "is_fsdp_enabled", False):
+        return ("trainer_state.json", "scheduler.pt", "optimizer.bin")
+    return checkpoints.NEEDED
+
+
+def total(number: int) -> int:
+    """The sum of a number over all ranks."""
+    if world_size() == 1:
+        return number
+    answer = torch.tensor(number, dtype=torch.int64)
+    if dist.get_backend() == "nccl":
+        answer = answer.cuda()
+    dist.all_reduce(answer)
+    return int(answer.item())
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is true on any rank."""
+    if world_size() == 1:
+        return flag
+    answer = torch.tensor(int(flag))
+    if dist.get_backend() == "nccl":
+        answer = answer.cuda()
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+    return bool(answer.item())

@@ -1,0 +1,245 @@
+"""Runs over several CPU ranks: every engine proved, the losses of one process, and what stops before it begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.errors import ConfigError, HardwareError, TrainingError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.launch.command import Nodes, torchrun
+from sft_play.launch.ranks import ranks_of
+from sft_play.launch.spread import spread_of
+from sft_play.plan.plan import make_plan, plan_from_json
+from tests.conftest import ROOT, VARIABLES
+
+GIB = 2**30
+pytestmark = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama, sums) -> Path:
+    """A folder with a run YAML of four steps, two of them accumulated."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: {sums}, test_path: null}}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 4, report_to: [], learning_rate: 1e-3}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return folder
+
+
+def start(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", **environ}
+    command = [sys.executable, "-m", "sft_play", *words]
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=280)
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(world) -> dict[str, list[float]]:
+    """Losses of the same runs in one process."""
+    found = {}
+    for mode in ("lora", "full", "qlora"):
+        answer = start(
+            world, "train", "--config", f"{world}/run.yaml", f"tuning.mode={mode}", f"output.name=alone-{mode}"
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        found[mode] = losses(world / "outputs" / f"alone-{mode}")
+    return found
+
+
+ENGINES = [
+    ("ddp", "lora", "DistributedDataParallel"),
+    ("fsdp", "full", "FSDPLlamaForCausalLM"),
+    ("fsdp", "qlora", "FSDPPeftModelForCausalLM"),
+    pytest.param("zero2", "qlora", "DeepSpeedEngine", marks=needs_deepspeed),
+    pytest.param("zero3", "full", "DeepSpeedEngine", marks=needs_deepspeed),
+]
+
+
+@pytest.mark.parametrize(("strategy", "mode", "wrapped"), ENGINES)
+def test_every_engine_is_proved_and_loses_what_one_process_loses(world, alone, strategy, mode, wrapped):
+    name = f"{strategy}-{mode}"
+    answer = start(
+        world, "train-distributed", "--config", f"{world}/run.yaml", f"tuning.mode={mode}", f"output.name={name}",
+        STRATEGY=strategy, NPROC="2",
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert f"Engine: {strategy} proved: the model is a {wrapped} over 2 ranks" in answer.stdout
+    run = world / "outputs" / name
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 2, 2, 2)
+    assert losses(run) == pytest.approx(alone[mode], rel=1e-5)
+    saved = run / ("model" if mode == "full" else "adapter")
+    assert shapes(saved) == shapes(world / "outputs" / f"alone-{mode}" / saved.name)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["exit"] == 0
+    assert summary["before"]["loss"] > summary["after"]["loss"]
+    assert not list(run.glob(".lock*"))
+
+
+def shapes(folder: Path) -> dict[str, list[int]]:
+    """Names and shapes of the saved tensors."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    assert found
+    return found
+
+
+def test_ranks_that_a_person_starts_find_each_other_and_one_plans(world, alone):
+    """`torchrun --standalone --nproc-per-node 2 --no-python sft-play train …`, word for word."""
+    torchrun_program = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    program = shutil.which("sft-play", path=str(Path(sys.executable).parent))
+    if torchrun_program is None or program is None:
+        pytest.skip("torchrun and sft-play are not beside this Python")
+    words = [torchrun_program, "--standalone", "--nproc-per-node", "2", "--no-python", program, "train", "--config"]
+    words += [f"{world}/run.yaml", "tuning.mode=lora", "output.name=by-hand", "--lora-rank", "16", "--strategy", "ddp"]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
+    kept["PYTHONPATH"] = str(ROOT)
+    answer = subprocess.run(words, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("Engine: ddp proved") == 1
+    assert losses(world / "outputs" / "by-hand") == pytest.approx(alone["lora"], rel=1e-5)
+
+
+def test_a_launch_that_fails_leaves_nothing_half_written(world):
+    words = [
+        "train-distributed",
+        "--config",
+        f"{world}/run.yaml",
+        "output.name=broken",
+        "tuning.lora.target_modules=[nothing]",
+    ]
+    answer = start(world, *words, STRATEGY="ddp", NPROC="2")
+    assert answer.returncode == 2
+    assert "nothing" in answer.stderr
+    assert not (world / "outputs" / "broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"STRATEGY": "dpd"}, "did you mean ddp?"),
+        (
+            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora"},
+            "STRATEGY=zero3 cannot run this job: DeepSpeed does not shard",
+        ),
+        ({"NPROC": "0"}, "NPROC=0 is not a whole number from 1"),
+        ({"NPROC": "3"}, "does not split over"),
+        ({"GPUS": "0,x"}, "is no list of GPU numbers"),
+        ({"GPUS": "0,1"}, "GPUS= names GPUs, and there are none here"),
+        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK=0 to 1 and MASTER_ADDR="),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "NODE_RANK=2 is not one of NNODES=2"),
+        ({"DEEPSPEED_CONFIG": "/nowhere.json"}, "/nowhere.json"),
+        ({"ACCELERATE_CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, command, monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, printed = command("train-distributed", "--config", f"{world}/run.yaml", "output.name=never")
+    assert code == 2, printed
+    assert message in printed
+    assert printed.count("error:") == 1
+    assert not (world / "outputs" / "never").exists()
+
+
+def test_the_command_is_shown_and_nothing_is_started(world, command, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    code, printed = command("launch-command", "--config", f"{world}/run.yaml", "output.name=shown")
+    assert code == 0
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --module sft_play train --config" in printed
+    assert "SFT_PLAY_RUN=" in printed
+    assert not (world / "outputs" / "shown").exists()
+
+
+def test_several_nodes_meet_where_they_are_told():
+    made = torchrun(["train"], processes=4, nodes=Nodes(2, 1, "head", 29501), python="python")
+    assert made.line == (
+        "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
+        "--nproc-per-node 4 --module sft_play train"
+    )
+    spread = spread_of({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
+    assert spread.nodes == Nodes(2, 1, "head", 29_500)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "not WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "a rank is 0 to WORLD_SIZE - 1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x in the environment is no number"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_is_refused(environment, message):
+    with pytest.raises(ConfigError, match=message):
+        ranks_of(environment)
+    assert ranks_of({}) is None
+
+
+def test_a_plan_survives_its_way_through_json(world, tiny_llama):
+    from sft_play.config.load import load_config
+
+    config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
+    gpus = tuple(Gpu(n, "GPU", 24 * GIB, None, (8, 9)) for n in range(2))
+    shape = shape_of(str(tiny_llama))
+    plan = make_plan(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB))
+    again = plan_from_json(config, shape, json.loads(json.dumps(plan.as_json())))
+    assert (again.choice.layout, again.batch, again.memory.terms) == (plan.choice.layout, plan.batch, plan.memory.terms)
+    assert again.hardware == plan.hardware
+    assert (again.precision, again.checkpointed_layers) == (plan.precision, plan.checkpointed_layers)
+
+
+def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
+    import torch
+
+    from sft_play.config.load import load_config
+    from sft_play.train.engine import prove
+
+    config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
+    machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
+    plan = make_plan(config, shape_of(str(tiny_llama)), machine, only=("fsdp",))
+
+    class Trainer:
+        model_wrapped: Any = torch.nn.Linear(2, 2)
+
+    with pytest.raises(TrainingError, match="the plan says fsdp, and the wrapped model is a Linear"):
+        prove(Trainer(), plan)
+
+
+def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
+    from sft_play import start as module
+
+    def machine(*names: str) -> Hardware:
+        gpus = tuple(Gpu(n, name, 24 * GIB, 24 * GIB, (8, 9)) for n, name in enumerate(names))
+        return Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB)
+
+    monkeypatch.setattr(module, "detect", lambda: machine("A", "B"))
+    with pytest.raises(HardwareError, match="the GPUs differ"):
+        module._machine_of(spread_of({}))
+    with pytest.raises(HardwareError, match="NPROC=3 and 2 GPUs"):
+        module._machine_of(spread_of({"NPROC": "3"}))
+    with pytest.raises(HardwareError, match="GPUS= names 5"):
+        module._machine_of(spread_of({"GPUS": "5"}))
+    assert module._machine_of(spread_of({"GPUS": "1"})).ranks == 1

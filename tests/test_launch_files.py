@@ -1,0 +1,771 @@
+"""The launchers' files: accelerate's and DeepSpeed's configurations, and TensorBoard beside a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.launch import accelerate_config as accel
+from sft_play.launch import deepspeed_config as ds
+from sft_play.launch import deepspeed_keys as keys
+from sft_play.launch import tensorboard as board
+from tests.conftest import ROOT
+
+
+def machine(gpus: int, *, nodes: int = 1) -> Hardware:
+    cards = tuple(Gpu(index, "Test GPU", 80 * 2**30, None, (9, 0)) for index in range(gpus))
+    return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
+
+
+NUMBERS = ds.PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+
+
+# --- accelerate: written ----------------------------------------------------------------------------------------------
+
+
+def loaded_by_accelerate(path: Path):
+    return pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(str(path))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "machines", "kind", "total"),
+    [(0, 1, "MULTI_CPU", 2), (1, 1, "NO", 1), (1, 2, "MULTI_GPU", 2), (8, 1, "MULTI_GPU", 8), (4, 3, "MULTI_GPU", 12)],
+)
+def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
+    path = tmp_path / "sub" / "a.yaml"
+    written = accel.write_config(
+        path, machine(gpus), mixed_precision="bf16", num_machines=machines, main_ip="10.0.0.1" if machines > 1 else None
+    )
+    theirs = loaded_by_accelerate(path)
+    assert (theirs.distributed_type.value, theirs.num_processes, theirs.num_machines) == (kind, total, machines)
+    assert theirs.mixed_precision == "bf16"
+    assert theirs.use_cpu is (gpus == 0)
+    assert theirs.main_process_port == (29500 if machines > 1 else None)
+    assert "total over all machines" in path.read_text()
+    assert str(path) in written.lines[0]
+    assert path.read_text() == written.text
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    path = tmp_path / "a.yaml"
+    accel.write_config(
+        path, machine(4), mixed_precision="no", num_machines=2, machine_rank=1, main_ip="node0", main_port=29700,
+        gpu_ids=[1, 3],
+    )  # fmt: skip
+    config = accel.read_config(path)
+    assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
+    assert (config.machine_rank, config.main_ip, config.main_port) == (1, "node0", 29700)
+    assert config.mixed_precision == "no"
+    assert loaded_by_accelerate(path).gpu_ids == "1,3"
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_engines_are_written_as_accelerate_knows_them(tmp_path, kind):
+    path = tmp_path / "a.yaml"
+    accel.write_config(path, machine(2), mixed_precision="bf16", distributed_type=kind)
+    assert loaded_by_accelerate(path).distributed_type.value == kind
+    assert accel.read_config(path).layout == {"FSDP": "fsdp", "DEEPSPEED": "zero2"}[kind]
+
+
+def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
+    path = tmp_path / "a.yaml"
+    write = lambda gpus, **more: accel.write_config(path, machine(gpus), mixed_precision="bf16", **more)  # noqa: E731
+    assert [write(2).how, write(2).how, write(4).how] == ["new", "same", "renewed"]
+    path.write_text(path.read_text().replace("num_processes: 4", "num_processes: 3"))
+    with pytest.raises(ConfigError, match=r"was edited.*FORCE=1.*ACCELERATE_CONFIG="):
+        write(2)
+    assert accel.read_config(path).num_processes == 3
+    assert write(2, overwrite=True).how == "replaced"
+    assert accel.read_config(path).num_processes == 2
+
+
+def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    with pytest.raises(ConfigError, match="was not written by this command"):
+        accel.write_config(path, machine(2), mixed_precision="bf16")
+    assert path.read_text().startswith("distributed_type")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpu_ids": [0, 5]}, "GPUS=0,5"),
+        ({"gpu_ids": [1, 1]}, "each once"),
+        ({"processes": 9}, "NPROC=9"),
+        ({"num_machines": 2}, "MAIN_IP="),
+        ({"num_machines": 2, "machine_rank": 2, "main_ip": "a"}, "MACHINE_RANK=2"),
+        ({"num_machines": 2, "main_ip": "a b;c"}, "MAIN_IP=a b;c"),
+        ({"num_machines": 2, "main_ip": "a", "main_port": 70000}, "MAIN_PORT=70000"),
+        ({"mixed_precision": "bf17"}, "bf17"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_and_nothing_is_written(tmp_path, options, words):
+    with pytest.raises(ConfigError) as error:
+        accel.write_config(tmp_path / "a.yaml", machine(2), **{"mixed_precision": "bf16", **options})
+    assert words in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_machines_come_from_the_environment():
+    given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
+    assert accel.machines_of(given) == accel.Machines(2, 1, "10.1.2.3", 29500)
+    assert accel.machines_of({}) == accel.Machines()
+    for name, value in [("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1")]:
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            accel.machines_of({name: value})
+
+
+def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert accel.find_config({}) is None
+    assert accel.find_config({"ACCELERATE_CONFIG": "x.yaml"}) == Path("x.yaml")
+    accel.write_config(accel.config_path({}), machine(2), mixed_precision="bf16")
+    assert accel.find_config({}) == accel.PROJECT_FILE
+
+
+# --- accelerate: read -------------------------------------------------------------------------------------------------
+
+QUESTIONNAIRE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+gpu_ids: all
+machine_rank: 1
+main_process_ip: 192.168.1.4
+main_process_port: 29501
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 2
+num_processes: 16
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def read(tmp_path: Path, text: str) -> accel.AccelerateConfig:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    return accel.read_config(path)
+
+
+def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
+    config = read(tmp_path, QUESTIONNAIRE)
+    assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
+    assert (config.machine_rank, config.main_ip, config.main_port) == (1, "192.168.1.4", 29501)
+    assert config.other["downcast_bf16"] == "no"
+    lines = accel.differences(config, mixed_precision="bf16")
+    assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
+    assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
+    assert len(accel.differences(config, mixed_precision="no")) == 1
+
+
+def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
+    block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
+    config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
+    lines = accel.differences(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
+    assert [line for line in lines if "wins" in line] == [
+        "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
+    ]
+    config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
+    assert len(accel.differences(config, mixed_precision="no")) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "value"),
+    [
+        (("mixed_precision: 'no'", "mixed_precision: no"), "mixed_precision", "no"),
+        (("mixed_precision: 'no'", "mixed_precision: false"), "mixed_precision", "no"),
+        (("mixed_precision: 'no'", "fp16: true"), "mixed_precision", "fp16"),
+        (("gpu_ids: all", "gpu_ids: 0,1,2,3,4,5,6,9"), "gpu_ids", (0, 1, 2, 3, 4, 5, 6, 9)),
+        (("num_processes: 16\n", ""), "num_processes", None),
+        (("num_processes: 16", "num_processes: '16'"), "num_processes", 16),
+        (("debug: false", "debug: false\nunknown_later_key: 3"), "num_processes", 16),
+        (("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD"), "layout", "fsdp_hybrid"),
+        (("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_sharding_strategy: 1"), "layout", "fsdp"),
+        (("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD"), "layout", "ddp"),
+        (("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3"), "layout", "zero3"),
+        (
+            (
+                "MULTI_GPU",
+                "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: cpu",
+            ),
+            "layout",
+            "zero2_offload",
+        ),
+        (
+            ("MULTI_GPU", "DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: z.json"),
+            "deepspeed_config_file",
+            Path("z.json"),
+        ),
+    ],
+)
+def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, value):
+    assert change[0] in QUESTIONNAIRE
+    assert getattr(read(tmp_path, QUESTIONNAIRE.replace(*change)), field) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("num_processes: 16", "num_processes: 15"), ["num_processes: 15", "num_machines: 2", "14 or 16"]),
+        (("num_processes: 16", "num_processes: 1"), ["num_processes: 1", "at least 2"]),
+        (("num_processes: 16", "num_processes: many"), ["many", "whole number"]),
+        (("machine_rank: 1", "machine_rank: 2"), ["machine_rank: 2", "0 to 1"]),
+        (("gpu_ids: all", "gpu_ids: 0,1"), ["gpu_ids: 0,1", "num_processes: 16"]),
+        (("gpu_ids: all", "gpu_ids: first"), ["gpu_ids", "first"]),
+        (("MULTI_GPU", "MULTI_XPU"), ["MULTI_XPU", "MULTI_GPU"]),
+        (("mixed_precision: 'no'", "mixed_precision: half"), ["half", "bf16"]),
+        (("29501", "99999"), ["main_process_port", "99999"]),
+        (("LOCAL_MACHINE", "AMAZON_SAGEMAKER"), ["AMAZON_SAGEMAKER"]),
+        (("debug: false", "debug: false\ndebug: true"), ["debug", "twice"]),
+    ],
+)
+def test_what_files_cannot_mean_is_one_message(tmp_path, change, words):
+    assert change[0] in QUESTIONNAIRE
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, QUESTIONNAIRE.replace(*change))
+    assert all(word in str(error.value) for word in [*words, "theirs.yaml"])
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words", "a: [1,", "\t", '{"zero_optimization": {}}'])
+def test_a_file_of_another_shape_is_one_message(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"theirs\.yaml"):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_names_what_is(tmp_path):
+    (tmp_path / "there.yaml").write_text("a: 1\n")
+    with pytest.raises(ConfigError, match=r"ACCELERATE_CONFIG=.*does not exist.*there\.yaml"):
+        accel.read_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        accel.read_config(tmp_path)
+
+
+# --- DeepSpeed: read --------------------------------------------------------------------------------------------------
+
+
+def file(tmp_path: Path, text: str, name: str = "d.json") -> Path:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_json_with_comments_and_trailing_commas_is_read_and_strings_are_left_alone(tmp_path):
+    text = """\ufeff// from a guide
+    {
+      "zero_optimization": { /* the stage, "quoted" */
+        "stage": 2, # two
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/a//b/*c*/,}"},
+      },
+      "wandb": {"project": "say \\"//\\" ,]"},
+    }
+    """
+    data = ds.read(file(tmp_path, text))
+    assert data["zero_optimization"]["stage"] == 2
+    assert data["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/a//b/*c*/,}"
+    assert data["wandb"]["project"] == 'say "//" ,]'
+
+
+@pytest.mark.parametrize("name", ["d.yaml", "d.yml", "d.conf"])
+def test_yaml_is_read_too(tmp_path, name):
+    text = "train_batch_size: auto\nzero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n"
+    data = ds.read(file(tmp_path, text, name))
+    assert data["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5e8}
+
+
+def test_a_file_without_ending_is_told_by_its_content(tmp_path):
+    assert ds.read(file(tmp_path, '// x\n{"train_batch_size": 8,}', "ds_config")) == {"train_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ('{"a": 1, "a": 2}', "d.json", ["a", "twice"]),
+        ("a: 1\na: 2\n", "d.yaml", ["a", "twice"]),
+        ('{\n "a": 1\n "b": 2}', "d.json", ["d.json:3:", "not valid JSON"]),
+        ("[1, 2]", "d.json", ["a list"]),
+        ("7", "d.yaml", ["7"]),
+        ("", "d.json", ["empty"]),
+        ("# nothing\n", "d.yaml", ["empty"]),
+        ('{"a": 1 /* open', "d.json", ["never ends"]),
+        ('{"a": NaN}', "d.json", ["NaN"]),
+        ("distributed_type: DEEPSPEED\n", "d.yaml", ["ACCELERATE_CONFIG"]),
+        ("model: {name: x}\ntrain: {}\n", "d.yaml", ["run YAML", "CONFIG"]),
+    ],
+)
+def test_what_cannot_be_read_is_one_message(tmp_path, text, name, words):
+    with pytest.raises(ConfigError) as error:
+        ds.read(file(tmp_path, text, name))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
+    (tmp_path / "there.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"DEEPSPEED_CONFIG=.*none\.json does not exist.*there\.json"):
+        ds.read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="is a folder"):
+        ds.read(tmp_path)
+    (tmp_path / "b.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        ds.read(tmp_path / "b.json")
+
+
+# --- DeepSpeed: understood --------------------------------------------------------------------------------------------
+
+
+def test_the_old_offload_key_is_translated_aloud():
+    config, notes = ds.understand({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert len(notes) == 1
+    assert "cpu_offload: true" in notes[0]
+    assert "offload_optimizer" in notes[0]
+    assert ds.layout_of(config) == "zero2_offload"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"bf16": True}, {"bf16": {"enabled": True}}),
+        ({"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2}}, {"bf16": {"enabled": "auto"}}),
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": False}}, {"zero_optimization": {"stage": 2}}),
+        ({"fp32_allreduce": True}, {"communication_data_type": "fp32"}),
+        ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}),
+        ({"sparse_gradients": False, "amp": {"enabled": False}}, {}),
+        ({"_comment": "zero two", "zero_optimization": {"//": "x", "stage": 2}}, {"zero_optimization": {"stage": 2}}),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_params": True,
+                                   "cpu_offload_use_pin_memory": False}},
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                                   "offload_param": {"device": "cpu"}}},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+        ),
+    ],
+)  # fmt: skip
+def test_old_forms_mean_what_they_meant(old, new):
+    config, notes = ds.understand(old)
+    assert config == new
+    assert notes
+
+
+def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
+    for layout in ds.STAGES:
+        raw = ds.shipped(layout)
+        assert ds.understand(raw) == (raw, ())
+    raw = {"zero_optimization": {"cpu_offload": True}}
+    ds.understand(raw)
+    assert raw == {"zero_optimization": {"cpu_offload": True}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"trian_batch_size": 8}, ["trian_batch_size", "train_batch_size"]),
+        ({"zero_optimisation": {}}, ["zero_optimisation", "zero_optimization"]),
+        ({"zero_optimization": {"overlap_com": True}}, ["zero_optimization.overlap_com", "overlap_comm"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            ["zero_optimization.offload_optimizer.devise", "zero_optimization.offload_optimizer.device"],
+        ),
+        ({"offload_optimizer": {"device": "cpu"}}, ["zero_optimization.offload_optimizer"]),
+        ({"checkpoint": {"writer": {"typ": "fast"}}}, ["checkpoint.writer.typ", "checkpoint.writer.type"]),
+        ({"xyzzy": 1}, ["xyzzy", "nearest"]),
+        ({"compile": {"backend": "inductor"}}, ["compile.backend", "removed"]),
+        ({"sparse_attention": {"mode": "fixed"}}, ["sparse_attention", "removed"]),
+        ({"zero_optimization": {"mics_shard_size": 8}}, ["mics_shard_size", "removed"]),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
+            ["cpu_offload", "nvme", "disagree"],
+        ),
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4"]),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage: true"]),
+        ({"zero_optimization": "auto"}, ["zero_optimization", "no section"]),
+        ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, ["5e8", "without quotes"]),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ["gpu", "nvme"]),
+        ({"train_batch_size": 2.5}, ["train_batch_size: 2.5"]),
+        ({"train_micro_batch_size_per_gpu": "4"}, ["train_micro_batch_size_per_gpu"]),
+        ({"gradient_clipping": float("inf")}, ["gradient_clipping"]),
+        ({"bf16": {"enabled": "yes"}}, ["bf16.enabled"]),
+        ({"optimizer": {"params": [1]}}, ["optimizer.params"]),
+        ({"sequence_parallel_size": 2}, ["sequence_parallel_size: 2"]),
+    ],
+)
+def test_what_deepspeed_does_not_know_is_refused_with_the_nearest(raw, words):
+    with pytest.raises(ConfigError) as error:
+        ds.understand(raw, name="my.json")
+    assert all(word in str(error.value) for word in [*words, "my.json"])
+
+
+def test_all_problems_are_said_at_once():
+    with pytest.raises(ConfigError) as error:
+        ds.understand({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_the_table_is_that_of_the_installed_deepspeed():
+    folder = keys.installed_folder()
+    if folder is None:
+        pytest.skip("DeepSpeed is not installed here")
+    for section in keys.MODELS:
+        theirs = keys.fields_of(section, folder)
+        assert theirs, f"{section}: DeepSpeed's class has moved"
+        assert theirs == keys.SHIPPED[section], (section, theirs ^ keys.SHIPPED[section])
+
+
+def test_what_is_filled_loads_in_the_installed_deepspeed():
+    if keys.installed_folder() is None:
+        pytest.skip("DeepSpeed is not installed here")
+    filled = [ds.fill(ds.shipped(layout), replace(NUMBERS, layout=layout))[0] for layout in ds.STAGES]
+    code = (
+        "import json, sys\n"
+        "from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "for config in json.loads(sys.argv[1]):\n"
+        "    config['train_batch_size'] //= 2\n"  # no process group: DeepSpeed counts one rank
+        "    read = DeepSpeedConfig(config)\n"
+        "    assert read.zero_config.stage == config['zero_optimization']['stage']\n"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    answer = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(filled)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr[-2000:]
+
+
+def test_an_installed_packages_own_fields_are_known(tmp_path, monkeypatch):
+    folder = tmp_path / "deepspeed"
+    (folder / "runtime/zero").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (folder / "runtime/zero/config.py").write_text(
+        "class DeepSpeedZeroConfig(Base):\n"
+        "    brand_new: int = Field(1, alias='stage3_brand_new')\n"
+        "    old: bool = Field(False, json_schema_extra={'deprecated': True})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys.known.cache_clear()
+    try:
+        if keys.installed_folder() != folder:
+            pytest.skip("another DeepSpeed comes first")
+        assert ds.understand({"zero_optimization": {"stage3_brand_new": 1}})[1] == ()
+        with pytest.raises(ConfigError):
+            ds.understand({"zero_optimization": {"old": True}})
+    finally:
+        keys.known.cache_clear()
+
+
+# --- DeepSpeed: filled ------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_files_are_what_the_code_means():
+    found = sorted((ROOT / "configs" / "deepspeed").glob("*"))
+    assert [path.stem for path in found] == sorted(ds.SHIPPED_FILES)
+    for path in found:
+        assert ds.read(path) == ds.shipped(path.stem)
+
+
+@pytest.mark.parametrize("layout", sorted(ds.STAGES))
+def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
+    config, lines = ds.fill(ds.shipped(layout), replace(NUMBERS, layout=layout))
+    assert "auto" not in json.dumps(config)
+    assert ds.layout_of(config) == layout
+    # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
+    assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (16, 2)
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 1.0
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
+    zero = config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 1_048_576
+    if layout.startswith("zero3"):
+        assert zero["stage3_prefetch_bucket_size"] == 943_718
+        assert zero["stage3_param_persistence_threshold"] == 10_240
+    assert any(line.startswith("train_batch_size → 16") and "2 × 4 × 2" in line for line in lines)
+    assert any("1,048,576" in line for line in lines)
+
+
+def test_an_empty_file_becomes_the_planned_layout():
+    config, lines = ds.fill({}, replace(NUMBERS, layout="zero2"))
+    assert config["zero_optimization"]["stage"] == 2
+    assert any("stage → 2" in line for line in lines)
+    assert config["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 7}, ["train_batch_size: 7", "16"]),
+        ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu: 3", "plan's 2"]),
+        ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "plan's 4"]),
+        ({"gradient_clipping": 0.5}, ["gradient_clipping: 0.5", "max_grad_norm: 1"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled: true", "bfloat16"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled: false", "bfloat16"]),
+        ({"zero_optimization": {"stage": 3}}, ["zero3", "zero2"]),
+        ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "train.optim"]),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, ["lr: 0.001", "0.0002"]),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}}, ["warmup_num_steps: 100"]),
+    ],
+)
+def test_a_number_that_contradicts_the_plan_names_both(config, words):
+    with pytest.raises(ConfigError) as error:
+        ds.fill(config, replace(NUMBERS, learning_rate=2e-4), name="my.json")
+    assert all(word in str(error.value) for word in [*words, "my.json"])
+
+
+def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
+    raw = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}},
+    }
+    config, lines = ds.fill(raw, replace(NUMBERS, learning_rate=0.0002, betas=(0.9, 0.999)))
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert sum("left out" in line for line in lines) == 2
+
+
+def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
+    numbers = replace(NUMBERS, layout="zero3_offload")
+    config, lines = ds.fill(ds.shipped("zero3_offload"), numbers, torch_adam="no C++ compiler")
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert any("no C++ compiler" in line for line in lines)
+    assert "zero_force_ds_cpu_optimizer" not in ds.fill(ds.shipped("zero3_offload"), numbers)[0]
+    assert "zero_force_ds_cpu_optimizer" not in ds.fill(ds.shipped("zero2"), NUMBERS, torch_adam="x")[0]
+
+
+def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "my-compiler -x")
+    assert [word for word in ds.adam_obstacles() if "my-compiler" in word]
+    assert "no ninja" in ds.adam_obstacles()
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"stage": 0}, "STRATEGY=ddp"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "offload_param needs stage 3"),
+    ],
+)
+def test_a_file_that_means_no_layout_is_refused(zero, words):
+    with pytest.raises(ConfigError, match=words):
+        ds.layout_of({"zero_optimization": zero})
+
+
+@pytest.mark.parametrize(
+    ("zero", "layout", "words"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "zero3_offload", "weights stay on the GPUs"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, "zero3", "weights go to RAM"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "zero1", "states go to RAM"),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "zero2_offload", "NVMe (/n)"),
+    ],
+)
+def test_where_a_file_differs_from_its_layout_is_said(zero, layout, words):
+    assert ds.layout_of({"zero_optimization": zero}) == layout
+    notes = ds.layout_notes({"zero_optimization": zero})
+    assert len(notes) == 1
+    assert words in notes[0]
+
+
+def test_layouts_as_they_are_planned_need_no_note():
+    assert [ds.layout_notes(ds.shipped(layout)) for layout in ds.STAGES] == [()] * 5
+
+
+def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
+    raw = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "sub_group_size": "auto",
+                                 "zenflow": {"select_strategy": "auto"}}}  # fmt: skip
+    config, lines = ds.fill(raw, NUMBERS)
+    assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
+    assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
+    assert any("sub_group_size" in line for line in lines)
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record's place; whatever it still names at the end is stopped."""
+    path = tmp_path / "cache" / "board.json"
+    yield path
+    board.stop(path)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path, record):
+    logs = tmp_path / "tb"
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    first, words = board.start(logs, port=port, record=record)
+    assert first is not None, words
+    assert first.port > port
+    assert f"port {port} is taken" in words
+    taken.close()
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(first.url, timeout=20) as page:
+        assert page.status == 200
+    assert json.loads(record.read_text())["pid"] == first.pid
+    again, words = board.start(logs, port=port, record=record)
+    assert again == replace(first, reused=True)
+    assert "already" in words
+    members = family(first.pid)
+    assert "stopped" in board.stop(record)
+    assert not [member for member in members if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    assert not record.exists()
+    assert "no TensorBoard is recorded" in board.stop(record)
+
+
+def test_a_record_whose_pid_is_another_programs_ends_nothing(tmp_path, record):
+    record.parent.mkdir(parents=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        process = psutil.Process(other.pid)
+        for created, command in [
+            (process.create_time(), ("python", "-m", "tensorboard.main")),
+            (process.create_time() - 60, tuple(process.cmdline())),
+        ]:
+            noted = board.Sidecar("http://x/", other.pid, created, command, "127.0.0.1", 1, "/x", str(record))
+            board._write_record(noted)
+            assert "not running" in board.stop(record)
+            assert not record.exists()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, record, monkeypatch):
+    broken = tmp_path / "broken.sh"
+    broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
+    broken.chmod(0o755)
+    for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
+        sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=python, record=record)
+        assert sidecar is None
+        assert expected in words
+        assert not record.exists()
+    assert board.start(tmp_path / "tb", port=70000, record=record)[0] is None
+    (tmp_path / "file").write_text("")
+    assert board.start(tmp_path / "file", port=free_port(), record=record)[0] is None
+
+
+def test_a_sidecar_that_hangs_is_ended(tmp_path, record):
+    hanging = tmp_path / "hang.sh"
+    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=str(hanging), record=record, timeout_s=1.5)
+    assert sidecar is None
+    assert "did not answer" in words
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+FAKE = """#!{python}
+import http.server, json, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"data_location": options["logdir"]}}).encode())
+    def log_message(self, *words):
+        pass
+http.server.HTTPServer((options["host"], int(options["port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A program that answers as TensorBoard does, in a tenth of the time."""
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, record, fake):
+    options = {"port": 0, "python": fake, "record": record}
+    sidecar = None
+
+    def fail() -> None:
+        nonlocal sidecar
+        with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
+            assert psutil.pid_exists(sidecar.pid)
+            raise KeyError("the training fails")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not board._process_of(sidecar)
+    with board.beside(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
+        pass
+    with board.beside(tmp_path / "tb", environment={}, **options) as reused:
+        assert (reused.pid, reused.reused) == (kept.pid, True)
+    assert board._process_of(kept)
+    assert "stopped" in board.stop(record)
+
+
+def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
+    port, found = free_port(), []
+
+    def begin(name: str) -> None:
+        found.append(board.start(tmp_path / name, port=port, python=fake, record=tmp_path / f"{name}.json")[0])
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({sidecar.port for sidecar in found}) == 3
+        assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
+    finally:
+        assert all("stopped" in board.stop(sidecar) for sidecar in found if sidecar)
+
+
+def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tmp_path, record, fake):
+    first, words = board.start(tmp_path / "tb", port=0, python=fake, record=record)
+    assert "password" not in words
+    second, words = board.start(tmp_path / "tb", host="0.0.0.0", port=0, python=fake, record=record)
+    assert "has no password" in words
+    assert second.url.startswith("http://127.0.0.1:")
+    assert board._process_of(first) is None
+    assert "stopped" in board.stop(record)
+
+
+def test_loopback_needs_no_warning():
+    assert [board.password_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
+    assert "0.0.0.0" in board.password_warning("0.0.0.0")
+
+
+def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "x")
+    environment = board._environment()
+    assert not {"RANK", "MASTER_ADDR"} & set(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
