@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
+from sft_play.facts.hardware import detect
+from sft_play.runs import versions
 from sft_play.trace.published import GIB, ConfigOf, PublishedRun, read_runs
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
@@ -151,6 +154,9 @@ class ScoreReport:
     def as_json(self) -> dict[str, Any]:
         """The object of INTERFACES.md, `memory-model-score --out`; bytes are integers, errors fractions."""
         return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": detect().as_json(),
+            "versions": versions(),
             "rows": [row.as_json() for row in self.rows],
             "not_expressible": self.not_expressible,
             "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
