@@ -308,6 +308,15 @@ def test_earlier_runs_on_the_machine_correct_memory_upwards_and_speed_both_ways(
     assert other.memory == plain.memory
 
 
+def test_what_one_layout_measured_does_not_make_another_look_faster():
+    machine, text = gpus(4, 80), "tuning: {mode: lora}"
+    plain = plan_of(machine=machine, text=text)
+    slow = [measured(mode="lora", layout=plain.layout, measured_tokens_per_s=10.0, measured_reserved=100)]
+    taught = plan_of(machine=machine, text=text, earlier=slow)
+    assert taught.layout == plain.layout == "ddp"
+    assert taught.speed.tokens_per_s == pytest.approx(0.1 * plain.speed.tokens_per_s)
+
+
 def test_the_record_survives_broken_lines_and_keeps_the_newest(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     assert record.load() == []

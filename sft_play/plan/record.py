@@ -101,13 +101,14 @@ def load() -> list[Measured]:
 
 
 def correction(runs: Iterable[Measured], *, device: str, mode: str, layout: str) -> Correction:
-    """What the newest runs of the same kind say: of this layout, or of any where none ran in it."""
+    """What the newest runs of the same kind say: on memory those of this layout, or of any where none ran in it; on
+    speed those of all layouts, so that what was measured of one does not make another look faster."""
     alike = [run for run in runs if (run.device, run.mode) == (device, mode)]
     same = ([run for run in alike if run.layout == layout] or alike)[-LOOKED_AT:]
     memory = [run.measured_reserved / run.predicted_reserved for run in same if run.predicted_reserved > 0]
     speed = [
         run.measured_tokens_per_s / run.predicted_tokens_per_s
-        for run in same
+        for run in alike[-LOOKED_AT:]
         if run.predicted_tokens_per_s > 0 and run.measured_tokens_per_s > 0
     ]
     factor = statistics.median(speed) if speed else 1.0
