@@ -28,11 +28,11 @@ from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of
 from sft_play.log import escape_control, one_line, redact, set_up_logging
 from sft_play.plan import show
-from sft_play.plan.layout import BUILT
+from sft_play.plan.layout import BUILT, LAYOUT_NAMES
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
-from sft_play.start import has_eval, launch, plan_for, shape_for, start_here, start_rank
+from sft_play.start import has_eval, launch, plan_for, refuse_strategy, shape_for, start_here, start_rank
 from sft_play.starter.names import CONFIG
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         price=_price(value(given.price, "PRICE")),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
         spread=spread_of(
-            asked if given.command in SPREADING or given.strategy or given.deepspeed_config else {},
+            asked if given.command in SPREADING or given.deepspeed_config else {"STRATEGY": asked["STRATEGY"]},
             deepspeed=given.deepspeed or given.command == "train-deepspeed",
             board=given.tensorboard,
         ),
@@ -235,7 +235,9 @@ def _plan(request: Request) -> int:
     hardware = _machine(request)
     configs = [(cell, _cell_config(request, cell)) for cell in request.whatif]
     _say_quantised(loaded.config)
-    plan = plan_for(loaded.config, hardware, trace=request.trace)
+    strategy = request.spread.strategy
+    refuse_strategy(loaded.config, hardware, strategy)
+    plan = plan_for(loaded.config, hardware, only=(strategy,) if strategy else LAYOUT_NAMES, trace=request.trace)
     answer = plan.as_json()
     cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
@@ -349,6 +351,7 @@ def _train(request: Request) -> int:
     if ranks is not None and (ranks.world_size > 1 or ranks.folder is not None or request.spread.deepspeed):
         set_up_logging("train", rank=ranks.rank)
         return start_rank(loaded, ranks, strategy=request.spread.strategy, deepspeed=request.spread.deepspeed)
+    _refuse_spread(request)
     output = loaded.config.output
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = folder.path.exists() and output.if_exists == "resume"
@@ -394,8 +397,18 @@ def _refuse_hardware(request: Request) -> None:
         )
 
 
+def _refuse_spread(request: Request) -> None:
+    """Raises ConfigError for a layout or engine of several ranks where one process was asked for."""
+    if request.spread.strategy not in (None, "single") or request.spread.deepspeed:
+        raise ConfigError(
+            f"{request.command} runs one process, and a layout or DeepSpeed was asked for: use train-distributed or "
+            "train-deepspeed, or start the ranks with torchrun"
+        )
+
+
 def _resume(request: Request) -> int:
     _refuse_hardware(request)
+    _refuse_spread(request)
     loaded = load_config(request.config, overrides=request.overrides)
     folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
     return start_here(loaded, folder, resume=True)

@@ -280,7 +280,7 @@ def plan_ranks(
         for note in notes:
             logger.info("DeepSpeed: %s", note)
         strategy = deepspeed_config.layout_of(raw, planned=wanted)
-    _refuse_strategy(config, hardware, strategy)
+    refuse_strategy(config, hardware, strategy)
     only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
     plan = plan_for(config, hardware, only=only, trace=config.plan.trace and bool(hardware.gpus))
     require_fit(plan, config)
@@ -303,7 +303,7 @@ def plan_ranks(
     return plan, resolved
 
 
-def _refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
     """Raises ConfigError for a layout that is named and cannot run."""
     if strategy is None:
         return

@@ -165,6 +165,24 @@ def test_what_cannot_be_meant_is_one_message_before_anything_starts(world, comma
     assert not (world / "outputs" / "never").exists()
 
 
+@pytest.mark.parametrize("name", ["train", "resume"])
+def test_one_process_refuses_a_layout_of_several(world, command, name):
+    code, printed = command(name, "--config", f"{world}/run.yaml", "--strategy", "fsdp")
+    assert code == 2
+    assert f"{name} runs one process, and a layout or DeepSpeed was asked for" in printed
+
+
+def test_a_plan_is_made_for_the_layout_that_is_named(world, command, monkeypatch):
+    words = ["plan", "--config", f"{world}/run.yaml", "tuning.mode=lora", "--hardware", "2xRTX4090"]
+    code, printed = command(*words, "--strategy", "zero2", "--json")
+    assert code == 0
+    assert json.loads(printed)["layout"] == "zero2"
+    monkeypatch.setenv("STRATEGY", "zero3")  # as make passes it
+    code, printed = command(*words, "tuning.mode=qlora")
+    assert code == 2
+    assert "STRATEGY=zero3 cannot run this job" in printed
+
+
 def test_the_command_is_shown_and_nothing_is_started(world, command, monkeypatch):
     monkeypatch.setenv("NPROC", "2")
     code, printed = command("launch-command", "--config", f"{world}/run.yaml", "output.name=shown")

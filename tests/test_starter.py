@@ -126,3 +126,12 @@ def test_real_files_train_on_the_starters_base(cache, tmp_path, name, overrides)
     assert len(list((cache / "starter").glob("base-*"))) == 1
     metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in metrics if "loss" in line]) == 2
+
+
+def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
+    from sft_play.train import starter_base
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SFT_PLAY_RUN", "STRATEGY", "SET"):
+        monkeypatch.setenv(name, "1")
+    kept = starter_base._environment()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SFT_PLAY_RUN", "STRATEGY", "SET"} & set(kept)

@@ -13,7 +13,7 @@ from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan.candidates import Candidate, least, thriftiest
 from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName, layouts_for
 from sft_play.plan.plan import WayOut, job_of, make_plan
 
 SHORTEST = 256
@@ -81,7 +81,9 @@ def ways_out(
         found = choice(config, layouts=LAYOUT_NAMES)
         if found is not None and found.fits:
             fitted = True
-            yield _way(f"layout {found.layout.name}, which this version does not launch", found)
+            name = found.layout.name
+            how = f"make train-distributed STRATEGY={name}" if name in BUILT else "which this version does not launch"
+            yield _way(f"layout {name} ({how})", found)
     for machine, words in _machines(config, hardware, look):
         found = choice(config, machine, LAYOUT_NAMES)
         if found is not None:

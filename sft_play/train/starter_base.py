@@ -46,7 +46,23 @@ CHAT_TEMPLATE = (
 """ChatML; tools stand in the system turn, and calls behind the assistant's text."""
 _ABOUT_PLACES = ("Run folder:", "Written to:", "Trained weights:", "Try next:")
 """Lines of the base's run that name its temporary folder."""
-_VARIABLES_OF_MAKE = ("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN")
+_NOT_THE_BASES = (
+    *(
+        "CONFIG",
+        "SET",
+        "HARDWARE",
+        "JSON",
+        "OUT",
+        "RUN",
+        "STRATEGY",
+        "NPROC",
+        "GPUS",
+        "DEEPSPEED_CONFIG",
+        "SFT_PLAY_RUN",
+    ),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables of the run that waits for the base: its settings, and its place among ranks. The base is one process."""
 
 
 def ensure_base() -> Path:
@@ -187,8 +203,8 @@ def _train(building: Path, start: Path, corpus: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what make passes to it, and with this package first."""
-    kept = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_MAKE}
+    """This process's environment without what belongs to the run that waits, and with this package first."""
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_THE_BASES}
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     return kept
