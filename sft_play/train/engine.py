@@ -277,8 +277,6 @@ def checkpoint_files(trainer: Any) -> tuple[str, ...]:
     """Files without which a checkpoint of this engine cannot be gone on from."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return ("trainer_state.json", "latest")
-    if getattr(trainer, "is_fsdp_enabled", False):
-        return ("trainer_state.json", "scheduler.pt", "optimizer.bin")
     return checkpoints.NEEDED
 
 
@@ -291,6 +289,22 @@ def total(number: int) -> int:
         answer = answer.cuda()
     dist.all_reduce(answer)
     return int(answer.item())
+
+
+def gathered(files: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    """The files of all ranks on the first one, nothing on the others; all ranks call it."""
+    found: list[Any] | None = [None] * world_size() if is_first() else None
+    dist.gather_object(dict(files), found)
+    return [item for part in found or () for item in part.items()]
+
+
+def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
+    """A vector of numbers of every rank, on all ranks."""
+    if world_size() == 1:
+        return [numbers.tolist()]
+    parts = [torch.empty_like(numbers) for _ in range(world_size())]
+    dist.all_gather(parts, numbers)
+    return [part.tolist() for part in parts]
 
 
 def any_rank(flag: bool) -> bool:

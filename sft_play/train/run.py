@@ -44,13 +44,13 @@ from sft_play.train.model import (
     save_model,
     weights_facts,
 )
+from sft_play.train.rows import to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainer import (
     PlannedTrainer,
     build_trainer,
     check_trackers,
     learning_rate,
-    to_dataset,
     training_arguments,
 )
 

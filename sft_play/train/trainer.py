@@ -7,27 +7,27 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from datasets import Dataset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split
-from sft_play.data.render import TokenRow
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints
+from sft_play.train import checkpoints, portable
 from sft_play.train import engine as engine_module
 from sft_play.train.exact_match import Answer, Question, answers
+from sft_play.train.rows import MASKED, EpochOrder, TellEpoch, filled, to_dataset
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 """Usual peaks for fine-tuning: the QLoRA paper's for adapters, a tenth to a twentieth of it for all weights."""
@@ -112,17 +112,15 @@ def _eval_schedule(config: RunConfig, has_eval: bool) -> tuple[str, int | None]:
     return ("epoch", None) if steps is None else ("steps", steps)
 
 
-def to_dataset(rows: Sequence[TokenRow]) -> Dataset:
-    """Rows as the trainer takes them: columns input_ids and labels."""
-    return Dataset.from_dict({"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]})
-
-
 LOGGING_STATE = "logging_state.json"
 """In a checkpoint: the losses summed since the last log, so that the next logged mean is the unbroken run's."""
 
 
 class _GoOnLogging(TrainerCallback):
-    """Puts the sum of losses since the last log back, once the Trainer has set it to zero."""
+    """Puts the sum of losses since the last log back, once the Trainer has set it to zero.
+
+    The sum is the ranks' mean, which does not depend on their number.
+    """
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
@@ -134,8 +132,24 @@ class _GoOnLogging(TrainerCallback):
         self._trainer._globalstep_last_logged = state["last_logged"]
 
 
+class _OwnDropout(TrainerCallback):
+    """Gives every rank random numbers of its own for dropout, weights and data order aside.
+
+    The Trainer seeds all ranks alike, so that their dropout masks would be the same. A run that goes on under the ranks
+    that it was stopped with has its states put back after this; under others, each rank begins a stream of its own.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seed by rank and step; the first rank of a new run goes on with the numbers of one process."""
+        if args.process_index or state.global_step:
+            set_seed((args.seed + args.process_index + 100_003 * state.global_step) % 2**32)
+
+
 class PlannedTrainer(SFTTrainer):
-    """SFTTrainer whose evaluation is a mean over tokens, whose checkpoints are whole or absent, and who counts."""
+    """SFTTrainer that trains on every row once and evaluates a mean over tokens, whatever the ranks.
+
+    Its checkpoints are whole or absent, and those of one process, DDP and FSDP are the same files.
+    """
 
     def __init__(
         self,
@@ -155,10 +169,26 @@ class PlannedTrainer(SFTTrainer):
         self._staging: Path | None = None
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0
+        self._rank_loss = _RankLoss()
+        self.order: EpochOrder | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         super().__init__(**options)
+        self._rows = len(options["train_dataset"])
+        self.train_dataset: Any = filled(
+            options["train_dataset"], unit=self._unit(self.args.per_device_train_batch_size)
+        )
+        self.add_callback(TellEpoch(self))
+        self.add_callback(_OwnDropout())
         _match_adapter_precision(self.model, self.args)
+
+    def _unit(self, batch: int) -> int:
+        """Rows of one pass over all ranks; one process needs no equal batches."""
+        return batch * self.args.world_size if self.args.world_size > 1 else 1
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
+        self.order = EpochOrder(self._rows, total=len(train_dataset or self.train_dataset), seed=self.args.seed)
+        return self.order
 
     @property
     def tokens_seen(self) -> int:
@@ -183,27 +213,42 @@ class PlannedTrainer(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
         self._tokens_seen = self._tokens_seen + inputs["attention_mask"].sum()
-        return super().training_step(model, inputs, *args, **options)
+        trained = (inputs["labels"][:, 1:] != MASKED).sum()
+        loss = super().training_step(model, inputs, *args, **options)
+        in_step = args[0] if args else options.get("num_items_in_batch")
+        if in_step is not None:
+            self._rank_loss.add(loss, trained=trained, in_step=in_step, ranks=self.args.world_size)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and beside the loss of all ranks that of each."""
+        if "loss" in logs and self.args.world_size > 1:
+            logs |= self._rank_loss.take(self.args.device)
+        if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
+            logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
+        super().log(logs, start_time)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
-            tokens = (inputs["labels"][:, 1:] != -100).sum()
+            tokens = (inputs["labels"][:, 1:] != MASKED).sum()
             loss = loss * tokens / (inputs["labels"].shape[0] * self._tokens_per_eval_row)
+            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a rank's last batch may be masked whole
         return loss, logits, labels
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
-        """Loss over trained tokens and, where rows are given for it, generated exact match.
+        """Loss over trained tokens and, where rows are given for it, generated exact match; every row counts once.
 
         The random state is left as it was, so that evaluating changes no number of the training.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = filled(dataset, unit=self._unit(self.args.per_device_eval_batch_size))
         prefix = str(options.get("metric_key_prefix", "eval"))
-        labels = [sum(label != -100 for label in row[1:]) for row in dataset["labels"]]
-        self._tokens_per_eval_row = max(1.0, sum(labels) / max(1, len(labels)))
+        labels = [sum(label != MASKED for label in row[1:]) for row in dataset["labels"]]
+        self._tokens_per_eval_row = max(1, sum(labels)) / max(1, len(labels))
         with torch.random.fork_rng():
-            metrics = super().evaluate(eval_dataset, *args, **options)
+            metrics = super().evaluate(dataset, *args, **options)
             if self._questions:
                 metrics |= self._exact_match(prefix)
         if eval_dataset is None:
@@ -228,6 +273,10 @@ class PlannedTrainer(SFTTrainer):
         old, self._questions = self._questions, list(questions)
         return old
 
+    def _mean_loss_sum(self) -> float:
+        """Sum of losses since the last log, the mean over ranks; all ranks call it."""
+        return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
+
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """None: the adapter's own card is written by PEFT; this one would ask trackers for links."""
 
@@ -236,6 +285,7 @@ class PlannedTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
+        loss_sum = self._mean_loss_sum()
         if engine_module.is_first():
             checkpoints.staging(folder)
         engine_module.barrier()
@@ -246,7 +296,7 @@ class PlannedTrainer(SFTTrainer):
             engine_module.barrier()
             return
         written = checkpoints.path_of(aside, step)
-        state = {"loss_sum": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
+        state = {"loss_sum": loss_sum, "last_logged": self._globalstep_last_logged}
         (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
         if self.state.best_global_step:
             best = checkpoints.path_of(folder, self.state.best_global_step)
@@ -273,6 +323,59 @@ class PlannedTrainer(SFTTrainer):
         finally:
             del self.model.save_pretrained
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer without groups that hold nothing.
+
+        Adapters have no biases or norms, so that the group without decay is empty; DeepSpeed flattens every group, and
+        versions of it fail on an empty one (https://github.com/deepspeedai/DeepSpeed/issues/7768).
+        """
+        made = super().create_optimizer(model)
+        made.param_groups = [group for group in made.param_groups if group["params"]]
+        return made
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        states = portable.whole_optimizer(self.model, self.optimizer.optimizer)
+        if engine_module.is_first():
+            torch.save(states, Path(output_dir) / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        path = Path(checkpoint)
+        states = torch.load(path / "optimizer.pt", weights_only=True) if engine_module.is_first() else None
+        portable.fill_optimizer(self.model, self.optimizer.optimizer, states)
+        self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        path = Path(resume_from_checkpoint)
+        weights = portable.read_weights(path, self.model) if engine_module.is_first() else {}
+        portable.fill_weights(self.model, weights)
+
+    def _load_best_model(self) -> None:
+        if not self.is_fsdp_enabled:
+            super()._load_best_model()
+            return
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
+        if self.args.world_size <= 1:
+            super()._save_rng_state(output_dir)
+            return
+        with tempfile.TemporaryDirectory() as aside:
+            super()._save_rng_state(aside)
+            mine = {item.name: item.read_bytes() for item in Path(aside).iterdir()}
+        for name, content in engine_module.gathered(mine):
+            (Path(output_dir) / name).write_bytes(content)
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises TrainingError when a checkpoint's weights did not all find their place."""
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
@@ -288,6 +391,29 @@ class PlannedTrainer(SFTTrainer):
             yield aside
         finally:
             self._staging = None
+
+
+class _RankLoss:
+    """The mean loss over this rank's trained tokens since the last log, summed on the device without waiting."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss: torch.Tensor | float = 0.0
+        self._tokens: torch.Tensor | int = 0
+
+    def add(self, loss: torch.Tensor, *, trained: torch.Tensor, in_step: Any, ranks: int) -> None:
+        """One pass: its loss as the trainer scales it, that is by ranks over the tokens of the whole step."""
+        self._loss = self._loss + loss.detach() * in_step / ranks
+        self._tokens = self._tokens + trained
+
+    def take(self, device: torch.device) -> dict[str, float]:
+        """`loss_rank_N` of every rank that had a trained token, and start again; all ranks call it."""
+        parts = [torch.as_tensor(part, dtype=torch.float32, device=device) for part in (self._loss, self._tokens)]
+        self._reset()
+        sums = engine_module.gathered_numbers(torch.stack(parts))
+        return {f"loss_rank_{rank}": loss / tokens for rank, (loss, tokens) in enumerate(sums) if tokens}
 
 
 class _CheckpointFirstLayers(TrainerCallback):
