@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch import accelerate_config
-from sft_play.launch.ranks import ranks_of
+from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of
 from sft_play.log import escape_control, one_line, redact, set_up_logging
@@ -32,7 +32,8 @@ from sft_play.plan.layout import BUILT, LAYOUT_NAMES
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
-from sft_play.start import has_eval, launch, plan_for, refuse_strategy, shape_for, start_here, start_rank
+from sft_play.runs import RunFolder
+from sft_play.start import go_on, has_eval, launch, plan_for, refuse_strategy, shape_for, start_here, start_rank
 from sft_play.starter.names import CONFIG
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ SHORT_FLAGS = {
     "--output": "output.dir",
 }
 """Flags that people know from other tools, and the keys that they mean."""
-SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate")
+SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate", "resume")
 VARIABLES = ("CONFIG", "HARDWARE", "RUN", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS")
 """What make passes in the environment; each is a flag too."""
 
@@ -347,18 +348,31 @@ def _train(request: Request) -> int:
             f"RUN={escape_control(request.run)} names a run for make resume; a new one is named output.name"
         )
     loaded = load_config(request.config, overrides=request.overrides)
-    ranks = ranks_of(os.environ)
-    if ranks is not None and (ranks.world_size > 1 or ranks.folder is not None or request.spread.deepspeed):
-        set_up_logging("train", rank=ranks.rank)
-        return start_rank(loaded, ranks, strategy=request.spread.strategy, deepspeed=request.spread.deepspeed)
-    _refuse_spread(request)
     output = loaded.config.output
+    ranks = _launched(request)
+    if ranks is not None:
+
+        def find() -> tuple[RunFolder, bool]:
+            folder = runs.new_folder(output, config_path=loaded.path)
+            return folder, runs.goes_on(folder, output)
+
+        return start_rank(loaded, ranks, request.spread, find=find)
+    _refuse_spread(request)
     folder = runs.new_folder(output, config_path=loaded.path)
-    resume = folder.path.exists() and output.if_exists == "resume"
+    resume = runs.goes_on(folder, output)
     if resume and folder.manifest().get("status") == "finished":
         logger.info("The run %s is finished; there is nothing to resume", folder.path)
         return 0
     return start_here(loaded, folder, resume=resume)
+
+
+def _launched(request: Request) -> Ranks | None:
+    """This process's place among the ranks that a launcher started; None where it is the only process."""
+    ranks = ranks_of(os.environ)
+    if ranks is None or (ranks.world_size == 1 and ranks.folder is None and not request.spread.deepspeed):
+        return None
+    set_up_logging(request.command, rank=ranks.rank)
+    return ranks
 
 
 def _launch(request: Request) -> int:
@@ -408,10 +422,16 @@ def _refuse_spread(request: Request) -> None:
 
 def _resume(request: Request) -> int:
     _refuse_hardware(request)
-    _refuse_spread(request)
     loaded = load_config(request.config, overrides=request.overrides)
-    folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
-    return start_here(loaded, folder, resume=True)
+    output = loaded.config.output
+
+    def find() -> tuple[RunFolder, bool]:
+        return runs.find_resumable(output, config_path=loaded.path, name=request.run), True
+
+    ranks = _launched(request)
+    if ranks is not None:
+        return start_rank(loaded, ranks, request.spread, find=find)
+    return go_on(loaded, find()[0], request.spread)
 
 
 def _generate(request: Request) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -213,6 +214,11 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
     return RunFolder(path)
 
 
+def goes_on(folder: RunFolder, output: OutputConfig) -> bool:
+    """Whether a start with this folder goes on with the run that is in it."""
+    return folder.path.exists() and output.if_exists == "resume"
+
+
 def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
     """Make the folder with config, plan and manifest, or nothing of it; one that is to be replaced is moved aside.
 
@@ -363,7 +369,10 @@ def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
 
 
 def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any]) -> None:
-    """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers."""
+    """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers.
+
+    The batch may be split in another way over other ranks: what a step sees is the effective batch.
+    """
     try:
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -382,7 +391,7 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
         elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
     before = manifest.get("batch")
-    if before and before != batch:
+    if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")
     if lines:
         listed = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)

@@ -19,7 +19,7 @@ from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
-from sft_play.errors import ConfigError, HardwareError, Interrupted, SftPlayError
+from sft_play.errors import ConfigError, HardwareError, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.architecture import (
     ModelShape,
     UnknownArchitecture,
@@ -36,7 +36,7 @@ from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
 from sft_play.plan import record, show
 from sft_play.plan.candidates import Candidate
-from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.runs import RunFolder
@@ -137,7 +137,9 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
     buffer = start_log_buffer()
     whole = detect()
     hardware = _one_gpu(whole)
-    planned = _as_started(loaded.config, folder) if resume else loaded.config
+    stopped = stopped_run(folder) if resume else None
+    planned = _as_stopped(loaded.config, stopped, hardware.ranks)
+    _refuse_going_on(folder, stopped, "single", 1)
     plan = plan_for(planned, hardware, only=("single",), trace=planned.plan.trace and bool(hardware.gpus))
     _say_what_all_would_do(planned, whole, plan)
     require_fit(plan, planned)
@@ -189,14 +191,20 @@ class Handed:
 
 LAUNCH_FILE = "launch.json"
 """In a run folder that a parent made: what it hands to its ranks."""
+DEEPSPEED_FILE = "deepspeed.json"
+"""In a run folder: DeepSpeed's config, every value resolved."""
 
 
 def start_rank(
-    loaded: LoadedConfig, ranks: Ranks, *, strategy: LayoutName | None, deepspeed: DeepspeedWish | None
+    loaded: LoadedConfig, ranks: Ranks, spread: Spread, *, find: Callable[[], tuple[RunFolder, bool]]
 ) -> int:
-    """This process's part of a run that a launcher started over several ranks."""
+    """This process's part of a run that a launcher started over several ranks.
+
+    Args:
+        find: the run folder and whether the run goes on in it; asked on rank 0 where no parent named one.
+    """
     buffer = start_log_buffer() if ranks.is_first else None
-    handed = _handed(loaded, ranks, strategy, deepspeed)
+    handed = _handed(loaded, ranks, spread, find)
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
     plan = plan_from_json(loaded.config, shape_for(loaded.config), handed.plan)
@@ -216,7 +224,7 @@ def start_rank(
     return 0
 
 
-def _handed(loaded: LoadedConfig, ranks: Ranks, strategy: LayoutName | None, deepspeed: DeepspeedWish | None) -> Handed:
+def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[], tuple[RunFolder, bool]]) -> Handed:
     """From the parent's file, or from rank 0 through the rendezvous store before anything loads."""
     if ranks.folder is not None:
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
@@ -225,10 +233,9 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, strategy: LayoutName | None, dee
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
     hardware = _spread_over(detect(), ranks.world_size, ranks.nodes)
-    plan, resolved = plan_ranks(loaded, hardware, strategy=strategy, deepspeed=deepspeed)
+    folder, resume = find()
+    plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     _say_plan(plan, loaded.config)
-    folder = runs.new_folder(loaded.config.output, config_path=loaded.path)
-    resume = folder.path.exists() and loaded.config.output.if_exists == "resume"
     handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=False, deepspeed=resolved)
     handed_over(handed.text())
     return handed
@@ -263,15 +270,22 @@ def _check_gpu(plan: Plan, ranks: Ranks) -> None:
 
 
 def plan_ranks(
-    loaded: LoadedConfig, hardware: Hardware, *, strategy: LayoutName | None, deepspeed: DeepspeedWish | None
+    loaded: LoadedConfig, hardware: Hardware, spread: Spread, *, going_on: RunFolder | None = None
 ) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run over all ranks of `hardware`, and DeepSpeed's config where it runs it.
 
     Raises:
         ConfigError: the strategy cannot run the job, or DeepSpeed's config is another one's.
+        RunFolderError: the run that is gone on with cannot be, in this layout or over these ranks.
         DoesNotFit: nothing fits, and the batch was left to the plan.
     """
-    config = loaded.config
+    stopped = stopped_run(going_on) if going_on else None
+    config = _as_stopped(loaded.config, stopped, hardware.ranks)
+    strategy, deepspeed = spread.strategy, spread.deepspeed
+    if stopped is not None and strategy is None and deepspeed is None:
+        strategy = stopped.layout if stopped.ranks == hardware.ranks or stopped.layout in DEEPSPEED else None
+    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedWish(going_on.path / DEEPSPEED_FILE)
     raw = None
     if deepspeed is not None:
         wanted = strategy or "zero2"
@@ -280,8 +294,12 @@ def plan_ranks(
         for note in notes:
             logger.info("DeepSpeed: %s", note)
         strategy = deepspeed_config.layout_of(raw, planned=wanted)
+    if going_on and strategy:
+        _refuse_going_on(going_on, stopped, strategy, hardware.ranks)
     refuse_strategy(config, hardware, strategy)
     only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
+    if stopped is not None and strategy is None:
+        only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
     plan = plan_for(config, hardware, only=only, trace=config.plan.trace and bool(hardware.gpus))
     require_fit(plan, config)
     if plan.layout not in DEEPSPEED:
@@ -315,14 +333,34 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")
 
 
-def launch(loaded: LoadedConfig, spread: Spread) -> int:
+def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
+    """Go on with a run that was stopped, over as many ranks as before where no other number is asked for."""
+    stopped = stopped_run(folder)
+    is_asked = bool(spread.processes or spread.gpus or spread.nodes.count > 1)
+    if not is_asked and stopped is not None:
+        gpus = len(detect().gpus)
+        spread = dataclasses.replace(spread, processes=min(stopped.ranks, gpus) if gpus else stopped.ranks)
+    if (
+        spread.processes == 1
+        and spread.nodes.count == 1
+        and spread.strategy in (None, "single")
+        and not spread.deepspeed
+    ):
+        return start_here(loaded, folder, resume=True)
+    return launch(loaded, spread, going_on=folder)
+
+
+def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None = None) -> int:
     """Plan, write the run folder, start the ranks and wait for them; the exit code is sft-play's."""
     file = accelerate_config.find_config(os.environ)
     if file is not None:
         accelerate = accelerate_config.read_config(file)
         spread = with_accelerate(spread, accelerate)
     hardware = _machine_of(spread)
-    plan, resolved = plan_ranks(loaded, hardware, strategy=spread.strategy, deepspeed=spread.deepspeed)
+    here_alone = spread.nodes.count == 1
+    folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if here_alone else None)
+    resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
+    plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if file is not None:
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
         for line in accelerate_config.differences(
@@ -334,24 +372,25 @@ def launch(loaded: LoadedConfig, spread: Spread) -> int:
     _say_plan(plan, loaded.config)
     data_paths(loaded.config.data)
     here = hardware.gpus_per_node
-    words = ["train", "--config", str(loaded.path), *loaded.overrides]
-    folder = runs.new_folder(loaded.config.output, config_path=loaded.path) if spread.nodes.count == 1 else None
-    if folder is None:  # each node's ranks are handed the plan by rank 0: no shared disk is needed
+    words = ["resume" if going_on else "train", "--config", str(loaded.path), *loaded.overrides]
+    if not here_alone:  # each node's ranks are handed the plan by rank 0: no shared disk is needed
         words += ["--strategy", plan.layout]
+        words += ["--run", going_on.path.name] if going_on else []
     made = torchrun(
         words,
         processes=here,
         nodes=spread.nodes,
         threads=None if hardware.gpus else max(1, hardware.cpu_cores // here),
         gpus=",".join(str(gpu) for gpu in spread.gpus) or None,
-        folder=folder.path.absolute() if folder is not None else None,
+        folder=folder.path.absolute() if folder is not None and here_alone else None,
     )
     logger.info("Launch: %s", made.line)
     if spread.show_only:
         return 0
     loaded = _with_starter(loaded)
-    if folder is not None:
-        _write_launch(folder, loaded, plan, resolved)
+    if not here_alone or folder is None:
+        return _run_ranks(made, None, board=spread.board)
+    _write_launch(folder, loaded, plan, resolved, resume=resume)
     return _run_ranks(made, folder, board=spread.board)
 
 
@@ -381,16 +420,19 @@ def _machine_of(spread: Spread) -> Hardware:
     return _spread_over(machine, len(chosen) * spread.nodes.count, spread.nodes.count)
 
 
-def _write_launch(folder: RunFolder, loaded: LoadedConfig, plan: Plan, resolved: dict[str, Any] | None) -> None:
+def _write_launch(
+    folder: RunFolder, loaded: LoadedConfig, plan: Plan, resolved: dict[str, Any] | None, *, resume: bool
+) -> None:
     """The run folder with the plan and what the ranks are handed; nothing of it where it cannot be made."""
-    resume = folder.path.exists() and loaded.config.output.if_exists == "resume"
     if not resume:
         manifest = runs.new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
         runs.create(folder, loaded, manifest=manifest, plan=plan.as_json())
+    else:
+        folder.write_json("plan.json", plan.as_json())
     handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved)
     runs.write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
-        runs.write_json(folder.path / "deepspeed.json", resolved)
+        runs.write_json(folder.path / DEEPSPEED_FILE, resolved)
 
 
 def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
@@ -501,19 +543,53 @@ def _one_gpu(hardware: Hardware) -> Hardware:
     return hardware.first(1)
 
 
-def _as_started(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The config to plan with: the batch that the run was started with, where the config leaves it open.
-
-    What is free on the GPU may have changed; the order of the data, and so every number, must not.
-    """
-    batch = folder.manifest().get("batch")
+def stopped_run(folder: RunFolder) -> Stopped | None:
+    """How a run was spread when it was stopped, by its manifest; None where that does not say."""
+    manifest = folder.manifest()
+    batch = manifest.get("batch")
     batch = batch if isinstance(batch, dict) else {}
     numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
     micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
-    is_open = config.train.batch_size == "auto" and config.train.grad_accum == "auto"
-    if not is_open or micro * accum * ranks != config.train.effective_batch_size:
+    if min(micro, accum, ranks) < 1:
+        return None
+    layout = manifest.get("layout", "single")
+    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks)
+
+
+def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunConfig:
+    """The config to plan a run with that goes on: its micro-batch again, where the config leaves the batch open.
+
+    What is free on the GPU may have changed; the rows of a step must not, and with the same split no number does. Over
+    another number of ranks the effective batch is kept, and the accumulation follows.
+    """
+    is_open = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
+    effective = config.train.effective_batch_size
+    if stopped is None or not is_open or stopped.effective_batch != effective:
         return config
-    logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+    micro = config.train.batch_size if config.train.batch_size != "auto" else stopped.micro_batch
+    if effective % (micro * ranks):
+        return config
+    accum = effective // (micro * ranks)
+    if ranks == stopped.ranks:
+        logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+    else:
+        logger.info("Batch: micro %d x accum %d x %d ranks (stopped under %d): the effective batch of %d is kept",
+                    micro, accum, ranks, stopped.ranks, effective)  # fmt: skip
     return config.model_copy(
         update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
+    )
+
+
+def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
+    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be gone on with so."""
+    because = stopped.cannot_become(layout, ranks) if stopped else None
+    if because is None or stopped is None:
+        return
+    from sft_play.train.checkpoints import last_complete
+
+    if last_complete(folder.checkpoints) is None:
+        return  # it starts again from the first step
+    raise RunFolderError(
+        f"{folder.path} cannot be gone on with: {because}; go on with NPROC={stopped.ranks} STRATEGY={stopped.layout}, "
+        f"or write its weights out with make consolidate RUN={folder.path.name} and start a new run from them"
     )

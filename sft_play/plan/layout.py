@@ -83,6 +83,37 @@ SINGLE = Layout("single")
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """How a run was spread when it was stopped: its layout, and micro-batch x accumulation x data-parallel ranks."""
+
+    layout: LayoutName
+    micro_batch: int
+    grad_accum: int
+    ranks: int
+
+    @property
+    def effective_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+    def cannot_become(self, layout: LayoutName, ranks: int) -> str | None:
+        """Why the run's checkpoint cannot be gone on with in another layout or over other ranks; None where it can.
+
+        One process, DDP and FSDP write the same whole files. DeepSpeed writes each rank's part of its own layout, and
+        its ZeRO optimizers read only as many parts as there are ranks.
+        """
+        if self.layout == layout and self.ranks == ranks:
+            return None
+        kept = [name for name in (self.layout, layout) if name in DEEPSPEED]
+        if not kept:
+            return None
+        return (
+            f"it was stopped under {self.layout} over {self.ranks} rank(s), and now is {layout} over {ranks}: "
+            f"DeepSpeed's checkpoints ({kept[0]}) go on only in their own layout over as many ranks"
+        )
+
+
+@dataclass(frozen=True)
 class NotPossible:
     """A layout that the libraries cannot run for this job, and why."""
 

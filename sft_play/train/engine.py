@@ -10,8 +10,10 @@ import contextlib
 import datetime
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +21,14 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import TrainingError
+from sft_play.errors import ConfigError, RunFolderError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import DtypeName
 from sft_play.train import checkpoints
 
 logger = logging.getLogger(__name__)
 
+_HOST = socket.gethostname()
 WRAPPED_CLASS = {
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDPModule",
@@ -151,11 +154,7 @@ def prove(trainer: Any, plan: Plan) -> Proof:
     if layout.is_zero and stage != int(layout.name[4]):
         raise TrainingError(f"the plan says {layout.name}, and DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
-    sizes: list[int] = [0] * world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(sizes, mine)
-    else:
-        sizes = [mine]
+    sizes = _of_all(mine)
     proof = Proof(layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes))
     share = whole / layout.shard if layout.shards_states else whole
     if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * world_size():
@@ -164,6 +163,12 @@ def prove(trainer: Any, plan: Plan) -> Proof:
             "bytes: they are not divided; nothing was trained"
         )
     return proof
+
+
+def proof_of_one(trainer: Any) -> Proof:
+    """The same of one process without an engine: it holds everything."""
+    whole, mine = held_bytes(trainer)
+    return Proof("single", type(trainer.model_wrapped).__name__, 1, whole, (mine,))
 
 
 def _zero_stage(wrapped: Any) -> int | None:
@@ -289,6 +294,65 @@ def total(number: int) -> int:
         answer = answer.cuda()
     dist.all_reduce(answer)
     return int(answer.item())
+
+
+def of_first(value: Any) -> Any:
+    """Rank 0's value (plain data), on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _of_all(value: Any) -> list[Any]:
+    """The value (plain data) of every rank, on all ranks."""
+    if world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def require_all(holds: bool, otherwise: str) -> None:
+    """Raises RunFolderError on every rank, naming those where it does not hold."""
+    lacking = [f"rank {rank} on {host}" for rank, (host, fine) in enumerate(_of_all((_HOST, holds))) if not fine]
+    if lacking:
+        raise RunFolderError(f"{', '.join(lacking)}: {otherwise}")
+
+
+def require_alike(facts: Mapping[str, str]) -> None:
+    """Raises ConfigError on every rank where what each rank read for itself differs from what rank 0 read."""
+    (first_host, first), *others = _of_all((_HOST, dict(facts)))
+    for rank, (host, theirs) in enumerate(others, start=1):
+        differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+        if differing:
+            listed = "; ".join(f"{name} ({first.get(name)} there, {theirs.get(name)} here)" for name in differing)
+            raise ConfigError(
+                f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they differ in {listed}; "
+                "give all nodes the same files, settings and packages"
+            )
+
+
+def require_disk(written: Path, plan: Plan) -> None:
+    """Look whether all ranks see what rank 0 has just written; say so where they do not.
+
+    Raises:
+        RunFolderError: DeepSpeed runs it, whose ranks each write a part of every checkpoint.
+    """
+    if plan.hardware.nodes == 1:
+        return
+    seen = written.read_bytes() if written.is_file() else b""
+    shared = seen == of_first(seen)
+    if plan.choice.layout.is_zero:
+        require_all(
+            shared,
+            f"{written.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
+            "of each checkpoint there: set output.dir to a shared disk, or take STRATEGY=ddp or fsdp",
+        )
+    if not all(_of_all(shared)):
+        logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to go on "
+                    "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
 
 
 def gathered(files: Mapping[str, bytes]) -> list[tuple[str, bytes]]:

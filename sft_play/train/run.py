@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import resource
@@ -21,7 +23,7 @@ import torch
 from transformers import TrainerCallback
 
 from sft_play import runs
-from sft_play.config.load import LoadedConfig
+from sft_play.config.load import LoadedConfig, resolved
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
@@ -58,6 +60,9 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 SAMPLE_ANSWERS = 3
+_FILES = ("train", "val", "test", "text")
+_MUST_AGREE = ("sft_play", "torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+"""Packages that compute on every rank: two versions would train two models."""
 _NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
 """Overrides of a start that a command to go on with it leaves out."""
 
@@ -120,6 +125,7 @@ def run(job: Job) -> dict[str, Any]:
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
     with engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None):
+        engine.require_alike(_digests(job, facts))
         if not engine.is_first():
             engine.barrier()  # rank 0 makes the folder, or says why it cannot
             return _train_and_judge(job, prepared, memory, started)
@@ -208,6 +214,28 @@ def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, A
     return facts
 
 
+def _digests(job: Job, facts: dict[str, Any]) -> dict[str, str]:
+    """What has to be alike on every rank, since each reads it from its own disk, as short texts."""
+    versions = runs.versions()
+    files = {name: str(fact.get("sha256"))[:12] for name, fact in facts.items() if "sha256" in fact}
+    settings = _without_paths(resolved(job.loaded.config))
+    return {
+        **{
+            f"the content of the {name} file" if name in _FILES else f"the {name}": text for name, text in files.items()
+        },
+        "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
+        **{f"the version of {name}": str(versions[name]) for name in _MUST_AGREE},
+    }
+
+
+def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without where things lie: nodes may keep the same files in different places."""
+    kept = {key: value for key, value in settings.items() if key != "output"}
+    kept["model"] = {key: value for key, value in kept["model"].items() if key != "name"}
+    kept["data"] = {key: value for key, value in kept["data"].items() if not key.endswith("_path")}
+    return kept
+
+
 def batch_facts(plan: Plan) -> dict[str, int]:
     """The batch arithmetic that a resumed run must share."""
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
@@ -219,10 +247,12 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
         runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
         mark = runs.lock(job.folder)
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
-        job.folder.update_manifest(status="running", resumed=resumed)
+        spread = {"batch": batch_facts(job.plan), "layout": job.plan.layout}
+        job.folder.update_manifest(status="running", resumed=resumed, **spread)
         return mark
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
+    manifest["layout"] = job.plan.layout
     manifest["choices"] = _choices(job, prepared)
     if job.made:
         job.folder.update_manifest(**manifest)
@@ -239,8 +269,8 @@ def _choices(job: Job, prepared: Prepared) -> list[str]:
 
 def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started: float) -> dict[str, Any]:
     config, folder = job.loaded.config, job.folder
-    checkpoint = checkpoints.last_complete(folder.checkpoints) if job.resume else None
-    _say(checkpoints.damage(job.folder.checkpoints) if job.resume else [])
+    checkpoint = _checkpoint(job)
+    engine.require_disk(folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
     arguments = training_arguments(
         config,
@@ -295,9 +325,26 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
     measured = memory.peak()
     after = None if stop.stopped_early else _judge(trainer, held_out, name, asked)
     result = _Result(
-        judging.found, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name
-    )
+        judging.found, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name,
+        proof.proof if proof else engine.proof_of_one(trainer),
+    )  # fmt: skip
     return _finish(job, prepared, trainer, result)
+
+
+def _checkpoint(job: Job) -> Path | None:
+    """The checkpoint to go on from: the last complete one that rank 0 sees, which every rank has to see too."""
+    if not job.resume:
+        return None
+    folder = job.folder.checkpoints
+    _say(checkpoints.damage(folder))
+    name = engine.of_first([path.name for path in checkpoints.complete_ones(folder)][-1:])
+    found = folder / name[0] if name else None
+    engine.require_all(
+        found is None or checkpoints.is_complete(found),
+        f"the checkpoint {found} is not there, or not whole; every node reads it: copy the run folder to this node, or "
+        "write to a disk that all nodes share",
+    )
+    return found
 
 
 class _JudgeBefore(TrainerCallback):
@@ -403,6 +450,7 @@ class _Result:
     wall_s: float
     stop: StopAfter
     split: str
+    proof: engine.Proof | None = None
 
     @property
     def exit_code(self) -> int:
@@ -418,6 +466,7 @@ class _Result:
 def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Result) -> dict[str, Any]:
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
+    summary["engine_proof"] = result.proof.as_json() if result.proof else None
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         is_adapter = prepared.blueprint.peft_config is not None

@@ -326,8 +326,9 @@ class PlannedTrainer(SFTTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         """The optimizer without groups that hold nothing.
 
-        Adapters have no biases or norms, so that the group without decay is empty; DeepSpeed flattens every group, and
-        versions of it fail on an empty one (https://github.com/deepspeedai/DeepSpeed/issues/7768).
+        Adapters have no biases or norms, so that the group without decay is empty. DeepSpeed from 0.18 drops such a
+        group, and a schedule that was made for two then fails in torch from 2.10
+        (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
         """
         made = super().create_optimizer(model)
         made.param_groups = [group for group in made.param_groups if group["params"]]
