@@ -62,6 +62,8 @@ FREE_TO_CHANGE = frozenset(
         "train.report_to",
         "train.dataloader_pin_memory",
         "tuning.backend_fallback",
+        "distributed.timeout_s",
+        "distributed.shard_ranks",
     }
 )
 """Keys that may differ when a run is resumed: they change no number of the training."""

@@ -216,12 +216,33 @@ def start_rank(
     summary = run(
         Job(
             loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
-            made=handed.made, deepspeed=handed.deepspeed,
+            made=handed.made, deepspeed=handed.deepspeed, timeout_s=timeout_of(loaded.config, os.environ),
         )
     )  # fmt: skip
     if ranks.is_first:
         _remember(loaded.config, plan, summary)
     return 0
+
+
+def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
+    """Seconds that ranks wait for each other: `distributed.timeout_s`, or NCCL_TIMEOUT where a person sets it.
+
+    Raises:
+        ConfigError: NCCL_TIMEOUT is no number of seconds.
+    """
+    given = environment.get("NCCL_TIMEOUT", "").strip()
+    if not given:
+        return config.distributed.timeout_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86_400:
+        raise ConfigError(f"NCCL_TIMEOUT={one_line(given)} is no number of seconds from 1 to 86400")
+    if seconds != config.distributed.timeout_s:
+        logger.info("NCCL_TIMEOUT=%s in the environment: ranks wait %g s for each other instead of %g", one_line(given),
+                    seconds, config.distributed.timeout_s)  # fmt: skip
+    return seconds
 
 
 def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[], tuple[RunFolder, bool]]) -> Handed:

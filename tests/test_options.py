@@ -161,6 +161,21 @@ def decision(config: RunConfig) -> Any:
     return runs.new_folder(config.output, config_path=Path("run.yaml")).path
 
 
+def timeout(config: RunConfig) -> Any:
+    """How long a rank waits for the others."""
+    from sft_play.start import timeout_of
+
+    return timeout_of(config, {})
+
+
+def hybrid(config: RunConfig) -> Any:
+    """The layouts of four ranks on one node."""
+    from sft_play.plan.layout import layouts_for
+
+    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
+    return list(layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0])
+
+
 def traced(config: RunConfig) -> Any:
     """What asking for a trace on a CPU answers."""
     from sft_play.plan.precision import choose_precision
@@ -250,6 +265,8 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
     "train.dataloader_num_workers": (arguments, [], ["train.dataloader_num_workers=2"]),
     "eval.steps": (arguments, [], ["eval.steps=5"]),
     "eval.batch_size": (plan, [], ["eval.batch_size=3"]),
+    "distributed.timeout_s": (timeout, [], ["distributed.timeout_s=60"]),
+    "distributed.shard_ranks": (hybrid, [], ["distributed.shard_ranks=2"]),
     "output.dir": (folder, [], ["output.dir=WORLD/elsewhere"]),
     "output.name": (folder, [], ["output.name=mine"]),
     "output.if_exists": (decision, ["output.name=ours"], ["output.name=ours", "output.if_exists=resume"]),

@@ -251,6 +251,16 @@ class PlanConfig(Section):
     counts where it is more than predicted."""
 
 
+class DistributedConfig(Section):
+    """How several ranks work together."""
+
+    timeout_s: float = leaf(1800.0, owner="start", ge=5.0, le=86_400.0)
+    """Seconds after which ranks give up waiting for one that does not answer; the run then ends and names it."""
+
+    shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = leaf("auto", owner="plan.layout")
+    """Ranks that fsdp_hybrid divides the states over, the other ranks holding copies; auto takes those of one node."""
+
+
 class OutputConfig(Section):
     """Where the run is written."""
 
@@ -287,6 +297,9 @@ class RunConfig(Section):
 
     plan: PlanConfig = PlanConfig()
     """How the plan is made sure of."""
+
+    distributed: DistributedConfig = DistributedConfig()
+    """How several ranks work together."""
 
     output: OutputConfig = OutputConfig()
     """Where the run is written."""

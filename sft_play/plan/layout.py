@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 
@@ -20,7 +21,9 @@ SIMPLICITY: tuple[LayoutName, ...] = (
     "zero3_offload",
 )  # fmt: skip
 """The order in which layouts that are equally fast are preferred: fewer moving parts first."""
-BUILT: tuple[LayoutName, ...] = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+BUILT: tuple[LayoutName, ...] = (
+    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload",
+)  # fmt: skip
 """The layouts that this version can launch."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """Those that DeepSpeed runs."""
@@ -30,7 +33,8 @@ DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload",
 class Layout:
     """One way to spread a run: `data_parallel` x `tensor_parallel` ranks, parameters divided by `shard`.
 
-    `shard` is the number of ranks that a sharded layout divides its states over (`fsdp_hybrid`: those of one node).
+    `shard` is the number of ranks that a sharded layout divides its states over (`fsdp_hybrid`: those of one node, or
+    `distributed.shard_ranks`).
     """
 
     name: LayoutName
@@ -149,8 +153,12 @@ def _thinkable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout
         return [SINGLE, *offloads]
     inside = hardware.gpus_per_node
     found = [Layout("ddp", count), Layout("fsdp", count, count)]
-    if 1 < inside < count:
-        found.append(Layout("fsdp_hybrid", count, inside))
+    wanted = config.distributed.shard_ranks
+    shard = inside if wanted == "auto" else wanted
+    if wanted != "auto" and count % shard:
+        raise ConfigError(f"distributed.shard_ranks={shard} does not divide {count} ranks into equal groups")
+    if 1 < shard < count and count % shard == 0:
+        found.append(Layout("fsdp_hybrid", count, shard))
     found += [Layout(name, count, count) for name in ("zero1", "zero2", "zero3")]
     for tensor in (2, 4, 8):
         if tensor > inside or count % tensor:

@@ -28,7 +28,7 @@ from sft_play.plan.candidates import (
     shown,
     weigh,
 )
-from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for
+from sft_play.plan.layout import BUILT, LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.throughput import Speed, rates_of, utilisation
@@ -443,8 +443,8 @@ def check_mesh(config: RunConfig) -> None:
     usable = bool(numbers) and min(numbers) > 0
     what = f"a mesh of {math.prod(numbers)} processes" if usable or 0 in numbers else "no mesh: its sizes are 1 or more"
     raise ConfigError(
-        f"model.mesh_shape={_shown(mesh)} is {what}; the layouts there are: one process (`make train`, "
-        "model.mesh_shape=null or 1)"
+        f"model.mesh_shape={_shown(mesh)} is {what}; this version builds no mesh of one's own: leave it null, and take "
+        f"one process (make train) or a layout (make train-distributed STRATEGY={'|'.join(BUILT[1:])})"
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
@@ -32,6 +33,7 @@ _HOST = socket.gethostname()
 WRAPPED_CLASS = {
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDPModule",
+    "fsdp_hybrid": "FSDPModule",
     "zero1": "DeepSpeedEngine",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
@@ -84,6 +86,11 @@ def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, An
             "cpu_ram_efficient_loading": False,
             "state_dict_type": "FULL_STATE_DICT",
         }
+    if plan.choice.layout.name == "fsdp_hybrid":
+        layout = plan.choice.layout
+        found["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=layout.data_parallel // layout.shard, dp_shard_size=layout.shard
+        )
     return found
 
 

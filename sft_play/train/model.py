@@ -9,12 +9,14 @@ import contextlib
 import difflib
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from peft import LoraConfig as PeftLoraConfig
 from safetensors import SafetensorError
 from torch import nn
@@ -27,6 +29,7 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.precision import DtypeName, Precision
 from sft_play.train.attention import Attention, choose_attention
+from sft_play.train.portable import adapter_names
 
 logger = logging.getLogger(__name__)
 
@@ -440,17 +443,25 @@ def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
 
 
 def save_model(
-    model: Any, tokenizer: Any, path: Path, *, native_names: bool = False, state_dict: dict[str, Any] | None = None
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    native_names: bool = False,
+    state_dict: dict[str, Any] | None = None,
+    steps: int = 0,
 ) -> None:
     """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
 
-    `state_dict` holds the weights where the model itself has a part of them only.
-
-    `native_names` keeps the tensors' names as they are in memory: a text tower saved under the names of the
-    image-text model that it came from could not be loaded as what its config says.
+    Args:
+        native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
+            image-text model that it came from could not be loaded as what its config says.
+        state_dict: the weights, where the model itself has a part of them only.
+        steps: optimizer steps that were taken; after more than one (the first may have a learning rate of zero) an
+            adapter whose every lora_B is still zero has learned nothing.
 
     Raises:
-        ModelError: what was written is empty or not finite.
+        ModelError: what was written is empty, not finite, or not what the model holds.
     """
     import shutil
 
@@ -459,23 +470,81 @@ def save_model(
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
     model.save_pretrained(building, **options, **({"state_dict": state_dict} if state_dict is not None else {}))
     tokenizer.save_pretrained(building)
-    check_saved_weights(building)
+    check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1)
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
 
 
-def check_saved_weights(folder: Path) -> int:
-    """Bytes of the tensors saved in a folder; raises ModelError when there are none or one is not finite."""
+def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once.
+
+    Under ZeRO-3 a parameter here is empty and knows its shape; under FSDP it is a part and knows it too.
+    """
+    parameters = {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
+    }
+    if is_peft_model(model):
+        return {saved: parameters[name] for saved, name in adapter_names(model).items() if name in parameters}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: shape for name, shape in (tensors | parameters).items() if name not in tied}
+
+
+def check_saved_weights(
+    folder: Path, *, expected: dict[str, tuple[int, ...]] | None = None, must_have_learned: bool = False
+) -> int:
+    """Bytes of the tensors saved in a folder, each read back.
+
+    Raises:
+        ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
+            lora_B is zero though the adapter `must_have_learned`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    size, learned = 0, not must_have_learned
+    for name, tensor in _saved_tensors(folder):
+        shapes[name] = tuple(tensor.shape)
+        size += tensor.numel() * tensor.element_size()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(f"{folder}: {name} was saved with values that are not finite")
+        learned = learned or ("lora_B" in name and bool(torch.count_nonzero(tensor)))
+    if size == 0:
+        raise ModelError(f"{folder}: no weights were saved")
+    if expected is not None:
+        _compare_saved(folder, shapes, expected)
+    if not learned and any("lora_B" in name for name in shapes):
+        raise ModelError(
+            f"{folder}: every lora_B of the adapter is zero, so that it changes nothing; what was trained did not "
+            "reach the file"
+        )
+    return size
+
+
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
-    total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                tensor = tensors.get_tensor(name)
-                total += tensor.numel() * tensor.element_size()
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise ModelError(f"{file}: {name} was saved with values that are not finite")
-    if total == 0:
-        raise ModelError(f"{folder}: no weights were saved")
-    return total
+                yield name, tensors.get_tensor(name)
+
+
+def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raises ModelError where the saved tensors are not those of the model.
+
+    transformers writes some models under the hub's names, with their experts apart: then the numbers are counted.
+    """
+    problem = None
+    missing = sorted(set(expected) - set(shapes))
+    if not missing:
+        wrong = [name for name, shape in expected.items() if shapes[name] != shape]
+        if wrong:
+            problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected[wrong[0]]} ({len(wrong)} such)"
+    else:
+        there, wanted = (sum(math.prod(shape) for shape in found.values()) for found in (shapes, expected))
+        if there != wanted:
+            problem = f"{there:,} numbers of {wanted:,} are there; missing by name: {', '.join(missing[:3])}"
+    if problem:
+        raise ModelError(
+            f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: go on from it with "
+            "make resume, or write it out with make consolidate"
+        )

@@ -475,7 +475,8 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
         state = engine.whole_state(trainer)
         if engine.is_first():
             model = trainer.accelerator.unwrap_model(trainer.model)
-            save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state)
+            save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
+                       steps=result.steps)  # fmt: skip
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():

@@ -1,0 +1,322 @@
+"""This machine as a run would meet it: packages, driver, state of the GPUs, limits, networks. The only module of the
+doctor that reads them; the checks get what is read here as arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from sft_play.facts.hardware import Gpu, Hardware
+
+DISTRIBUTION = "sft-play"
+SHM = Path("/dev/shm")
+_SYS = Path("/sys")
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+_BITS = 8
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU's health as the driver tells it; None: the driver does not say.
+
+    `others` are processes of somebody else on it: pid and bytes. `fabric` is NVML's state of the NVSwitch fabric
+    (3: ready). `translated`: whether the IOMMU translates its addresses (a kernel without `iommu=pt`).
+    """
+
+    index: int
+    compute_mode: int | None = None
+    others: tuple[tuple[int, int], ...] = ()
+    uncorrected_errors: int | None = None
+    remap_failed: bool | None = None
+    remap_pending: bool | None = None
+    fabric: int | None = None
+    pcie_lanes: tuple[int, int] | None = None
+    """Lanes that are used, and lanes that the GPU has."""
+    nvlinks: int = 0
+    translated: bool | None = None
+
+
+@dataclass(frozen=True)
+class Space:
+    """A file system's size and what is free, in bytes."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was read. Byte sizes and limits in bytes; a limit of None is unlimited; versions that are not installed are
+    absent."""
+
+    hardware: Hardware
+    python: str = ""
+    system: str = "Linux"
+    machine: str = "x86_64"
+    kernel: str = ""
+    host: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What each installed package, this one included, asks of others."""
+    python_wanted: str = ""
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
+    """CUDA versions that the installed bitsandbytes has a library for."""
+    gpus: tuple[GpuState, ...] = ()
+    shm: Space | None = None
+    """None where /dev/shm is no file system of its own."""
+    locked_memory: int | None = None
+    open_files: int | None = None
+    infiniband_bytes_per_s: float = 0.0
+    """All active InfiniBand and RoCE ports together."""
+    network_bytes_per_s: float | None = None
+    """The fastest other network interface that is up."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
+    """Read everything about this machine that a check wants; what cannot be read is left unknown."""
+    installed = _versions()
+    driver, driver_cuda, states = _driver(hardware.gpus)
+    infiniband, network = _networks()
+    return Surroundings(
+        hardware=hardware,
+        python=platform.python_version(),
+        system=platform.system(),
+        machine=platform.machine(),
+        kernel=platform.release(),
+        host=socket.gethostname(),
+        versions=installed,
+        requirements=_requirements(installed),
+        python_wanted=_project().get("requires-python", ""),
+        torch_cuda=_torch_cuda(),
+        nccl=next((installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        bitsandbytes_cuda=_bitsandbytes_cuda(),
+        gpus=states,
+        shm=_space(SHM) if SHM.is_mount() else None,
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        infiniband_bytes_per_s=infiniband,
+        network_bytes_per_s=network,
+        environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
+    )
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------
+
+
+def _project() -> dict[str, Any]:
+    """The project's own table: of `pyproject.toml` beside the package, or of the installed distribution."""
+    if _PYPROJECT.is_file():
+        project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == DISTRIBUTION:
+            return project
+    try:
+        installed = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return {}
+    return {
+        "dependencies": metadata.requires(DISTRIBUTION) or [],
+        "requires-python": installed.get("Requires-Python", "") or "",
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Versions of all installed distributions, by canonical name; the first on the path is the one imported."""
+    found: dict[str, str] = {}
+    for item in metadata.distributions():
+        with contextlib.suppress(Exception):  # a damaged distribution has no name
+            found.setdefault(canonicalize_name(item.name), item.version)
+    return found
+
+
+def _requirements(installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    own = tuple(_project().get("dependencies", []))
+    found = {DISTRIBUTION: own}
+    for text in own:
+        name = canonicalize_name(_requirement_name(text))
+        if name in installed:
+            with contextlib.suppress(Exception):
+                found[name] = tuple(metadata.requires(name) or ())
+    return found
+
+
+def _requirement_name(text: str) -> str:
+    try:
+        return Requirement(text).name
+    except InvalidRequirement:
+        return text
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
+    with contextlib.suppress(Exception):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+            match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", text, re.MULTILINE)
+            return match[1] if match else None
+    return None
+
+
+def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
+    with contextlib.suppress(Exception):
+        spec = importlib.util.find_spec("bitsandbytes")
+        if spec is not None and spec.origin is not None:
+            names = [path.name for path in Path(spec.origin).parent.glob("libbitsandbytes_cuda*")]
+            found = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
+            return tuple(sorted({(int(match[1]), int(match[2])) for match in found if match}))
+    return ()
+
+
+# --- driver and GPUs --------------------------------------------------------------------------------------------------
+
+
+def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
+    """The driver's version, the newest CUDA it can run, and the state of each GPU; None without NVML."""
+    if not gpus:
+        return None, None, ()
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # NVML raises its own tree, and not on every platform the same
+        return None, None, ()
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        states = tuple(_state(pynvml, gpu) for gpu in gpus)
+        text = version.decode() if isinstance(version, bytes) else str(version)
+        return text, (number // 1000, number % 1000 // 10), states
+    except Exception:
+        return None, None, ()
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+
+
+def _state(nvml: Any, gpu: Gpu) -> GpuState:
+    handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
+
+    def ask(name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, name)(handle, *arguments)
+        except Exception:  # this driver or this GPU does not say
+            return None
+
+    remapped = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+    lanes = (ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth"))
+    busy = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0))]
+    pci = ask("nvmlDeviceGetPciInfo")
+    return GpuState(
+        index=gpu.index,
+        compute_mode=ask("nvmlDeviceGetComputeMode"),
+        others=tuple((int(item.pid), int(item.usedGpuMemory or 0)) for item in busy if item.pid != os.getpid()),
+        uncorrected_errors=ask(
+            "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+        remap_failed=bool(remapped[3]) if remapped else None,
+        remap_pending=bool(remapped[2]) if remapped else None,
+        fabric=_fabric(nvml, handle),
+        pcie_lanes=(int(lanes[0]), int(lanes[1])) if all(lanes) else None,
+        nvlinks=sum(link == 1 for link in links),
+        translated=_translated(getattr(pci, "busId", "")),
+    )
+
+
+def _fabric(nvml: Any, handle: Any) -> int | None:
+    """State of the NVSwitch fabric; None where the GPU has none (0: not supported)."""
+    try:
+        info = nvml.c_nvmlGpuFabricInfo_t()
+        nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    except Exception:
+        return None
+    return int(info.state) or None
+
+
+def _translated(bus: str | bytes) -> bool | None:
+    """Whether the IOMMU translates a device's addresses: its group is of another type than `identity`."""
+    text = bus.decode() if isinstance(bus, bytes) else bus
+    match = re.fullmatch(r"[0-9a-fA-F]*([0-9a-fA-F]{4}):(.+)", text)
+    if match is None:
+        return None
+    kind = _read(_SYS / "bus/pci/devices" / f"{match[1]}:{match[2]}".lower() / "iommu_group/type")
+    return kind != "identity" if kind else None
+
+
+# --- limits and networks ----------------------------------------------------------------------------------------------
+
+
+def _space(path: Path) -> Space | None:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space(usage.total, usage.free)
+
+
+def free_at(path: Path) -> tuple[Path, Space | None]:
+    """The nearest folder above `path` that exists, and the space of its file system."""
+    path = path.expanduser().absolute()
+    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    return there, _space(there)
+
+
+def writable(folder: Path) -> bool:
+    """Whether this process may make files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where weights from the hub are kept (huggingface_hub's HF_HUB_CACHE and HF_HOME)."""
+    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _networks() -> tuple[float, float | None]:
+    """Bytes per second one way: of all active InfiniBand ports together, and of the fastest other interface."""
+    infiniband = sum(
+        float(match[1]) * 1e9 / _BITS
+        for port in (_SYS / "class/infiniband").glob("*/ports/*")
+        if "ACTIVE" in _read(port / "state") and (match := re.match(r"([0-9.]+) Gb/sec", _read(port / "rate")))
+    )
+    speeds = [
+        int(text) * 1e6 / _BITS
+        for link in (_SYS / "class/net").glob("*")
+        if link.name != "lo" and (text := _read(link / "speed")).isdigit()
+    ]
+    return infiniband, max(speeds, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # also EINVAL: an interface that is down has no speed
+        return ""
