@@ -62,6 +62,8 @@ launch-command: setup ## Show the command and variables that start the ranks, an
 	@$(PROGRAM) launch-command
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
+verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
+	@$(PROGRAM) verify-layouts
 
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
@@ -105,6 +107,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: MAX=seq_len             plan: the largest that fits (seq_len, batch or model)
 #: PRICE=2.5               plan: money per GPU-hour
 #: PEAKS=FILE              memory-model-score: CSV of measured peaks
+#: LAYOUTS=ddp,fsdp  MODES=lora  STEPS=4   verify-layouts: what is compared
 #: TESTS='ARGUMENTS'       arguments for pytest
 #: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
@@ -116,4 +119,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate plan memory-model-score test lint format generate benchmark benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-speed clean

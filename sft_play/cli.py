@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sft_play import runs
+from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
@@ -48,6 +48,7 @@ COMMANDS = {
     "setup-accelerate": "write an accelerate configuration for this machine",
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
+    "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -60,7 +61,21 @@ SHORT_FLAGS = {
 }
 """Flags that people know from other tools, and the keys that they mean."""
 SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate", "resume")
-VARIABLES = ("CONFIG", "HARDWARE", "RUN", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS")
+VARIABLES = (
+    "CONFIG",
+    "HARDWARE",
+    "RUN",
+    "JSON",
+    "OUT",
+    "TRACE",
+    "WHATIF",
+    "MAX",
+    "PRICE",
+    "PEAKS",
+    "LAYOUTS",
+    "MODES",
+    "STEPS",
+)
 """What make passes in the environment; each is a flag too."""
 
 
@@ -92,6 +107,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max", help="plan: find the largest seq_len, batch or model that fits (make: MAX)")
     made.add_argument("--price", help="plan: money per GPU-hour (make: PRICE)")
     made.add_argument("--peaks", help="memory-model-score: CSV of measured peaks (make: PEAKS)")
+    made.add_argument("--layouts", help="verify-layouts: those to compare, such as ddp,fsdp (make: LAYOUTS)")
+    made.add_argument("--modes", help="verify-layouts: full, lora, qlora (make: MODES)")
+    made.add_argument("--steps", help="verify-layouts: optimizer steps of each run (make: STEPS)")
     made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
     made.add_argument("--nproc", help="processes on this node (make: NPROC)")
     made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
@@ -122,6 +140,10 @@ class Request:
     max: Question | None = None
     price: float | None = None
     peaks: Path | None = None
+    config_given: bool = False
+    layouts: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    steps: int | None = None
     spread: Spread = dataclasses.field(default_factory=Spread)
 
 
@@ -152,6 +174,10 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         whatif=_cells(value(given.whatif, "WHATIF")),
         max=question(largest) if (largest := value(given.max, "MAX")) else None,
         price=_price(value(given.price, "PRICE")),
+        config_given=value(given.config, "CONFIG") is not None,
+        layouts=_names(value(given.layouts, "LAYOUTS")),
+        modes=_names(value(given.modes, "MODES")),
+        steps=_steps(value(given.steps, "STEPS")),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
         spread=spread_of(
             asked if given.command in SPREADING or given.deepspeed_config else {"STRATEGY": asked["STRATEGY"]},
@@ -191,6 +217,20 @@ def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
     return tuple(grid(words))
 
 
+def _names(text: str | None) -> tuple[str, ...]:
+    """The names of a list such as `ddp,fsdp`."""
+    return tuple(part for part in re.split(r"[\s,]+", text or "") if part)
+
+
+def _steps(text: str | None) -> int | None:
+    """A number of steps; raises ConfigError for what is none."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000):
+        raise ConfigError(f"STEPS={one_line(text)} is no number of optimizer steps, such as STEPS=4")
+    return int(text)
+
+
 def _price(text: str | None) -> float | None:
     """Money per GPU-hour; raises ConfigError for what is no number of at least 0."""
     if text is None:
@@ -209,6 +249,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
+    failures.begin_rank()
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if request.json else sys.stdout)
@@ -216,17 +257,24 @@ def main(words: Sequence[str] | None = None) -> int:
     except SftPlayError as error:
         _tell(command, error)
         return error.exit_code
-    except KeyboardInterrupt:
-        logger.warning("stopped by the user; what was saved until then is kept")
+    except KeyboardInterrupt as error:
+        if not failures.hand_over(error):
+            logger.warning("stopped by the user; what was saved until then is kept")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except Exception as error:
+        if not failures.hand_over(error):
+            raise
+        return 1
 
 
 def _tell(command: str, error: SftPlayError) -> None:
-    """The message of an error on standard error, safe to show."""
+    """The message of an error on standard error, safe to show; a rank's agent says it for all ranks."""
     sys.stdout.flush()
+    if failures.hand_over(error):
+        return
     kind = "" if isinstance(error, Interrupted) else "error: "
     sys.stderr.write(redact(f"[{command}] {kind}{escape_control(str(error))}\n"))
 
@@ -325,6 +373,27 @@ def _memory_model_score(request: Request) -> int:
         for line in report.table_lines():
             logger.info("%s", line)
     return 0
+
+
+def _verify_layouts(request: Request) -> int:
+    _refuse_hardware(request)
+    from sft_play.verify.layouts import STEPS, verify
+
+    table = verify(
+        request.config if request.config_given else None,
+        request.overrides,
+        layouts=request.layouts,
+        modes=request.modes,
+        steps=request.steps or STEPS,
+        progress=logger.info,
+    )
+    if request.out is not None:
+        _write_out(request.out, table.as_json())
+    if request.json:
+        sys.stdout.write(json.dumps(table.as_json()) + "\n")
+    for line in table.lines():
+        logger.info("%s", line)
+    return 0 if table.ok else 1
 
 
 def _write_out(path: Path, answer: object) -> None:
@@ -452,5 +521,6 @@ _COMMANDS = {
     "setup-accelerate": _setup_accelerate,
     "plan": _plan,
     "memory-model-score": _memory_model_score,
+    "verify-layouts": _verify_layouts,
     "generate": _generate,
 }

@@ -18,6 +18,7 @@ FLOORS = {
     "errors": 0,
     "log": 0,
     "cache": 0,
+    "environment": 0,
     "config": 1,
     "facts": 1,
     "starter": 1,
@@ -28,6 +29,7 @@ FLOORS = {
     "train": 3,
     "trace": 4,
     "after": 4,
+    "verify": 4,
     "dist": 4,
     "start": 5,
     "cli": 6,
@@ -36,7 +38,20 @@ FLOORS = {
 """Room or module of the package: floor. `sft_play/__init__.py` itself holds the version and nothing else."""
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
-LIGHT_ROOMS = {"errors", "log", "cache", "config", "facts", "starter", "runs", "plan", "launch", "start", "cli"}
+LIGHT_ROOMS = {
+    "errors",
+    "log",
+    "cache",
+    "environment",
+    "config",
+    "facts",
+    "starter",
+    "runs",
+    "plan",
+    "launch",
+    "start",
+    "cli",
+}
 
 
 def modules() -> dict[str, Path]:

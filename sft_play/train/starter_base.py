@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cache import cache_dir
+from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.starter import language
@@ -46,23 +47,6 @@ CHAT_TEMPLATE = (
 """ChatML; tools stand in the system turn, and calls behind the assistant's text."""
 _ABOUT_PLACES = ("Run folder:", "Written to:", "Trained weights:", "Try next:")
 """Lines of the base's run that name its temporary folder."""
-_NOT_THE_BASES = (
-    *(
-        "CONFIG",
-        "SET",
-        "HARDWARE",
-        "JSON",
-        "OUT",
-        "RUN",
-        "STRATEGY",
-        "NPROC",
-        "GPUS",
-        "DEEPSPEED_CONFIG",
-        "SFT_PLAY_RUN",
-    ),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
-"""Variables of the run that waits for the base: its settings, and its place among ranks. The base is one process."""
 
 
 def ensure_base() -> Path:
@@ -186,7 +170,12 @@ def _train(building: Path, start: Path, corpus: Path) -> None:
     words += [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
     last: list[str] = []
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=_environment(), text=True, errors="replace"
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=for_another_run(os.environ),
+        text=True,
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -200,11 +189,3 @@ def _train(building: Path, start: Path, corpus: Path) -> None:
         raise KeyboardInterrupt
     if process.returncode:
         raise BackendError("the starter's base model could not be made:\n" + "\n".join(last))
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment without what belongs to the run that waits, and with this package first."""
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_THE_BASES}
-    package = str(Path(__file__).resolve().parents[2])
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    return kept

@@ -1,0 +1,304 @@
+"""torch's launcher with an end in words: `python -m sft_play.train.agent` takes what `torchrun` takes.
+
+The ranks are started, watched and ended by torch's own elastic agent, in this process. What differs is what is said and
+answered when a rank fails. The launcher prints a report of its own with a traceback of itself, and answers 1 whatever
+happened; here one rank's failure is worded, the first that is not the consequence of another, and the answer is
+sft-play's: 2 for what the user can mend, 3 for what does not fit, 130 for a run that was told to stop. And a signal
+does not end the ranks after 30 s, too soon for a big checkpoint: it is passed on to them, and they are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+from torch.distributed import run as launcher
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from sft_play import failures
+from sft_play.errors import Interrupted, SftPlayError
+from sft_play.failures import Failure
+from sft_play.log import escape_control, one_line, redact, set_up_logging
+from sft_play.runs import RunFolder
+from sft_play.train.heartbeat import numbered
+
+logger = logging.getLogger(__name__)
+
+COMMAND = "train-distributed"
+SAME_SIGNAL_S = 1.0
+"""Two signals this close are one request: a batch system signals every process of a job, and so does our parent."""
+LEFTOVER_S = 5.0
+"""How long what ranks have started, such as a data loader's processes, may take to notice that they have ended."""
+_NO_NODES = ("RendezvousTimeoutError", "RendezvousConnectionError", "DistStoreError", "DistNetworkError")
+"""What torch raises where nodes do not meet, or a port is taken."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended as the launcher saw it, with what the rank itself wrote down."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    time: float
+    own: Failure | None = None
+    step: str = ""
+    stack: str = ""
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that ended it."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    @property
+    def was_told(self) -> bool:
+        """Whether it ended because somebody told it to."""
+        return self.own.kind == "stopped" if self.own else self.signal in ("SIGTERM", "SIGINT")
+
+
+def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
+    """The failure that the others follow from: the first that was no consequence.
+
+    A rank whose connection broke, or that was told to end, follows from another one as long as there is another.
+    """
+
+    def order(one: Ended) -> tuple[int, float]:
+        is_consequence = (one.own is not None and one.own.kind == "peer") or (one.was_told and not stopped)
+        # the launcher notices an end within its second; what a rank wrote down it wrote before it ended
+        return int(is_consequence) + int(one.was_told and not stopped), one.own.time if one.own else one.time + 1
+
+    return min(ended, key=order)
+
+
+def sentence(one: Ended, world: int | None, *, memory_ran_out: bool | None) -> str:
+    """How a rank ended, in one line."""
+    name = f"rank {one.rank}" + (f" of {world}" if world else "") + f" (pid {one.pid})"
+    at = f" at step {one.step}" if one.step else ""
+    if one.own is None and one.signal is not None:
+        why = ""
+        if one.signal == "SIGKILL":
+            why = {
+                True: ": the machine ran out of memory (see dmesg)",
+                False: " (by hand or by a batch system: the kernel counts no process killed for want of memory)",
+                None: " (out of memory? see dmesg)",
+            }[memory_ran_out]
+        return f"{name} was killed by {one.signal}{at}{why}"
+    if one.own is None:
+        return f"{name} ended with exit code {one.exit_code} and no word{at}"
+    own = one.own
+    if own.kind == "fault":
+        return f"{name} ended with {own.name}{at}: {one_line(own.message, limit=600)}"
+    if own.kind == "peer":
+        return f"{name} lost its connection to another rank{at}: {one_line(own.message, limit=600)}"
+    return own.message
+
+
+def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_ran_out: bool | None) -> tuple[str, int]:
+    """What is printed, and the exit code."""
+    root = root_of(ended, stopped=stopped)
+    own = root.own
+    if own is not None and own.kind == "stopped":
+        words = own.message or "stopped by the user; what was saved until then is kept"
+        return f"[{COMMAND}] {words}", Interrupted.exit_code
+    if stopped and root.was_told:
+        return (
+            f"[{COMMAND}] stopped by the user before the training could take notice; what was saved until then is kept",
+            Interrupted.exit_code,
+        )
+    if own is not None and own.kind == "mend":
+        said_by_all = root.rank == 0 or any(
+            one.own is not None and one.own.message == own.message for one in ended if one is not root
+        )
+        prefix = "" if said_by_all or own.message.startswith("rank ") else f"rank {root.rank} (host {own.host}): "
+        return f"[{COMMAND}] error: {prefix}{own.message}", own.exit_code
+    parts = [_stack_of(root), f"[{COMMAND}] error: {sentence(root, world, memory_ran_out=memory_ran_out)}"]
+    others = _others(ended, root)
+    if others:
+        parts.append(f"[{COMMAND}] {others}")
+    return "\n".join(part for part in parts if part), 1
+
+
+def _stack_of(one: Ended) -> str:
+    """The traceback of a fault, or the stack of a crash."""
+    if one.own is None:
+        return one.stack.rstrip()
+    return one.own.traceback.rstrip() if one.own.kind == "fault" else ""
+
+
+def _others(ended: Sequence[Ended], root: Ended) -> str:
+    """What became of the other ranks that did not end well, in a line."""
+    lost = [one.rank for one in ended if one is not root and one.own is not None and one.own.kind in ("peer", "hung")]
+    told = [one.rank for one in ended if one is not root and (one.own.kind == "stopped" if one.own else one.signal)]
+    rest = [one for one in ended if one is not root and one.rank not in (*lost, *told)]
+    parts = []
+    if lost:
+        parts.append(f"{numbered(lost)} lost the connection to it")
+    if told:
+        parts.append(f"{numbered(told)} {'was' if len(told) == 1 else 'were'} ended")
+    parts += [sentence(one, None, memory_ran_out=None) for one in rest]
+    return "then " + "; ".join(parts) if parts else ""
+
+
+class _Stopping:
+    """Passes the first SIGINT or SIGTERM on to the ranks, which save and stop; a second ends everything at once."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.at_once = False
+
+    def install(self) -> None:
+        """Take the signals."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        ranks = psutil.Process().children()
+        if self.since is None:
+            self.since = time.monotonic()
+            if not ranks:  # the nodes have not met yet
+                raise KeyboardInterrupt
+            for rank in ranks:
+                try:
+                    rank.send_signal(signal.SIGTERM)
+                except psutil.Error:
+                    continue
+        elif time.monotonic() - self.since > SAME_SIGNAL_S:
+            self.at_once = True
+            for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
+                try:
+                    process.kill()
+                except psutil.Error:
+                    continue
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the ranks to their end; returns sft-play's exit code."""
+    set_up_logging(COMMAND, stream=sys.stderr)
+    _leave_with_parent(os.environ)
+    _silence_launcher()
+    stopping = _Stopping()
+    stopping.install()
+    os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
+    given = launcher.parse_args(sys.argv[1:] if words is None else list(words))
+    given.signals_to_handle = "SIGHUP,SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
+    killed_before = failures.out_of_memory_kills()
+    with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as aside:
+        given.log_dir = given.log_dir or aside
+        code = 0
+        try:
+            launcher.run(given)
+        except ChildFailedError as error:
+            ended = [_ended(rank, failure, Path(given.log_dir)) for rank, failure in error.failures.items()]
+            killed = failures.out_of_memory_kills()
+            more = None if killed is None or killed_before is None else killed > killed_before
+            text, code = report(ended, _world(given, ended), stopped=stopping.since is not None, memory_ran_out=more)
+            if stopping.at_once:
+                text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
+            _say(text)
+            _note_in_run(text.splitlines(), code)
+        except (KeyboardInterrupt, SignalException):
+            _say(f"[{COMMAND}] stopped by the user before the ranks had begun")
+            code = Interrupted.exit_code
+        except Exception as error:
+            code = _say_no_meeting(error, given)
+        if code:
+            failures.end_leftovers(os.getpid(), patience_s=LEFTOVER_S)
+    return code
+
+
+def _leave_with_parent(environment: Mapping[str, str]) -> None:
+    """Stop the run when the command that started this agent is no more; one that was started by hand stays."""
+    parent = environment.get(failures.PARENT_VARIABLE)
+    if parent is not None and parent == str(os.getppid()):
+        failures.leave_with(int(parent), signal.SIGTERM)
+
+
+def _silence_launcher() -> None:
+    """Leave out what torch's agent logs about the ends of ranks: it is said here."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+
+
+def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
+    """What the launcher saw of a rank, with what lies in that rank's folder."""
+    found = sorted(log_dir.rglob(f"{failure.local_rank}/{failures.BEAT_NAME}"), key=lambda path: path.stat().st_mtime)
+    beat = found[-1].read_text(encoding="utf-8", errors="replace").strip("\0 ") if found else ""
+    step, _, what = beat.partition(" ")
+    folders = sorted(
+        log_dir.rglob(f"{failure.local_rank}/{failures.FAULT_NAME}"), key=lambda path: path.stat().st_mtime
+    )
+    stack = folders[-1].read_text(encoding="utf-8", errors="replace") if folders else ""
+    own = failures.read(Path(failure.error_file))
+    own = own if own is not None and own.pid == failure.pid else None
+    return Ended(
+        rank, failure.pid, failure.exitcode, float(failure.timestamp), own, f"{step} ({what})" if what else "", stack
+    )
+
+
+def _world(given: Any, ended: Sequence[Ended]) -> int | None:
+    """How many ranks there are on all nodes; None where it was left to the launcher to count."""
+    try:
+        return int(given.nproc_per_node) * int(given.nnodes)
+    except ValueError:
+        return None
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(redact(f"{escape_control(text)}\n"))
+    sys.stderr.flush()
+
+
+def _note_in_run(lines: Sequence[str], code: int) -> None:
+    """The same in the run folder where a rank could not write it: in the log, and as the run's end in its manifest."""
+    path = os.environ.get(failures.RUN_VARIABLE)
+    if not path:
+        return
+    folder = RunFolder(Path(path))
+    try:
+        manifest = folder.manifest()
+        if folder.log_path.exists():
+            with folder.log_path.open("a", encoding="utf-8") as log:
+                log.writelines(f"{line}\n" for line in lines)
+        if code == 1 and manifest.get("status") in ("running", "failed"):
+            word = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
+            folder.update_manifest(status="failed", error=word.partition("error: ")[2] or word)
+    except (SftPlayError, OSError):  # a folder that was never made, or is removed again
+        return
+
+
+def _say_no_meeting(error: Exception, given: Any) -> int:
+    """Words for ranks that could not be started because nodes did not meet; everything else keeps its traceback."""
+    text = one_line(str(error).splitlines()[0] if str(error) else "", limit=300)
+    if type(error).__name__ not in _NO_NODES:
+        raise error
+    where = f"{given.master_addr}:{given.master_port}"
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        _say(f"[{COMMAND}] error: {where} is in use already; give another MASTER_PORT=, the same on all nodes ({text})")
+    else:
+        _say(
+            f"[{COMMAND}] error: the {given.nnodes} nodes did not meet at {where}: start the command on each of them "
+            f"with the same MASTER_ADDR= and MASTER_PORT=, reachable from all, and look for one that failed ({text})"
+        )
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""How far the weights that two runs trained are apart, by how far training moved them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The largest relative difference over tensors, and the tensor that has it."""
+
+    largest: float
+    tensor: str
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor saved in a folder, by name."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def apart(start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Apart:
+    """Largest over tensors of |dw - dw1| / |dw1| (2-norms; d from the start, 1 = the single process).
+
+    A tensor that the single process did not move counts as infinitely far where the other run moved it. Names or
+    shapes that differ are infinitely far too.
+    """
+    if set(one) != set(other):
+        return Apart(float("inf"), sorted(set(one) ^ set(other))[0])
+    worst = Apart(0.0, "")
+    for name, after in one.items():
+        if other[name].shape != after.shape or start[name].shape != after.shape:
+            return Apart(float("inf"), name)
+        moved = after.double() - start[name].double()
+        difference = float((other[name].double() - after.double()).norm())
+        size = float(moved.norm())
+        relative = difference / size if size else (float("inf") if difference else 0.0)
+        if not relative <= worst.largest:  # NaN is worse than any number
+            worst = Apart(relative, name)
+    return worst
