@@ -62,6 +62,8 @@ launch-command: setup ## Show the command and variables that start the ranks, an
 	@$(PROGRAM) launch-command
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
+consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
+	@$(PROGRAM) consolidate
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
 	@$(PROGRAM) verify-layouts
 
@@ -99,7 +101,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
 #: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
 #: ACCELERATE_CONFIG=FILE  your accelerate configuration
-#: RUN=NAME                the run that resume continues
+#: RUN=NAME                the run that resume continues, or that consolidate writes out
 #: HARDWARE=2xH200         plan for this machine instead of the present one
 #: JSON=1  OUT=FILE        plan: print one JSON object; write it to FILE
 #: TRACE=1                 plan: confirm the choice by tracing the step (no GPU needed)
@@ -119,4 +121,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-speed clean

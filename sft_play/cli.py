@@ -49,6 +49,7 @@ COMMANDS = {
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
+    "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -396,6 +397,23 @@ def _verify_layouts(request: Request) -> int:
     return 0 if table.ok else 1
 
 
+def _consolidate(request: Request) -> int:
+    from sft_play.train.consolidate import consolidate
+
+    if not request.run:
+        raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    given = Path(request.run).expanduser()
+    is_path = given.name != request.run or (given / runs.MANIFEST).is_file()
+    if not is_path:
+        output = load_config(request.config, overrides=request.overrides).config.output
+        given = runs.output_dir(output) / runs.checked_name(request.run, key="RUN")
+    checkpoint = given if given.name.startswith("checkpoint-") else None
+    folder = RunFolder(given.parents[1] if checkpoint else given)
+    consolidate(folder, checkpoint=checkpoint, out=request.out)
+    return 0
+
+
 def _write_out(path: Path, answer: object) -> None:
     """JSON in a file of its own; raises ConfigError where it cannot be written.
 
@@ -522,5 +540,6 @@ _COMMANDS = {
     "plan": _plan,
     "memory-model-score": _memory_model_score,
     "verify-layouts": _verify_layouts,
+    "consolidate": _consolidate,
     "generate": _generate,
 }

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
+from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
@@ -30,7 +30,7 @@ from sft_play.facts.architecture import (
 )
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
-from sft_play.launch.command import Launch, torchrun
+from sft_play.launch.command import Launch, require_free_port, torchrun
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
@@ -457,23 +457,36 @@ def _write_launch(
 
 
 def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
-    """Start the command, pass signals on, stop what was started beside it; the exit code as sft-play's."""
+    """Start the ranks under the agent, pass signals on, leave nothing behind; the exit code as sft-play's.
+
+    The first signal goes to the agent, which hands it on to the ranks and waits for what they save. A second one ends
+    everything at once.
+    """
+    require_free_port(made)
     seen: list[int] = []
     with contextlib.ExitStack() as stack:
         if board and folder is not None:
             stack.enter_context(
                 tensorboard.beside(folder.tensorboard, environment=os.environ, **_board_options(os.environ))
             )
-        process = subprocess.Popen(made.words, env={**os.environ, **made.environment}, start_new_session=True)
+        environment = {**os.environ, **made.environment, failures.PARENT_VARIABLE: str(os.getpid())}
+        process = subprocess.Popen(made.watched, env=environment, start_new_session=True)
 
         def pass_on(number: int, _: Any) -> None:
             seen.append(number)
+            if len(seen) > 1:
+                failures.end_at_once(process.pid)
+                return
+            name = signal.Signals(number).name
+            logger.warning("%s: the ranks save at the end of this step, then stop; a second ends them at once", name)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM if len(seen) < 2 else signal.SIGKILL)
+                os.kill(process.pid, signal.SIGTERM)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, pass_on))
         code = process.wait()
+        if code < 0:  # without the agent, its ranks have been told to save and stop
+            failures.end_leftovers(process.pid, patience_s=0 if len(seen) > 1 else failures.ORPHAN_S)
     return _exit_code(code, folder, stopped=bool(seen))
 
 
@@ -491,13 +504,27 @@ def _board_options(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
-    """The launcher's answer as sft-play's: 130 for a run that was stopped and saved."""
-    if folder is not None and not folder.metrics_path.exists() and code and not stopped:
+    """The agent's answer, which is sft-play's; of an agent that a signal ended, 1, or 130 where the user wanted it."""
+    if code < 0 and stopped:
+        logger.warning("ended at once; what was saved until then is kept")
+        return Interrupted.exit_code
+    if code < 0:
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+        logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", name)
+        return 1
+    if folder is not None and code in (2, 3) and _is_unused(folder):
         runs.discard(folder)
         logger.info("The run folder %s is removed again: nothing was trained", folder.path)
-    if stopped:
-        return Interrupted.exit_code
-    return 0 if code == 0 else 1
+    return code
+
+
+def _is_unused(folder: RunFolder) -> bool:
+    """Whether this start made the folder, and took no step in it."""
+    launched = folder.path / LAUNCH_FILE
+    if folder.metrics_path.exists() or not launched.exists():
+        return False
+    made: bool = json.loads(launched.read_text(encoding="utf-8"))["made"]
+    return made
 
 
 def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
@@ -612,5 +639,5 @@ def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutN
         return  # it starts again from the first step
     raise RunFolderError(
         f"{folder.path} cannot be gone on with: {because}; go on with NPROC={stopped.ranks} STRATEGY={stopped.layout}, "
-        f"or write its weights out with make consolidate RUN={folder.path.name} and start a new run from them"
+        f"or write out what it has learned so far: make consolidate RUN={folder.path}"
     )

@@ -1,1 +1,1 @@
-"""What can cost a night, found in a minute: versions, drivers, GPUs, limits, disk, and a real all-reduce of all ranks."""
+"""What can cost a night, found in a minute: versions, GPUs, limits, disk, and a real all-reduce of all ranks."""

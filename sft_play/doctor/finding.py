@@ -80,11 +80,15 @@ class Report:
         return [*table, f"{self._sum()} ({self.elapsed_s:.0f} s)"]
 
     def _sum(self) -> str:
-        counts = {verdict: sum(item.verdict == verdict for item in self.findings) for verdict in ("PASS", "WARN", "SKIP")}
+        counts = {
+            verdict: sum(item.verdict == verdict for item in self.findings) for verdict in ("PASS", "WARN", "SKIP")
+        }
         rest = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if self.ok:
             return f"Nothing FAILs: {rest}"
-        return f"{len(self.failures)} FAIL: {listed(item.name for item in self.failures)}" + (f"; {rest}" if rest else "")
+        return f"{len(self.failures)} FAIL: {listed(item.name for item in self.failures)}" + (
+            f"; {rest}" if rest else ""
+        )
 
 
 def listed(words: Any) -> str:

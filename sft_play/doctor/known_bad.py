@@ -128,7 +128,7 @@ TABLE: tuple[KnownBad, ...] = (
     ),
     KnownBad(
         "torch {torch} for CUDA {torch_cuda} has no kernels for GPUs older than Turing (compute capability 7.5): "
-        "\"no kernel image is available\"",
+        '"no kernel image is available"',
         _left_out_of_the_build,
         "install torch's build for CUDA 12.6, which still has Volta and Pascal",
         ("https://github.com/pytorch/pytorch/issues/172352", "https://github.com/unslothai/unsloth/pull/5876"),
@@ -166,7 +166,7 @@ TABLE: tuple[KnownBad, ...] = (
         "WARN",
     ),
     KnownBad(
-        "NCCL {nccl} on ARM over several nodes: it loses slots of its proxy queue until all ranks hang, without an error",
+        "NCCL {nccl} on ARM over several nodes: its proxy queue loses slots until all ranks hang, without an error",
         lambda pairs: (
             pairs.over_nccl
             and pairs.nodes > 1

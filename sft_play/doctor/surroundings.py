@@ -109,7 +109,9 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         requirements=_requirements(installed),
         python_wanted=_project().get("requires-python", ""),
         torch_cuda=_torch_cuda(),
-        nccl=next((installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None),
+        nccl=next(
+            (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
+        ),
         driver=driver,
         driver_cuda=driver_cuda,
         bitsandbytes_cuda=_bitsandbytes_cuda(),
@@ -138,7 +140,7 @@ def _project() -> dict[str, Any]:
         return {}
     return {
         "dependencies": metadata.requires(DISTRIBUTION) or [],
-        "requires-python": installed.get("Requires-Python", "") or "",
+        "requires-python": (installed.get_all("Requires-Python") or [""])[0],
     }
 
 

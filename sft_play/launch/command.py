@@ -1,14 +1,29 @@
-"""The command that starts a run's ranks, with the variables that it sets: what is shown is what is run."""
+"""The command that starts a run's ranks, with the variables that it sets: what is shown is what is run.
+
+One word differs: where torch's `torch.distributed.run` is shown, `sft_play.train.agent` is run, which hands the same
+words to the same launcher and says in its place how a rank failed. Typed by hand, the shown command starts the same
+ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
+from sft_play.errors import HardwareError
 from sft_play.launch.ranks import RUN_VARIABLE
+from sft_play.log import one_line
+
+LAUNCHER = "torch.distributed.run"
+AGENT = "sft_play.train.agent"
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,13 @@ class Launch:
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    port: int | None = None
+    """The port that this node will listen on, where it was fixed because other nodes have to know it."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The words with our agent in the launcher's place: what is run."""
+        return tuple(AGENT if word == LAUNCHER else word for word in self.words)
 
     @property
     def line(self) -> str:
@@ -44,6 +66,8 @@ def torchrun(
     gpus: str | None = None,
     folder: Path | None = None,
     python: str | None = None,
+    nccl_timeout_s: float | None = None,
+    given: Mapping[str, str] | None = None,
 ) -> Launch:
     """`torchrun` with as many processes as this node has ranks, running `sft-play` with the words of `program`.
 
@@ -51,8 +75,10 @@ def torchrun(
         threads: OMP_NUM_THREADS of CPU ranks; ranks that share cores would otherwise wait for each other, spinning.
         gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
         folder: the run folder that the ranks are handed.
+        nccl_timeout_s: of GPU ranks, how long they wait for each other.
+        given: the environment that is there, whose own settings of NCCL stand.
     """
-    words = [python or sys.executable, "-m", "torch.distributed.run"]
+    words = [python or sys.executable, "-m", LAUNCHER]
     if nodes.count == 1:
         words.append("--standalone")
     else:
@@ -66,4 +92,47 @@ def torchrun(
         environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}
     if folder is not None:
         environment[RUN_VARIABLE] = str(folder)
-    return Launch(tuple(words), environment)
+    if nccl_timeout_s is not None:
+        wanted = nccl_variables(nccl_timeout_s)
+        environment |= {name: value for name, value in wanted.items() if name not in (given or {})}
+    return Launch(tuple(words), environment, nodes.port if nodes.count > 1 and nodes.rank == 0 else None)
+
+
+def nccl_variables(timeout_s: float) -> dict[str, str]:
+    """What GPU ranks are told beside the timeout of their process group, so that waiting ends when it says.
+
+    The names are those of torch's `ProcessGroupNCCL.hpp` (2.11 to 2.13). A collective that times out ends its process
+    (1 also aborts the communicator; torchrun sets the same). The watchdog that sees to it may itself hang in a call of
+    CUDA's, which a second thread notices after 480 s by default, whatever the collectives' timeout is.
+    """
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s))),
+    }
+
+
+def require_free_port(launch: Launch) -> None:
+    """Raises HardwareError where this node is to listen on a port that somebody else listens on."""
+    if launch.port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just closed is free
+        try:
+            probe.bind(("", launch.port))
+            return
+        except OSError as error:
+            reason = error.strerror
+    holder = _listener(launch.port)
+    raise HardwareError(
+        f"MASTER_PORT={launch.port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
+        f"give another port on all nodes: MASTER_PORT={launch.port + 1 if launch.port < 65_535 else 29_500}"
+    )
+
+
+def _listener(port: int) -> str | None:
+    """Who listens on a port; None where this user may not know."""
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+        for item in psutil.net_connections(kind="tcp"):
+            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
+                return f"by {one_line(psutil.Process(item.pid).name())}, pid {item.pid}"
+    return None

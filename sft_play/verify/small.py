@@ -20,7 +20,6 @@ def make_small_run(folder: Path) -> Path:
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from transformers.utils import logging as transformers_logging
 
     from sft_play.train.starter_base import make_tokenizer

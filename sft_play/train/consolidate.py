@@ -1,0 +1,159 @@
+"""`make consolidate`: the trained weights of a checkpoint, divided over ranks or not, as one adapter or model.
+
+DeepSpeed's parts are put together by its own `zero_to_fp32`; FSDP's sharded ones by torch's. The names that they have
+in memory become those of a finished run's files by the way that saving takes: the model is built on the meta device
+and saved with these weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, ModelError, RunFolderError
+from sft_play.log import one_line
+from sft_play.plan.precision import Precision
+from sft_play.runs import RunFolder
+from sft_play.train import checkpoints
+from sft_play.train.model import check_saved_weights, draw_blueprint, whole_shapes
+from sft_play.train.portable import adapter_names, read_weights
+from sft_play.train.run import quiet_libraries
+
+logger = logging.getLogger(__name__)
+
+_FSDP_PARTS = "pytorch_model_fsdp_0"
+
+
+def consolidate(run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None) -> Path:
+    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
+
+    Args:
+        out: where to write; `consolidated-STEP` in the run folder where None.
+
+    Raises:
+        RunFolderError: there is no complete checkpoint, or `out` exists.
+        ModelError: the checkpoint does not hold what the model needs.
+    """
+    quiet_libraries()
+    transformers_logging.disable_progress_bar()
+    config = _config_of(run)
+    source = checkpoint or checkpoints.last_complete(run.checkpoints)
+    if source is None:
+        reasons = "; ".join(checkpoints.damage(run.checkpoints)) or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
+    if not checkpoints.is_complete(source):
+        raise RunFolderError(f"the checkpoint {source} is not whole: {'; '.join(checkpoints.damage(source.parent))}")
+    target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
+    if target.exists():
+        raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
+    model, tokenizer = _skeleton(config, source)
+    weights = _weights(source, model)
+    logger.info("Checkpoint: %s (%s)", source, _kind(source))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    except OSError as error:
+        raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
+    try:
+        model.save_pretrained(building, state_dict=weights)
+        tokenizer.save_pretrained(building)
+        size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=_has_stepped(source))
+        building.chmod(0o755)
+        building.rename(target)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    logger.info("Written to: %s (%.1f MiB of weights)", target, size / 2**20)
+    return target
+
+
+def _config_of(run: RunFolder) -> RunConfig:
+    """The settings that the run was made with."""
+    run.manifest()
+    try:
+        text = (run.path / "resolved.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{run.path}/resolved.json cannot be read: {error.strerror}") from None
+    return config_from_text(text, name=str(run.path / "resolved.json"))
+
+
+def _skeleton(config: RunConfig, source: Path) -> tuple[Any, Any]:
+    """The model with its adapter on the meta device, and the tokenizer that lies beside the checkpoint."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    blueprint = draw_blueprint(config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(blueprint.hf_config, trust_remote_code=config.model.trust_remote_code)
+        if blueprint.resize_to is not None:
+            model.resize_token_embeddings(blueprint.resize_to, mean_resizing=False)
+        if blueprint.peft_config is not None:
+            blueprint.peft_config.base_model_name_or_path = config.model.name
+            model = get_peft_model(model, blueprint.peft_config)
+    return model, tokenizer
+
+
+def _kind(source: Path) -> str:
+    if (source / "latest").is_file():
+        return "DeepSpeed's parts"
+    return "FSDP's parts" if (source / _FSDP_PARTS).is_dir() else "whole files"
+
+
+def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The trained weights by the names that saving takes, in the dtype that the run saves."""
+    kind = _kind(source)
+    if kind == "whole files":
+        found = read_weights(source, model)
+    else:
+        found = _deepspeed_weights(source) if kind == "DeepSpeed's parts" else _fsdp_weights(source)
+    is_adapter = hasattr(model, "peft_config")
+    wanted = set(adapter_names(model).values()) if is_adapter else set(whole_shapes(model))
+    missing = sorted(wanted - set(found))
+    if missing:
+        raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
+    dtype = None if is_adapter else _saved_dtype(source)
+    return {name: tensor.to(dtype) if dtype else tensor for name, tensor in found.items() if name in wanted}
+
+
+def _saved_dtype(source: Path) -> torch.dtype | None:
+    """The dtype that the checkpoint's config.json says the model is saved in."""
+    path = source / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = getattr(torch, str(settings.get("dtype") or settings.get("torch_dtype")), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _deepspeed_weights(source: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):  # it prints what it does
+        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
+    return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+
+
+def _fsdp_weights(source: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place) / "whole.pt"
+        dcp_to_torch_save(source / _FSDP_PARTS, whole)
+        found: dict[str, torch.Tensor] = torch.load(whole, weights_only=True)["model"]
+    return found
+
+
+def _has_stepped(source: Path) -> bool:
+    """Whether more than one optimizer step was taken; the first may have a learning rate of zero."""
+    return checkpoints.step_of(source) > 1
