@@ -398,11 +398,11 @@ def _verify_layouts(request: Request) -> int:
 
 
 def _consolidate(request: Request) -> int:
-    from sft_play.train.consolidate import consolidate
-
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not detect().gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
     given = Path(request.run).expanduser()
     is_path = given.name != request.run or (given / runs.MANIFEST).is_file()
     if not is_path:
@@ -410,6 +410,8 @@ def _consolidate(request: Request) -> int:
         given = runs.output_dir(output) / runs.checked_name(request.run, key="RUN")
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
+    from sft_play.train.consolidate import consolidate
+
     consolidate(folder, checkpoint=checkpoint, out=request.out)
     return 0
 

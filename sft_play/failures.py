@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -173,6 +173,12 @@ def read(error_file: Path) -> Failure | None:
         return Failure(**own)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 0, 2, 3`."""
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed}"
 
 
 # --- parents and children ---------------------------------------------------------------------------------------------

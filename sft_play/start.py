@@ -346,7 +346,7 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     """Raises ConfigError for a layout that is named and cannot run."""
     if strategy is None:
         return
-    possible, refused = layouts_for(config, shape_for(config), hardware)
+    possible, refused = layouts_for(config, shape_for(config), hardware, named=strategy)
     names = [layout.name for layout in possible if layout.name in BUILT]
     if strategy in names:
         return

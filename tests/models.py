@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 CHATML = (
@@ -55,3 +57,28 @@ def make_llama(folder: Path, *, template: str | None = CHATML, **changes: object
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)  # type: ignore[arg-type]
     return folder
+
+
+def uneven_run(folder: Path, model: Path) -> Path:
+    """Write rows of very different lengths, which divide over no ranks, and a run YAML that trains on them.
+
+    21 rows in steps of 8: an epoch ends with 5. 13 rows for evaluation.
+    """
+    draw = random.Random(1)
+    words = " ".join(TEXTS).split()
+
+    def row(number: int) -> dict[str, object]:
+        question = f"what is {number}? " + " ".join(draw.choices(words, k=draw.randint(0, 8)))
+        answer = " ".join(draw.choices(words, k=draw.choice([1, 1, 2, 4, 20])))
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    for name, count in (("train", 21), ("val", 13)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in range(count)))
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {folder}/train.jsonl, val_path: {folder}/val.jsonl, test_path: null}}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 5, report_to: [], learning_rate: 1e-3}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return path

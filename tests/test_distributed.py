@@ -21,6 +21,7 @@ from sft_play.launch.ranks import ranks_of
 from sft_play.launch.spread import spread_of
 from sft_play.plan.plan import make_plan, plan_from_json
 from tests.conftest import ROOT, VARIABLES
+from tests.models import uneven_run
 
 GIB = 2**30
 pytestmark = pytest.mark.build
@@ -28,15 +29,10 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama, sums) -> Path:
-    """A folder with a run YAML of four steps, two of them accumulated."""
+def world(tmp_path_factory, tiny_llama) -> Path:
+    """A folder with a run YAML of five steps, two of them accumulated: an epoch's uneven end among them."""
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "run.yaml").write_text(
-        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
-        f"data: {{train_path: {sums}, val_path: {sums}, test_path: null}}\n"
-        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 4, report_to: [], learning_rate: 1e-3}\n"
-        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
-    )
+    uneven_run(folder, tiny_llama)
     return folder
 
 
@@ -90,8 +86,14 @@ def test_every_engine_is_proved_and_loses_what_one_process_loses(world, alone, s
     saved = run / ("model" if mode == "full" else "adapter")
     assert shapes(saved) == shapes(world / "outputs" / f"alone-{mode}" / saved.name)
     summary = json.loads((run / "summary.json").read_text())
+    one = json.loads((world / "outputs" / f"alone-{mode}" / "summary.json").read_text())
+    for when in ("before", "after"):  # 13 rows over 2 ranks: each is counted once
+        assert summary[when]["loss"] == pytest.approx(one[when]["loss"], rel=1e-5)
     assert summary["exit"] == 0
-    assert summary["before"]["loss"] > summary["after"]["loss"]
+    assert summary["engine_proof"]["wrapped_class"] == wrapped
+    assert summary["engine_proof"]["layout"] == strategy
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all({"loss_rank_0", "loss_rank_1"} <= set(line) for line in lines if "loss" in line)
     assert not list(run.glob(".lock*"))
 
 

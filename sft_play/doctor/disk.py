@@ -41,15 +41,17 @@ class Written:
 def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
     """What the planned run writes: weights that train, optimizer states as the layout keeps them, and the final save.
 
-    DeepSpeed's checkpoints hold fp32 masters and states beside the weights, and the trainer's own copy of the weights.
+    DeepSpeed's checkpoints hold fp32 masters and states beside its copy of the weights and the trainer's. Compared with
+    the files of runs over two CPU ranks (LoRA, QLoRA, full; one process, FSDP, ZeRO-2 and -3): within 3%.
     """
     layout = plan.choice.layout
     walk = Walk(config, shape, plan.precision, plan.choice.step)
     params = walk.trained.params
     paged = paged_bytes(config.train.optim, walk.trained)
     if layout.is_zero:
-        weights = 2 * params
-        checkpoint = 2 * weights + 4 * params + (paged or 8 * params)
+        weights = walk.trained.width * params
+        copies = 1 if layout.shards_params else 2  # ZeRO-3's own files hold the weights as fp32 masters only
+        checkpoint = copies * weights + 4 * params + (paged or 8 * params)
     else:
         ranks = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
         weights = walk.resident.gradients * ranks  # a gradient is as large as what it belongs to

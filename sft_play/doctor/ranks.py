@@ -70,6 +70,11 @@ _EXPLAINED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "ulimit -l unlimited: the network card locks the memory that it reads",
         ("https://github.com/NVIDIA/nccl-tests/issues/206",),
     ),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "give another port on every node: MASTER_PORT=29600",
+        (),
+    ),
     (r"out of memory", "stop what else is on the GPU (nvidia-smi), or name others: GPUS=0,1", ()),
 )
 

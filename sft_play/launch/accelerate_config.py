@@ -103,7 +103,7 @@ def check_machines(machines: Machines) -> Machines:
             f"MACHINE_RANK={rank} is not one of NUM_MACHINES={count}: ranks go from 0 to {count - 1}, "
             "and the machine of rank 0 is the one at MAIN_IP"
         )
-    if machines.main_ip is not None and not _is_address(machines.main_ip):
+    if machines.main_ip is not None and not is_address(machines.main_ip):
         raise ConfigError(f"MAIN_IP={one_line(machines.main_ip)} is no host name and no IP address")
     if machines.main_port is not None and not 1 <= machines.main_port <= 65535:
         raise ConfigError(
@@ -119,7 +119,8 @@ def check_machines(machines: Machines) -> Machines:
     return Machines(count, rank, machines.main_ip, machines.main_port or DEFAULT_PORT)
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text can be a host: an IP address or a name."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -504,7 +505,7 @@ class _Reader:
         given = self._take("main_process_ip")
         if given is None:
             return None
-        if not isinstance(given, str) or not _is_address(given):
+        if not isinstance(given, str) or not is_address(given):
             self._wrong(f"main_process_ip: {_show(given)} is no host name and no IP address")
         return str(given)
 

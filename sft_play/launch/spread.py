@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate_config import AccelerateConfig
+from sft_play.launch.accelerate_config import AccelerateConfig, is_address
 from sft_play.launch.command import Nodes
 from sft_play.log import one_line
 from sft_play.plan.layout import BUILT, LayoutName
@@ -50,15 +50,22 @@ def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool
     port = _number(values, "MASTER_PORT", least=1)
     if port is not None and port > 65_535:
         raise ConfigError(f"MASTER_PORT={port} is no port; ports go from 1 to 65535")
+    address = values.get("MASTER_ADDR", "").strip()
+    if (rank or 0) >= count and not values.get("NNODES", "").strip():
+        raise ConfigError(f"NODE_RANK={rank} names one of several nodes, and NNODES= does not say how many there are")
     if (rank or 0) >= count:
         raise ConfigError(f"NODE_RANK={rank} is not one of NNODES={count}: ranks go from 0 to {count - 1}")
-    if count > 1 and (rank is None or not values.get("MASTER_ADDR")):
+    if count > 1 and (rank is None or not address):
         raise ConfigError(
             f"NNODES={count} needs NODE_RANK=0 to {count - 1} and MASTER_ADDR=, the address of node 0 that the others "
             f"reach (and MASTER_PORT=, default {DEFAULT_PORT})"
         )
+    if count > 1 and not is_address(address):
+        raise ConfigError(
+            f"MASTER_ADDR={one_line(address)} is no host name and no IP address; the port goes into MASTER_PORT="
+        )
     file = values.get("DEEPSPEED_CONFIG")
-    nodes = Nodes(count, rank or 0, values.get("MASTER_ADDR"), port or DEFAULT_PORT) if count > 1 else Nodes()
+    nodes = Nodes(count, rank or 0, address, port or DEFAULT_PORT) if count > 1 else Nodes()
     return Spread(
         strategy=_strategy(values.get("STRATEGY")),
         processes=_number(values, "NPROC", least=1),
@@ -70,9 +77,18 @@ def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool
 
 
 def with_accelerate(spread: Spread, accelerate: AccelerateConfig) -> Spread:
-    """The spread with what an accelerate configuration says wherever the command line says nothing."""
+    """The spread with what an accelerate configuration says wherever the command line says nothing.
+
+    Raises:
+        ConfigError: it is for several machines, and does not say where they meet.
+    """
     nodes = spread.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
+        if accelerate.main_ip is None:
+            raise ConfigError(
+                f"{one_line(str(accelerate.path))}: num_machines: {accelerate.num_machines} needs main_process_ip, the "
+                "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
+            )
         port = accelerate.main_port or DEFAULT_PORT
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, accelerate.main_ip, port)
     file = accelerate.deepspeed_config_file

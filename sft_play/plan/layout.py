@@ -25,6 +25,8 @@ BUILT: tuple[LayoutName, ...] = (
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload",
 )  # fmt: skip
 """The layouts that this version can launch."""
+ONE_RANK: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+"""Those whose engine can be run with one rank."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """Those that DeepSpeed runs."""
 
@@ -126,13 +128,19 @@ class NotPossible:
 
 
 def layouts_for(
-    config: RunConfig, shape: ModelShape, hardware: Hardware
+    config: RunConfig, shape: ModelShape, hardware: Hardware, *, named: LayoutName | None = None
 ) -> tuple[tuple[Layout, ...], tuple[NotPossible, ...]]:
-    """Every layout that could run the job on all GPUs of the machine, and those that could not with the reason."""
+    """Every layout that could run the job on all GPUs of the machine, and those that could not with the reason.
+
+    On one GPU a layout of several that is `named` is weighed too: an engine can be tried, and measured, with one rank.
+    """
     count = hardware.ranks
     found: list[Layout] = []
     refused: list[NotPossible] = []
-    for layout in _thinkable(config, hardware, count):
+    thinkable = _thinkable(config, hardware, count)
+    if count == 1 and named in ONE_RANK:
+        thinkable = [Layout(named), *thinkable]
+    for layout in thinkable:
         because = _impossible(layout, config, shape)
         if because is None:
             found.append(layout)

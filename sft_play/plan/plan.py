@@ -246,7 +246,7 @@ def make_plan(
     check_mesh(config)
     check_targets(config, shape)
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
-    possible, refused = layouts_for(config, shape, hardware)
+    possible, refused = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
     layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
     candidates = weigh(job, layouts)
     chosen, candidates, said = _confirmed(job, candidates, confirm)

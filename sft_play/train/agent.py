@@ -28,10 +28,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sft_play import failures
 from sft_play.errors import Interrupted, SftPlayError
-from sft_play.failures import Failure
+from sft_play.failures import Failure, numbered
 from sft_play.log import escape_control, one_line, redact, set_up_logging
 from sft_play.runs import RunFolder
-from sft_play.train.heartbeat import numbered
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +206,7 @@ def main(words: Sequence[str] | None = None) -> int:
             ended = [_ended(rank, failure, Path(given.log_dir)) for rank, failure in error.failures.items()]
             killed = failures.out_of_memory_kills()
             more = None if killed is None or killed_before is None else killed > killed_before
-            text, code = report(ended, _world(given, ended), stopped=stopping.since is not None, memory_ran_out=more)
+            text, code = report(ended, _world(given), stopped=stopping.since is not None, memory_ran_out=more)
             if stopping.at_once:
                 text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
             _say(text)
@@ -252,10 +251,10 @@ def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
     )
 
 
-def _world(given: Any, ended: Sequence[Ended]) -> int | None:
+def _world(given: Any) -> int | None:
     """How many ranks there are on all nodes; None where it was left to the launcher to count."""
     try:
-        return int(given.nproc_per_node) * int(given.nnodes)
+        return int(given.nproc_per_node) * int(str(given.nnodes).rpartition(":")[2])
     except ValueError:
         return None
 

@@ -63,7 +63,7 @@ def barrier() -> None:
 
 def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, Any] | None) -> dict[str, Any]:
     """The Trainer's arguments that turn the plan's layout on."""
-    if plan.choice.layout.ranks == 1 and deepspeed is None:
+    if plan.layout == "single" and deepspeed is None:
         return {}
     found: dict[str, Any] = {"ddp_find_unused_parameters": False}
     on_cpu = plan.hardware.device == "cpu"

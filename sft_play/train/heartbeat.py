@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from sft_play import failures
+from sft_play.failures import numbered
 from sft_play.train.rendezvous import meeting_point
 
 logger = logging.getLogger(__name__)
@@ -102,12 +102,6 @@ def _waiting(beats: Sequence[Beat]) -> str:
     ranks = numbered([beat.rank for beat in beats])
     places = sorted({beat.place for beat in beats})
     return f"{ranks} wait{'s' if len(beats) == 1 else ''} for it at {' or '.join(places)}"
-
-
-def numbered(ranks: Sequence[int]) -> str:
-    """`rank 1` or `ranks 0, 2, 3`."""
-    listed = ", ".join(str(rank) for rank in sorted(ranks))
-    return f"rank{'s' if len(ranks) != 1 else ''} {listed}"
 
 
 class Heartbeat:
@@ -300,27 +294,3 @@ def note(step: int, what: str) -> None:
     """Say to the heartbeat that is open, if one is, what begins now."""
     if _current is not None:
         _current.note(step, what)
-
-
-class Notes(TrainerCallback):
-    """Notes every micro-step and evaluation batch of a Trainer."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step and its first micro-step begin."""
-        note(state.global_step + 1, "training")
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The next micro-step begins."""
-        note(state.global_step + 1, "training")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What follows a step begins: logging, evaluating, saving."""
-        note(state.global_step, "after the step")
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The next batch of an evaluation begins."""
-        note(state.global_step, "evaluating")
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is written."""
-        note(state.global_step, "saved")

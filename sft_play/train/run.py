@@ -289,7 +289,7 @@ def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started
     step = checkpoints.step_of(checkpoint) if checkpoint else 0
     runs.keep_metrics_until(folder.metrics_path, step if checkpoint else -1)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
-    proof = engine.ProveEngine(job.plan) if job.plan.choice.layout.ranks > 1 or job.deepspeed else None
+    proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
     judging = _JudgeBefore(lambda: _before(job, trainer, held_out, name, asked, resumed=checkpoint is not None))
     watching = [GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop]
     trainer = build_trainer(

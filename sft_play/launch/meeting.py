@@ -1,0 +1,448 @@
+"""The nodes of a run meet before a rank is started: all there, told the same, each with the interface to the others.
+
+torch's launcher would wait for a node that never comes, count a rank twice where two nodes were given one NODE_RANK,
+and end in tracebacks on every node. Here node 0 listens at MASTER_PORT, every other node sends it a card (one line of
+JSON), and all are answered once the last has come or two contradict each other: with all cards, or with the words of
+the error, which then stand on every node. The port is free again before torch listens on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from sft_play.config.load import differing_keys, resolved
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.command import Launch, Nodes, require_free_port
+from sft_play.launch.ranks import Ranks
+from sft_play.launch.spread import Spread
+from sft_play.log import one_line
+from sft_play.runs import versions
+
+logger = logging.getLogger(__name__)
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+PROGRAM = "sft-play run"
+MUST_AGREE = ("sft_play", "torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+"""Packages that compute on every rank: two versions would train two models."""
+_MOST_BYTES = 2**20
+"""More than any card has; what sends more is no node."""
+_SHOWN = 6
+"""Differences that a message lists."""
+_ATTEMPT_S = 5.0
+_REFUSED_PAUSE_S = 0.5
+_CLOSED_PAUSE_S = 3.0
+"""Between two attempts at a port that somebody else's server holds, who may log each of them."""
+_ANSWER_S = 10.0
+
+Card = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Met:
+    """What came of a meeting: the cards of all nodes by node rank, and this node's address among them."""
+
+    cards: tuple[Card, ...]
+    address: str
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
+        interface = interface_of(self.address)
+        return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
+
+
+def card_of(config: RunConfig, hardware: Hardware, spread: Spread) -> dict[str, Any]:
+    """What a node tells about itself: what it was told to train, with what, over how many ranks of what.
+
+    Paths and the output are left out: nodes may keep the same files in different places. What the files hold is
+    compared by the ranks, which read them.
+    """
+    settings = resolved(config)
+    settings.pop("output")
+    settings["model"] = {key: value for key, value in settings["model"].items() if key != "name"}
+    settings["data"] = {key: value for key, value in settings["data"].items() if not key.endswith("_path")}
+    packages = versions()
+    return {
+        "host": socket.gethostname(),
+        "alike": {
+            "number of ranks": hardware.gpus_per_node,
+            "device": hardware.gpus[0].name if hardware.gpus else "CPU",
+            "STRATEGY": spread.strategy or "left to the plan",
+            "engine": "DeepSpeed" if spread.deepspeed else "left to the plan",
+            **{f"version of {name}": packages.get(name) or "not installed" for name in MUST_AGREE},
+        },
+        "settings": settings,
+    }
+
+
+def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
+    """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
+
+    Raises:
+        ConfigError: the address means nothing here or is another machine's, two nodes have one NODE_RANK, or what they
+            were told to train differs.
+        HardwareError: the port is taken, or nodes did not come within `limit_s`.
+    """
+    mine = {**card, "program": PROGRAM, "node": nodes.rank, "nodes": nodes.count}
+    addresses = addresses_of(str(nodes.address), nodes.port or 0)
+    deadline = time.monotonic() + limit_s
+    if nodes.rank == 0:
+        _require_ours(nodes, addresses)
+        require_free_port(Launch((), port=nodes.port))
+        met = _Host(nodes, mine, addresses).receive(deadline, limit_s)
+    else:
+        met = _call(nodes, mine, deadline, limit_s)
+    interface = interface_of(met.address)
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", nodes.count, _place(nodes),
+                ", ".join(one_line(str(item.get("host"))) for item in met.cards), nodes.rank, met.address,
+                f" on {interface}" if interface else "")  # fmt: skip
+    return met
+
+
+# --- addresses and interfaces -----------------------------------------------------------------------------------------
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """The addresses that `MASTER_ADDR` means on this machine.
+
+    Raises:
+        ConfigError: it means none.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(
+            f"MASTER_ADDR={one_line(host)} means no address on this machine ({reason or 'it cannot be a name'}); give "
+            "the IP address of node 0, or a name that every node knows"
+        ) from None
+    return list(dict.fromkeys(str(item[4][0]) for item in found))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine; None where none has it."""
+    wanted = _plain(address)
+    for name, held in psutil.net_if_addrs().items():
+        if any(item.family in (socket.AF_INET, socket.AF_INET6) and _plain(item.address) == wanted for item in held):
+            return name
+    return "lo" if _is_loopback(address) and "lo" in psutil.net_if_addrs() else None
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the way to another (no packet is sent); None where there is no way."""
+    for address in addresses_of(host, port):
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port or 9))
+            return str(probe.getsockname()[0])
+    return None
+
+
+def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
+
+    gloo would take the address that this host's own name means, which is the loopback where the name means none or
+    127.0.1.1 (as /etc/hosts of Debian has it), and the other nodes would be told an address of their own. A launch that
+    met the other nodes has set it already, as has a person who knows better. NCCL looks for an interface by itself
+    (`NCCL_SOCKET_IFNAME`), and may use several at once: that is left to it.
+
+    Raises:
+        ConfigError: MASTER_ADDR means no address here, so that this rank would not find the others.
+    """
+    host = environment.get("MASTER_ADDR")
+    if ranks.world_size <= ranks.local_world_size or not host:
+        return
+    port = environment.get("MASTER_PORT", "")
+    try:
+        address = address_towards(host, int(port) if port.isdigit() else 0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
+            "--local-addr with this node's own address on every node"
+        ) from None
+    interface = interface_of(address) if address else None
+    if environment.get(GLOO_VARIABLE) or interface is None:
+        return
+    environment[GLOO_VARIABLE] = interface
+    logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
+                interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
+
+
+def _plain(address: str) -> str:
+    """An address without its zone, and IPv4 inside IPv6 as IPv4."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(_plain(address)).is_loopback
+    except ValueError:
+        return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _require_ours(nodes: Nodes, addresses: list[str]) -> None:
+    """Raises ConfigError where node 0 is told to listen at an address that another machine has."""
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return
+    own = sorted(
+        _plain(item.address)
+        for held in psutil.net_if_addrs().values()
+        for item in held
+        if item.family == socket.AF_INET and not _is_loopback(item.address)
+    )
+    raise ConfigError(
+        f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another address "
+        f"({', '.join(own) or 'none but the loopback'}): give this machine a NODE_RANK= of its own (1 to "
+        f"{nodes.count - 1}), or MASTER_ADDR= an address of it on all nodes"
+    )
+
+
+def _place(nodes: Nodes) -> str:
+    return f"{one_line(str(nodes.address))}:{nodes.port}"
+
+
+# --- node 0 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Guest:
+    """A connection to node 0, and the card where one came over it."""
+
+    client: socket.socket
+    received: bytes = b""
+    card: Card | None = None
+
+
+@dataclass
+class _Host:
+    """Node 0: it receives the others' cards, and answers all at once."""
+
+    nodes: Nodes
+    mine: Card
+    addresses: list[str]
+    _guests: list[_Guest] = field(default_factory=list)
+
+    def receive(self, deadline: float, limit_s: float) -> Met:
+        """All cards; raises what is wrong, after it has told every node that came."""
+        logger.info("Nodes: node 0 waits at %s for %s, %.0f s at most",
+                    _place(self.nodes), _numbered(self._absent()), limit_s)  # fmt: skip
+        with self._listener() as listener, selectors.DefaultSelector() as ready, contextlib.ExitStack() as stack:
+            stack.callback(self._close_all)
+            listener.setblocking(False)
+            ready.register(listener, selectors.EVENT_READ)
+            try:
+                while self._absent():
+                    if time.monotonic() > deadline:
+                        raise HardwareError(self._late(limit_s))
+                    for key, _ in ready.select(timeout=min(1.0, max(0.01, deadline - time.monotonic()))):
+                        self._accept(listener, ready) if key.data is None else self._read(key.data, ready)
+            except (ConfigError, HardwareError) as error:
+                self._answer({"error": str(error), "kind": type(error).__name__})
+                raise
+            came = sorted((guest for guest in self._guests if guest.card), key=lambda guest: guest.card["node"])  # type: ignore[index]
+            cards = (self.mine, *(guest.card for guest in came if guest.card is not None))
+            reached = _plain(str(came[0].client.getsockname()[0]))
+            self._answer({"cards": cards})
+        return Met(cards, reached)
+
+    def _listener(self) -> socket.socket:
+        port = int(self.nodes.port or 0)
+        with contextlib.suppress(OSError):  # IPv6 may be switched off
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+
+    def _absent(self) -> list[int]:
+        came = {guest.card["node"] for guest in self._guests if guest.card}
+        return [rank for rank in range(1, self.nodes.count) if rank not in came]
+
+    def _late(self, limit_s: float) -> str:
+        return (
+            f"{_numbered(self._absent())} of {self.nodes.count} did not come to {_place(self.nodes)} within "
+            f"{limit_s:.0f} s (distributed.timeout_s): start the same command there with its own NODE_RANK=; where it "
+            f"runs, a firewall closes port {self.nodes.port}, or MASTER_ADDR= means another machine there"
+        )
+
+    def _accept(self, listener: socket.socket, ready: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            client, _ = listener.accept()
+            client.setblocking(False)
+            guest = _Guest(client)
+            self._guests.append(guest)
+            ready.register(client, selectors.EVENT_READ, guest)
+
+    def _read(self, guest: _Guest, ready: selectors.BaseSelector) -> None:
+        """What a connection sent: a card, a part of one, its end, or something that no node sends."""
+        try:
+            part = guest.client.recv(65_536)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        guest.received += part
+        is_whole = guest.received.endswith(b"\n")
+        if part and not is_whole and len(guest.received) < _MOST_BYTES and guest.received.startswith(b"{"):
+            return
+        card = _card(guest.received) if is_whole and guest.card is None else None
+        if card is None:
+            ready.unregister(guest.client)
+            guest.client.close()
+            self._guests.remove(guest)
+            if guest.card is not None:
+                logger.info("Nodes: node %s (%s) went away; it is waited for again",
+                            guest.card["node"], one_line(str(guest.card.get("host"))))  # fmt: skip
+            return
+        guest.card = card
+        self._check(guest)
+        logger.info("Nodes: node %s is here (%s)", card["node"], one_line(str(card.get("host"))))
+
+    def _check(self, guest: _Guest) -> None:
+        """Raises ConfigError where a card contradicts this node's, or another's that came before."""
+        card = guest.card or {}
+        rank, host = card.get("node"), one_line(str(card.get("host")))
+        if card.get("nodes") != self.nodes.count:
+            raise ConfigError(
+                f"{host} was given NNODES={one_line(str(card.get('nodes')))}, and node 0 NNODES={self.nodes.count}: "
+                "give all nodes the same"
+            )
+        if not isinstance(rank, int) or not 0 < rank < self.nodes.count:
+            raise ConfigError(f"{host} was given NODE_RANK={one_line(str(rank))}, which node 0 is not waiting for")
+        for other in self._guests:
+            if other is not guest and other.card is not None and other.card["node"] == rank:
+                raise ConfigError(
+                    f"{host} and {one_line(str(other.card.get('host')))} were both given NODE_RANK={rank}: give each "
+                    f"node a number of its own, 0 to {self.nodes.count - 1}"
+                )
+        wrong = differences(self.mine, card)
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ConfigError(
+                f"the nodes were not told the same: {'; '.join(wrong[:_SHOWN])}{more}; give all nodes the same "
+                "command, run YAML and packages"
+            )
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        text = (json.dumps(answer) + "\n").encode()
+        for guest in self._guests:
+            with contextlib.suppress(OSError):  # it has given up
+                guest.client.settimeout(_ANSWER_S)
+                guest.client.sendall(text)
+
+    def _close_all(self) -> None:
+        for guest in self._guests:
+            guest.client.close()
+
+
+def _numbered(ranks: list[int]) -> str:
+    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def differences(first: Card, other: Card) -> list[str]:
+    """In words, where a node's card is not that of node 0."""
+    names = f"node {first.get('node')}", f"node {other.get('node')}"
+    found = []
+    left, right = (card.get("alike") or {} for card in (first, other))
+    for key in [*left, *(key for key in right if key not in left)]:
+        if left.get(key) != right.get(key):
+            found.append(_differ(key, left.get(key), right.get(key), names))
+    for key, (one, two) in differing_keys(first.get("settings") or {}, other.get("settings") or {}).items():
+        found.append(_differ(key, one, two, names))
+    return found
+
+
+def _differ(key: str, one: Any, two: Any, names: tuple[str, str]) -> str:
+    return f"{key} is {one_line(str(one), limit=60)} on {names[0]} and {one_line(str(two), limit=60)} on {names[1]}"
+
+
+def _card(text: bytes) -> Card | None:
+    try:
+        card = json.loads(text)
+    except ValueError:
+        return None
+    return card if isinstance(card, dict) and card.get("program") == PROGRAM else None
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
+    """Find node 0, give it this node's card and wait for what it answers."""
+    last, is_said = "", False
+    while time.monotonic() < deadline:
+        try:
+            address = (str(nodes.address), int(nodes.port or 0))
+            left = max(0.1, min(_ATTEMPT_S, deadline - time.monotonic()))
+            with socket.create_connection(address, timeout=left) as client:
+                if client.getsockname() == client.getpeername():  # on one machine a socket may find itself
+                    raise ConnectionRefusedError(None, "Connection refused")
+                client.sendall((json.dumps(mine) + "\n").encode())
+                if not is_said:
+                    logger.info("Nodes: node %d waits with node 0 at %s for the others", nodes.rank, _place(nodes))
+                    is_said = True
+                answer = _reply(client, deadline)
+                if answer is not None:
+                    return _understood(answer, _plain(str(client.getsockname()[0])))
+            last, pause = "what listens there is no node of this run, or it was stopped", _CLOSED_PAUSE_S
+        except OSError as error:
+            last = "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+            pause = _REFUSED_PAUSE_S
+        if not is_said:
+            logger.info("Nodes: node %d tries to reach node 0 at %s, %.0f s at most (%s)",
+                        nodes.rank, _place(nodes), limit_s, last)  # fmt: skip
+            is_said = True
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+    itself = any(_is_loopback(address) for address in addresses_of(str(nodes.address), int(nodes.port or 0)))
+    trap = "MASTER_ADDR= means this machine itself here: give an address of node 0" if itself else (
+        "MASTER_ADDR= is another machine, or a firewall closes the port"
+    )  # fmt: skip
+    raise HardwareError(
+        f"node 0 was not met at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): start the same "
+        f"command there with NODE_RANK=0; where it runs, {trap}"
+    )
+
+
+def _reply(client: socket.socket, deadline: float) -> Card | None:
+    """The answer of node 0; None where the connection ended without one, or something else answers there."""
+    text = b""
+    while not text.endswith(b"\n"):
+        client.settimeout(max(0.1, deadline + _ANSWER_S - time.monotonic()))  # node 0 gives up first, and says why
+        try:
+            part = client.recv(65_536)
+        except OSError:
+            return None
+        if not part or not (text + part).startswith(b"{") or len(text) > 1_000 * _MOST_BYTES:
+            return None
+        text += part
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and ("cards" in answer or "error" in answer) else None
+
+
+def _understood(answer: Card, address: str) -> Met:
+    if "error" in answer:
+        kind = HardwareError if answer.get("kind") == HardwareError.__name__ else ConfigError
+        raise kind(f"node 0 says: {one_line(str(answer['error']), limit=1_000)}")
+    return Met(tuple(card for card in answer["cards"] if isinstance(card, dict)), address)

@@ -1,0 +1,806 @@
+"""The doctor: each check on facts made by hand, nodes that meet on loopback, and a real all-reduce of CPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.doctor import disk, gpus, host, known_bad, meeting, packages, ranks, surroundings
+from sft_play.doctor.check import Planned, examine
+from sft_play.doctor.finding import Finding, Report, failed, passed, skipped, warned
+from sft_play.doctor.known_bad import TABLE, Pairs, find_known_bad
+from sft_play.doctor.ranks import Outcome, bus_bandwidth, judge
+from sft_play.doctor.surroundings import GpuState, Space, Surroundings
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.launch.command import Nodes
+from sft_play.launch.spread import Spread
+from sft_play.plan.plan import Work, make_plan
+from tests.conftest import ROOT
+
+GIB = 2**30
+MIB = 2**20
+CPU = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
+
+
+def gpu(index: int = 0, name: str = "NVIDIA A100-SXM4-80GB", size: int = 80 * GIB, **changes: Any) -> Gpu:
+    return Gpu(index, name, size, size, (8, 0), **changes)
+
+
+def machine(*of: Gpu, **changes: Any) -> Hardware:
+    return Hardware(of, "CPU", 16, 256 * GIB, 256 * GIB, **changes)
+
+
+def verdicts(findings: list[Finding]) -> list[str]:
+    return [finding.verdict for finding in findings]
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_lists_what_fails_and_how_to_mend_it():
+    report = Report(
+        (
+            passed("shared memory", "12.0 GiB at /dev/shm"),
+            failed("disk", "full", "free space", "https://example.org/thread"),
+            warned("IOMMU", "on", "iommu=pt"),
+            skipped("bandwidth", "one rank"),
+        ),
+        3.2,
+    )
+    assert not report.ok
+    lines = report.lines()
+    assert lines[0] == "PASS  shared memory          12.0 GiB at /dev/shm"
+    assert lines[1].startswith("FAIL  disk ")
+    assert lines[2].strip() == "remedy: free space"
+    assert lines[3].strip() == "see https://example.org/thread"
+    assert lines[-1] == "1 FAIL: disk; 1 PASS, 1 WARN, 1 SKIP (3 s)"
+    data = json.loads(json.dumps(report.as_json()))
+    assert data["ok"] is False
+    assert data["findings"][1] == {
+        "name": "disk",
+        "verdict": "FAIL",
+        "found": "full",
+        "remedy": "free space",
+        "sources": ["https://example.org/thread"],
+    }
+
+
+def test_a_warning_does_not_fail_the_report():
+    assert Report((warned("IOMMU", "on", "iommu=pt"),), 0.0).ok
+
+
+def test_a_failure_without_a_remedy_cannot_be_made():
+    with pytest.raises(AssertionError):
+        failed("disk", "full", "")
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------
+
+
+def test_python_is_held_against_the_projects_range():
+    assert packages.check_python("3.12.1", ">=3.11,<3.14").verdict == "PASS"
+    found = packages.check_python("3.14.0", ">=3.11,<3.14")
+    assert (found.verdict, found.found) == ("FAIL", "3.14.0, and the project wants >=3.11,<3.14")
+
+
+def check(versions: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], *optional: str) -> list[Finding]:
+    return packages.check_packages(versions, wanted, own="sft-play", optional=frozenset(optional))
+
+
+def test_a_package_outside_the_projects_range_fails():
+    wanted = {"sft-play": ("torch>=2.11", "trl>=1.16,<2")}
+    assert verdicts(check({"torch": "2.13.0+cu130", "trl": "1.16.0"}, wanted)) == ["PASS", "PASS"]
+    found, _ = check({"torch": "2.7.1+cu128", "trl": "1.16.0"}, wanted)
+    assert (found.verdict, found.found) == ("FAIL", "torch is 2.7.1+cu128, wanted >=2.11")
+
+
+def test_a_missing_package_fails_only_where_the_run_uses_it():
+    wanted = {"sft-play": ("deepspeed>=0.19", "trl>=1")}
+    assert verdicts(check({"trl": "1.0"}, wanted)) == ["FAIL", "PASS"]
+    found, _ = check({"trl": "1.0"}, wanted, "deepspeed")
+    assert (found.verdict, found.found) == ("WARN", "deepspeed>=0.19 is missing (this run does not use it)")
+
+
+def test_packages_that_contradict_each_other_are_said():
+    wanted = {
+        "sft-play": ("transformers>=5",),
+        "transformers": ("huggingface_hub>=2,<3", "jax>=1; extra == 'flax'", "pywin32; sys_platform == 'win32'"),
+    }
+    assert verdicts(check({"transformers": "5.23.0", "huggingface-hub": "2.4.0"}, wanted)) == ["PASS", "PASS"]
+    found = check({"transformers": "5.23.0", "huggingface-hub": "1.9"}, wanted)[1]
+    assert found.verdict == "WARN"
+    assert found.found == "transformers 5.23.0: huggingface_hub is 1.9, wanted <3,>=2"
+
+
+def test_the_versions_of_this_environment_are_read():
+    around = surroundings.look(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    assert around.versions["pytest"] == pytest.__version__
+    assert any(text.startswith("torch") for text in around.requirements["sft-play"])
+    assert around.python_wanted == ">=3.11,<3.14"
+    assert around.environment == {"NCCL_DEBUG": "INFO"}
+    version = Path(str(importlib.util.find_spec("torch").origin)).parent / "version.py"  # type: ignore[union-attr]
+    built = re.search(r"^cuda.*= '?([^'\n]*)", version.read_text(), re.MULTILINE)
+    assert (around.torch_cuda or "None") == built[1]  # type: ignore[index]
+
+
+def card(host_name: str, **changes: Any) -> dict[str, Any]:
+    made = {"host": host_name, "versions": {"torch": "2.13.0"}, "driver": "580.1", "GPUs": "2 x A", "ranks per node": 2}
+    return {**made, **changes}
+
+
+def test_nodes_that_differ_are_named_with_what_differs():
+    assert packages.check_alike([card("a"), card("b")]).verdict == "PASS"
+    found = packages.check_alike([card("a"), card("b", versions={"torch": "2.12.0"}, driver="570.9")])
+    assert found.verdict == "FAIL"
+    assert "torch is 2.13.0 on a and 2.12.0 on b" in found.found
+    assert "driver is 580.1 on a and 570.9 on b" in found.found
+
+
+# --- known bad pairs --------------------------------------------------------------------------------------------------
+
+TWO_4090 = {"gpu_names": ("NVIDIA GeForce RTX 4090",) * 2, "capabilities": ((8, 9),) * 2, "ranks": 2}
+TWO_5090 = {"gpu_names": ("NVIDIA GeForce RTX 5090",) * 2, "capabilities": ((12, 0),) * 2, "ranks": 2}
+GB200 = {
+    "gpu_names": ("NVIDIA GB200",) * 4,
+    "capabilities": ((10, 0),) * 4,
+    "ranks": 8,
+    "nodes": 2,
+    "machine": "aarch64",
+}
+V100 = {"gpu_names": ("Tesla V100-SXM2-16GB",), "capabilities": ((7, 0),)}
+A100 = {"gpu_names": ("NVIDIA A100-SXM4-80GB",), "capabilities": ((8, 0),)}
+BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
+
+
+@pytest.mark.parametrize(
+    ("words", "bad", "good"),
+    [
+        ("driver runs CUDA 12.8", {**A100, "driver_cuda": (12, 8), "torch_cuda": "13.0"}, {"driver_cuda": (13, 0)}),
+        ("driver runs CUDA 11.8", {**A100, "driver_cuda": (11, 8), "torch_cuda": "12.6"}, {"driver_cuda": (12, 2)}),
+        ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"torch_cuda": "12.6"}),
+        (
+            "no kernels for GPUs older than Turing",
+            {**V100, "torch_cuda": "12.8", "versions": {"torch": "2.11.0"}},
+            {"versions": {"torch": "2.10.0"}},
+        ),
+        ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"capabilities": ((7, 5),)}),
+        (
+            "bitsandbytes 0.49.0 has no library for CUDA 12.9",
+            {**BNB, "torch_cuda": "12.9", "versions": {"bitsandbytes": "0.49.0"}},
+            {"versions": {"bitsandbytes": "0.50.2"}},
+        ),
+        (
+            "bitsandbytes 0.50.2 has no library for CUDA 14.0",
+            {**BNB, "torch_cuda": "14.0", "versions": {"bitsandbytes": "0.50.2"}},
+            {"quantised": False},
+        ),
+        ("accelerate refuses to start", {**TWO_4090, "driver": "535.183.01"}, {"driver": "550.40.07"}),
+        (
+            "accelerate refuses to start",
+            {**TWO_4090, "driver": "535.183.01"},
+            {"environment": {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}},
+        ),
+        ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"driver": "570.86.10"}),
+        ("seen to hang with P2P under 560", {**TWO_4090, "driver": "560.35.03"}, {"ranks": 1}),
+        ("every collective fails", {**TWO_5090, "nccl": "2.25.1"}, {"nccl": "2.29.3"}),
+        ("512 KiB and more", {**TWO_5090, "nccl": "2.27.5"}, {"nccl": "2.28.9"}),
+        ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"nccl": "2.29.3"}),
+        ("proxy queue loses slots", {**GB200, "nccl": "2.28.9"}, {"machine": "x86_64"}),
+        ("a regression of 2.29.2", {**TWO_4090, "nccl": "2.29.2"}, {"nccl": "2.29.3"}),
+        (
+            "wrong gradients under ZeRO-2",
+            {"layout": "zero2_offload", "versions": {"deepspeed": "0.18.2"}},
+            {"versions": {"deepspeed": "0.18.3"}},
+        ),
+        ("wrong gradients", {"layout": "zero2", "versions": {"deepspeed": "0.17.6"}}, {"layout": "zero3"}),
+        ("Linux 5.4.0-150-generic", {"ranks": 2, "kernel": "5.4.0-150-generic"}, {"kernel": "5.5.0"}),
+    ],
+)
+def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
+    found = [item for item in find_known_bad(Pairs(**bad)) if words in item.found]
+    assert len(found) == 1
+    assert found[0].verdict in ("FAIL", "WARN")
+    assert found[0].sources
+    assert words not in " ".join(item.found for item in find_known_bad(Pairs(**{**bad, **good})))
+
+
+def test_every_entry_names_a_thread_and_every_entry_is_tested():
+    assert len(TABLE) >= 10
+    for entry in TABLE:
+        assert any(re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", url) for url in entry.sources)
+        assert entry.remedy
+    texts = Path(__file__).read_text(encoding="utf-8")
+    for entry in TABLE:  # a few words of each stand in a test above
+        literal = [part for part in re.split(r"\{\w+\}", entry.what) if len(part) > 12]
+        assert any(part[i : i + 14] in texts for part in literal for i in range(len(part) - 14)), entry.what
+
+
+def test_unknown_versions_are_no_accusation():
+    assert verdicts(find_known_bad(Pairs(**TWO_5090))) == ["PASS"]
+    assert verdicts(find_known_bad(Pairs())) == ["PASS"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def shm(free: int, total: int | None = None, **changes: Any) -> Finding:
+    settings = {"gpus_per_node": 0, "ranks_per_node": 2, "workers": 0, "batch_tokens": 4096, **changes}
+    return host.check_shared_memory(Space(total or free, free), **settings)
+
+
+def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
+    found = shm(64 * MIB, gpus_per_node=2)
+    assert found.verdict == "FAIL"
+    assert "64 MiB free of 64 MiB at /dev/shm; NCCL wants at least" in found.found
+    assert "--shm-size" in str(found.remedy)
+    assert shm(64 * MIB).verdict == "PASS"
+    assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
+    assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
+    # 16 GPUs x 2 connections x 9,637,888 bytes = 294 MiB
+    assert shm(290 * MIB, gpus_per_node=16).verdict == "FAIL"
+
+
+def test_workers_of_the_data_loader_count_for_shared_memory():
+    # 2 ranks x 4 workers x 2 batches x 131,072 tokens x 32 bytes = 64 MiB
+    assert shm(65 * MIB, workers=4, batch_tokens=131_072).verdict == "PASS"
+    found = shm(63 * MIB, workers=4, batch_tokens=131_072)
+    assert found.verdict == "FAIL"
+    assert "the data loader's workers want at least 64 MiB" in found.found
+    none = host.check_shared_memory(None, gpus_per_node=2, ranks_per_node=2, workers=0, batch_tokens=1)
+    assert none.verdict == "SKIP"
+
+
+def test_locked_memory_matters_to_infiniband_over_several_nodes():
+    assert host.check_locked_memory(8 * MIB, infiniband=True, nodes=2).verdict == "FAIL"
+    assert host.check_locked_memory(4 * GIB, infiniband=True, nodes=2).verdict == "WARN"
+    assert host.check_locked_memory(None, infiniband=True, nodes=2).verdict == "PASS"
+    assert host.check_locked_memory(8 * MIB, infiniband=True, nodes=1).verdict == "SKIP"
+    assert host.check_locked_memory(8 * MIB, infiniband=False, nodes=2).verdict == "SKIP"
+
+
+def test_few_open_files_are_said_where_workers_send_them():
+    assert host.check_open_files(1024, workers=0).verdict == "PASS"
+    found = host.check_open_files(1024, workers=4)
+    assert (found.verdict, found.remedy) == ("WARN", "ulimit -n 65536")
+    assert host.check_open_files(None, workers=4).verdict == "PASS"
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_gpus_pass_and_others_fail():
+    chosen, found = gpus.choose(machine(gpu(0), gpu(1)), Spread())
+    assert (found.verdict, found.found) == ("PASS", "2 x NVIDIA A100-SXM4-80GB")
+    assert len(chosen.gpus) == 2
+    mixed = machine(gpu(0), gpu(1), gpu(2, "NVIDIA L4", 22 * GIB))
+    _, found = gpus.choose(mixed, Spread())
+    assert found.verdict == "FAIL"
+    assert "2 is a NVIDIA L4 of 22 GiB" in found.found
+    assert found.remedy == "name equal ones: GPUS=0,1"
+    chosen, found = gpus.choose(mixed, Spread(gpus=(0, 1)))
+    assert (found.verdict, len(chosen.gpus)) == ("PASS", 2)
+    _, found = gpus.choose(machine(gpu(0), gpu(1, size=40 * GIB)), Spread())
+    assert found.verdict == "FAIL"
+
+
+def test_too_few_gpus_fail():
+    _, found = gpus.choose(machine(gpu(0)), Spread(processes=2))
+    assert (found.verdict, found.remedy) == ("FAIL", "NPROC=1, or more GPUs")
+    _, found = gpus.choose(machine(gpu(0)), Spread(gpus=(0, 3)))
+    assert found.found == "GPUS= names 3, and there are 0"
+    _, found = gpus.choose(machine(gpu(0, mig="1g.10gb")), Spread(processes=2))
+    assert "of several MIG instances a process sees one" in found.found
+    _, found = gpus.choose(CPU, Spread(gpus=(0,)))
+    assert found.verdict == "FAIL"
+
+
+def test_a_machine_without_gpus_runs_two_ranks_on_its_cpu():
+    chosen, found = gpus.choose(CPU, Spread())
+    assert (chosen.ranks, found.verdict) == (2, "SKIP")
+    assert gpus.choose(CPU, Spread(processes=3))[0].ranks == 3
+    assert gpus.over_nodes(chosen, 2).ranks == 4
+    assert gpus.over_nodes(machine(gpu(0), gpu(1)), 3).ranks == 6
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "words"),
+    [
+        (GpuState(1, uncorrected_errors=3), "FAIL", "uncorrected memory errors since the last start: GPU 1 (3)"),
+        (GpuState(1, remap_failed=True), "FAIL", "GPU 1: a memory row could not be remapped"),
+        (GpuState(1, remap_pending=True, remap_failed=False), "WARN", "waits to be remapped"),
+        (GpuState(1, compute_mode=2), "FAIL", "prohibited"),
+        (GpuState(1, compute_mode=3, others=((7, GIB),)), "FAIL", "exclusive, and another process has it"),
+        (GpuState(1, others=((7, 2 * GIB),)), "WARN", "GPU 1: pid 7 (2.0 GiB)"),
+        (GpuState(1, fabric=2), "FAIL", "system not yet initialized"),
+        (GpuState(1, pcie_lanes=(4, 16)), "WARN", "GPU 1 (x4 of x16)"),
+    ],
+)
+def test_a_gpu_that_is_not_well_is_named(state, verdict, words):
+    found = [item for item in gpus.check_health([GpuState(0), state], gpus=2) if item.verdict != "PASS"]
+    assert [(item.verdict, words in item.found) for item in found] == [(verdict, True)]
+
+
+def test_gpus_that_are_well_pass():
+    healthy = GpuState(0, 0, (), 0, False, False, 3, (16, 16))
+    assert verdicts(gpus.check_health([healthy, GpuState(1, compute_mode=3)], gpus=2)) == ["PASS"]
+    assert verdicts(gpus.check_health([], gpus=2)) == ["SKIP"]
+    assert gpus.check_health([], gpus=0) == []
+
+
+def test_the_iommu_is_in_the_way_only_without_nvlink():
+    on = [GpuState(0, translated=True), GpuState(1, translated=True)]
+    assert verdicts(gpus.check_peer_path(on)) == ["WARN"]
+    assert gpus.check_peer_path([dataclasses.replace(state, nvlinks=4) for state in on]) == []
+    assert gpus.check_peer_path([GpuState(0, translated=False), GpuState(1, translated=False)]) == []
+    assert gpus.check_peer_path(on[:1]) == []
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, sums: Path) -> Path:
+    """A folder with a run YAML of two steps."""
+    folder = tmp_path_factory.mktemp("doctor")
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 1}\n"
+        f"eval: {{steps: 0, before_training: false}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return folder
+
+
+def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "single", steps: int | None = 2) -> Planned:
+    config = load_config(world / "run.yaml", overrides=overrides).config
+    shape = shape_of(config.model.name)
+    work = Work(steps, None) if steps else None
+    plan = make_plan(config, shape, hardware, only=(only,), work=lambda _: work)  # type: ignore[arg-type]
+    return Planned(config, shape, plan)
+
+
+def written(world: Path, *overrides: str, **options: Any) -> disk.Written:
+    found = planned(world, options.pop("hardware", machine(gpu())), *overrides, **options)
+    return disk.written_by(found.config, found.shape, found.plan)
+
+
+def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
+    params = shape_of(str(tiny_llama)).params
+    full = written(world, "tuning.mode=full", hardware=CPU)
+    rests = full.checkpoint - disk.OTHER_BYTES - 12 * params  # fp32 on a CPU: weights and two states of 4 bytes
+    assert 0 <= rests < MIB
+    zero = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="zero2")
+    # bf16 weights of DeepSpeed's and of the trainer's, fp32 masters, two fp32 states
+    assert zero.checkpoint - disk.OTHER_BYTES == (2 + 2 + 4 + 8) * params
+    assert zero.weights - disk.OTHER_BYTES == 2 * params
+    sharded = written(world, "tuning.mode=full", hardware=machine(gpu(0), gpu(1)), only="fsdp")
+    assert abs(sharded.checkpoint - disk.OTHER_BYTES - 12 * params) < 64  # uneven parts are padded
+
+
+def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
+    lora = "tuning.mode=lora"
+    assert written(world, lora, steps=2).count == 2
+    assert written(world, lora, steps=100).count == 3
+    assert written(world, lora, "train.save_total_limit=5", steps=100).count == 6
+    assert written(world, lora, "train.save_steps=60", steps=100).count == 2
+    assert written(world, lora, "train.save_total_limit=null", steps=100).count == 100
+    assert written(world, lora, "train.save_total_limit=null", steps=None).count is None
+    assert written(world, lora, steps=None).count == 3
+
+
+def look_at(written: disk.Written, free: int, **changes: Any) -> Finding:
+    settings: dict[str, Any] = {"there": Path("/data"), "space": Space(free, free), "may_write": True, **changes}
+    return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
+    three = disk.Written(10 * GIB, 2 * GIB, 3)
+    assert look_at(three, 32 * GIB).verdict == "PASS"
+    found = look_at(three, 31 * GIB)
+    assert found.verdict == "FAIL"
+    assert "3 checkpoints of 10.0 GiB at once" in found.found
+    assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
+    assert "save_total_limit" in str(found.remedy)
+    assert look_at(disk.Written(GIB, GIB, None), 100 * GIB).verdict == "WARN"
+    assert look_at(disk.Written(GIB, GIB, None), GIB).verdict == "FAIL"
+    assert look_at(three, 99 * GIB, may_write=False).verdict == "FAIL"
+    assert look_at(three, 0, space=None).verdict == "SKIP"
+
+
+def test_weights_that_must_be_fetched_need_room(tiny_llama):
+    shape = shape_of(str(tiny_llama))
+    space = Space(shape.params, shape.params)
+    found = disk.check_fetch(shape, cached=False, there=Path("/cache"), space=space)
+    assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
+    assert disk.check_fetch(shape, cached=True, there=Path("/cache"), space=space).verdict == "SKIP"
+    assert surroundings.hub_cache({"HF_HOME": "/h"}) == Path("/h/hub")
+    assert surroundings.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
+
+
+# --- what ranks say ---------------------------------------------------------------------------------------------------
+
+
+def note(rank: int, stage: str = "done", **changes: Any) -> dict[str, Any]:
+    device = "NVIDIA A100-SXM4-80GB"
+    made = {
+        "rank": rank,
+        "host": "a",
+        "stage": stage,
+        "torch": "2.13.0",
+        "cuda": "13.0",
+        "nccl": "2.29.3",
+        "device": device,
+    }
+    return {**made, **changes}
+
+
+def outcome(*notes: dict[str, Any], world: int = 2, seconds: float | None = 0.001, **changes: Any) -> Outcome:
+    result = {"ranks": list(notes), "speeds": [{"bytes": 256 * MIB, "seconds": seconds}]} if seconds else None
+    made = Outcome(tuple(range(world)), world, {item["rank"]: item for item in notes}, result, limit_s=40.0)
+    return dataclasses.replace(made, **changes)
+
+
+AROUND = Surroundings(machine(gpu(0), gpu(1), link_bytes_per_s=300e9), driver="580.82.07")
+ON_CPU = Surroundings(CPU)
+
+
+def test_bus_bandwidth_is_the_one_of_nccl_tests():
+    # 8 ranks, 1 GB in 10 ms: 100 GB/s of data, each of which crosses 2 x 7/8 links
+    assert bus_bandwidth(10**9, 0.01, 8) == pytest.approx(175e9)
+    assert bus_bandwidth(10**9, 1.0, 2) == pytest.approx(1e9)
+
+
+def test_a_right_sum_at_the_links_speed_passes():
+    found = judge(outcome(note(0), note(1)), AROUND, Nodes())
+    assert verdicts(found) == ["PASS", "PASS"]
+    assert (
+        "right over NCCL on 2 ranks: ranks 0, 1 on a; NVIDIA A100-SXM4-80GB; torch 2.13.0, NCCL 2.29.3"
+        in found[0].found
+    )
+    # 256 MiB in 1 ms between 2 ranks: 268 GB/s
+    assert "268.44 GB/s" in found[1].found
+    assert "89% of the 300 GB/s" in found[1].found
+
+
+def test_a_slow_link_is_a_warning():
+    found = judge(outcome(note(0), note(1), seconds=0.01), AROUND, Nodes())
+    assert verdicts(found) == ["PASS", "WARN"]
+    assert "nvlink -s" in str(found[1].remedy)
+    pcie = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1), link_bytes_per_s=32e9))
+    assert verdicts(judge(outcome(note(0), note(1), seconds=0.05), pcie, Nodes())) == ["PASS", "PASS"]  # 5.4 of 32 GB/s
+    assert verdicts(judge(outcome(note(0), note(1), seconds=0.09), pcie, Nodes())) == ["PASS", "WARN"]
+    unknown = dataclasses.replace(AROUND, hardware=machine(gpu(0), gpu(1)))
+    assert verdicts(judge(outcome(note(0), note(1)), unknown, Nodes())) == ["PASS", "SKIP"]
+
+
+def test_nothing_is_expected_of_the_cpu_and_the_figure_is_said():
+    found = judge(outcome(note(0), note(1)), ON_CPU, Nodes())
+    assert verdicts(found) == ["PASS", "SKIP"]
+    assert "268.44 GB/s a rank" in found[1].found
+
+
+def test_between_nodes_the_network_is_what_counts():
+    around = dataclasses.replace(AROUND, infiniband_bytes_per_s=100e9, network_bytes_per_s=1.25e9)
+    # 2 GPUs share 100 GB/s; of 2 nodes' traffic half stays on the node
+    assert ranks.expected(around, Nodes(2, 0, "a", 1)) == (100e9, ranks.NETWORK_SHARE, "InfiniBand")
+    slower = dataclasses.replace(around, infiniband_bytes_per_s=0.0)
+    assert ranks.expected(slower, Nodes(2, 0, "a", 1)) == (1.25e9, ranks.NETWORK_SHARE, "the network")
+    assert ranks.expected(dataclasses.replace(slower, network_bytes_per_s=None), Nodes(2, 0, "a", 1))[0] is None
+
+
+def test_a_wrong_sum_fails():
+    found = judge(outcome(note(0), note(1, wrong=5)), AROUND, Nodes())
+    assert [(item.verdict, item.found) for item in found] == [("FAIL", "the sum is wrong: rank 1 has 5 wrong elements")]
+    assert "NCCL_P2P_DISABLE=1" in str(found[0].remedy)
+
+
+def test_a_hang_names_who_waits_for_whom():
+    waiting = outcome(note(0, "joined"), note(1, "device"), world=3, seconds=None, timed_out=True)
+    (found,) = judge(waiting, AROUND, Nodes())
+    assert found.verdict == "FAIL"
+    assert "rank 0 waits in the first all-reduce; rank 1 waits to join the others; rank 2 never started" in found.found
+    assert found.sources
+    one = outcome(note(0, "failed", error="DistBackendError: timed out after 35 s"), note(1, "started"), seconds=None)
+    (found,) = judge(one, ON_CPU, Nodes())
+    assert "rank 0 gave up; rank 1 has not come to its device" in found.found
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("RuntimeError: CUDA error 802: system not yet initialized", "nvidia-fabricmanager"),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found version 12080)", "580 or newer for CUDA 13"),
+        ("AcceleratorError: CUDA error: no kernel image is available for execution on the device", "for CUDA 12.6"),
+        ("DistBackendError: Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)", "--shm-size"),
+        ("DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10", "one rank a GPU"),
+        ("DistBackendError: Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "ulimit -l"),
+        ("OutOfMemoryError: CUDA out of memory", "GPUS=0,1"),
+        ("ValueError: something else", "NCCL_DEBUG=INFO"),
+    ],
+)
+def test_an_error_of_a_rank_comes_with_its_remedy(error, remedy):
+    broken = outcome(
+        note(0, "failed", error="RuntimeError: Connection closed by peer"), note(1, "failed", error=error), seconds=None
+    )
+    (found,) = judge(broken, AROUND, Nodes())
+    assert found.verdict == "FAIL"
+    assert found.found.startswith(f"rank 1: {error[:40]}")
+    assert remedy in str(found.remedy)
+
+
+def test_ranks_that_loaded_other_libraries_are_named():
+    found = judge(outcome(note(0), note(1, host="b", nccl="2.28.9")), AROUND, Nodes())
+    assert [item.name for item in found if item.verdict == "FAIL"] == ["ranks alike"]
+    assert "nccl is 2.29.3 on rank 0 (a) and 2.28.9 on rank 1 (b)" in found[1].found
+
+
+def test_the_ranks_are_started_as_those_of_a_run():
+    made = ranks.launch_of(machine(gpu(0), gpu(1)), Spread(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
+    assert (
+        "--nproc-per-node 2 --module sft_play.train.collective_check --out /x --device cuda --timeout 35.0" in made.line
+    )
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    made = ranks.launch_of(CPU, Spread(nodes=Nodes(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
+    assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.line
+    assert made.environment["OMP_NUM_THREADS"] == "1"
+
+
+# --- nodes that meet --------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def met(places: list[tuple[int, int]], *, limit_s: float = 10.0, address: str = "127.0.0.1") -> list[meeting.Met]:
+    """What nodes (rank, number of nodes) found, each in a thread of its own."""
+    port, found = free_port(), {}
+
+    def go(place: int, rank: int, count: int) -> None:
+        found[place] = meeting.meet(Nodes(count, rank, address, port), card(f"host{place}"), limit_s=limit_s)
+
+    threads = [threading.Thread(target=go, args=(place, *what)) for place, what in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    return [found[place] for place in range(len(places))]
+
+
+def test_nodes_meet_and_know_each_other():
+    all_met = met([(0, 3), (2, 3), (1, 3)])
+    assert [verdicts(list(one.findings)) for one in all_met] == [["PASS"]] * 3
+    for one in all_met:
+        assert [item["node"] for item in one.cards] == [0, 1, 2]
+        assert [item["host"] for item in one.cards] == ["host0", "host2", "host1"]
+
+
+def test_a_node_that_never_comes_is_named_on_all_others():
+    first, second = met([(0, 3), (1, 3)], limit_s=2.0)
+    assert first.findings[0].verdict == "FAIL"
+    assert "node 2 of 3 never came to 127.0.0.1:" in first.findings[0].found
+    assert "NODE_RANK=2" in str(first.findings[0].remedy)
+    assert "node 0 says: node 2 of 3 never came" in second.findings[0].found
+    assert first.cards == second.cards == ()
+
+
+def test_node_0_that_never_comes_is_said():
+    (alone,) = met([(1, 2)], limit_s=1.5)
+    assert "node 0 was not met at 127.0.0.1:" in alone.findings[0].found
+    assert "connection refused" in alone.findings[0].found
+
+
+def test_nodes_that_contradict_each_other_are_refused():
+    first, *others = met([(0, 3), (1, 3), (1, 3)])
+    assert "were both given NODE_RANK=1" in first.findings[0].found
+    assert all("were both given NODE_RANK=1" in one.findings[0].found for one in others)
+    first, second = met([(0, 2), (1, 4)])
+    assert "host1 was given NNODES=4, node 0 NNODES=2" in first.findings[0].found
+    assert "NNODES=4" in second.findings[0].found
+
+
+def test_a_port_that_is_taken_and_a_name_that_means_nothing_fail_at_once():
+    started = time.monotonic()
+    with socket.create_server(("", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        (found,) = meeting.meet(Nodes(2, 0, "127.0.0.1", port), card("a"), limit_s=60.0).findings
+    assert f"MASTER_PORT={port} cannot be listened at" in found.found
+    assert f"pid {os.getpid()}" in found.found
+    for rank in (0, 1):
+        (found,) = meeting.meet(Nodes(2, rank, "no-such-host.invalid", 29500), card("a"), limit_s=60.0).findings
+        assert "MASTER_ADDR=no-such-host.invalid means no address here" in found.found
+    assert time.monotonic() - started < 30
+
+
+def test_strangers_at_the_port_are_left_unanswered():
+    port = free_port()
+    found: list[meeting.Met] = []
+    nodes = Nodes(2, 0, "127.0.0.1", port)
+    thread = threading.Thread(target=lambda: found.append(meeting.meet(nodes, card("a"), limit_s=20.0)))
+    thread.start()
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b'{"program": "other"}\n', b"[]\n"):
+        with connected(port) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert meeting.meet(Nodes(2, 1, "127.0.0.1", port), card("b"), limit_s=20.0).cards
+    thread.join(timeout=30)
+    assert [item["host"] for item in found[0].cards] == ["a", "b"]
+
+
+@contextlib.contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+                yield client
+            return
+        time.sleep(0.05)
+    raise AssertionError("nobody listens")
+
+
+def test_an_address_of_another_machine_is_said_on_node_0():
+    port = free_port()
+    found = meeting.meet(Nodes(2, 0, "192.0.2.1", port), card("a"), limit_s=0.5).findings  # TEST-NET-1: nobody's
+    assert [item.verdict for item in found] == ["FAIL", "WARN"]
+    assert "192.0.2.1 is not an address of this machine, which is node 0" in found[1].found
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def planner_of(world: Path, *overrides: str) -> Any:
+    return lambda hardware: planned(world, hardware, *overrides, only="ddp")
+
+
+def by_name(report: Report) -> dict[str, Finding]:
+    return {finding.name: finding for finding in report.findings}
+
+
+@pytest.mark.build
+def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world):
+    report = examine(planner_of(world), Spread(), environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    found = by_name(report)
+    assert report.ok, report.lines()
+    assert report.elapsed_s < 60
+    assert "right over gloo on 2 ranks: ranks 0, 1 on" in found["all-reduce"].found
+    assert found["bandwidth"].verdict == "SKIP"
+    assert re.search(r"[0-9.]+ GB/s a rank \(1 MiB: ", found["bandwidth"].found)
+    assert "2 checkpoints of" in found["disk"].found
+    assert found["plan"].found.startswith("ddp on 2 ranks")
+
+
+@pytest.mark.build
+def test_two_nodes_on_loopback_reduce_together(world):
+    port, found = free_port(), {}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+    def node(rank: int) -> None:
+        spread = Spread(processes=1, nodes=Nodes(2, rank, "127.0.0.1", port))
+        found[rank] = examine(planner_of(world), spread, environment=environment)
+
+    threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert all(report.ok for report in found.values()), [report.lines() for report in found.values()]
+    assert "right over gloo on 2 ranks" in by_name(found[0])["all-reduce"].found
+    assert "this node's part of 2" in by_name(found[1])["all-reduce"].found
+    assert "written on node 0" in by_name(found[1])["disk"].found
+    assert by_name(found[0])["nodes alike"].verdict == "PASS"
+
+
+@pytest.mark.build
+def test_a_rank_that_stops_is_named_and_no_process_is_left(world):
+    """Rank 1 is held by SIGSTOP as soon as it is there; the limit ends the wait."""
+    held: list[psutil.Process] = []
+
+    def hold() -> None:
+        for _ in range(600):
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if child.environ().get("RANK") == "1":
+                        child.send_signal(signal.SIGSTOP)
+                        held.append(child)
+                        return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    got = ranks.run_ranks(CPU, Spread(), limit_s=15.0, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    thread.join(timeout=30)
+    (found,) = judge(got, ON_CPU, Nodes())
+    assert found.verdict == "FAIL"
+    assert re.search(
+        r"not through after 15 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
+    )
+    assert len(held) == 1
+    with contextlib.suppress(psutil.NoSuchProcess):
+        held[0].wait(timeout=10)
+    assert not held[0].is_running() or held[0].status() == psutil.STATUS_ZOMBIE
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "collective_check" in " ".join(child.cmdline())
+    ]
+
+
+@pytest.mark.build
+def test_the_sum_is_compared_element_by_element(tmp_path):
+    """One process alone: the pattern's sum is the pattern; a changed all-reduce is found out."""
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from sft_play.train import collective_check as check\n"
+        "cpu = torch.device('cpu')\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "assert check.wrong_elements(4096, cpu) == 0\n"
+        "dist.all_reduce = lambda tensor: tensor[3:5].add_(1)\n"
+        "assert check.wrong_elements(4096, cpu) == 2\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.build
+def test_a_written_checkpoint_is_as_large_as_was_said(world):
+    """Full fine-tuning of the tiny model in one process: the files, less those of a fixed size, are the prediction."""
+    words = ["train", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=size", "train.max_steps=1"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "sft_play", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (checkpoint,) = (path for path in (world / "outputs/size/checkpoints").iterdir() if path.name == "checkpoint-1")
+    sizes = {path.name: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
+    predicted = written(world, "tuning.mode=full", hardware=CPU).checkpoint - disk.OTHER_BYTES
+    assert sizes["model.safetensors"] + sizes["optimizer.pt"] == pytest.approx(predicted, rel=0.1)
+    assert sum(sizes.values()) < predicted + disk.OTHER_BYTES
+
+
+def test_what_the_config_cannot_be_is_a_finding(world):
+    def refuses(_: Hardware) -> Planned:
+        raise ConfigError("train.batch_size=3 does not split over 2 ranks")
+
+    port = free_port()
+    spread = Spread(processes=1, nodes=Nodes(2, 1, "127.0.0.1", port))
+    report = examine(refuses, spread, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
+    found = by_name(report)
+    assert "batch_size=3 does not split" in found["plan"].found
+    assert found["rendezvous"].verdict == "FAIL"
+    assert found["all-reduce"].verdict == "SKIP"
+    assert [item.name for item in report.failures] == ["plan", "rendezvous"]
+    assert "disk" not in found
+
+
+def test_the_doctor_loads_no_torch():
+    code = (
+        "import sys; import sft_play.doctor.check; "
+        "found = [name for name in ('torch', 'transformers', 'accelerate', 'deepspeed') if name in sys.modules]; "
+        "sys.exit(f'loaded {found}' if found else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_versions_of_drivers_and_kernels_compare_by_their_numbers():
+    assert known_bad.version_of("580.82.07") == known_bad.version_of("580.82.7")
+    assert known_bad.version_of("6.18.44-fc-v595") == known_bad.version_of("6.18.44")
+    assert known_bad.version_of(None) is None

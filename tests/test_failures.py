@@ -1,0 +1,530 @@
+"""A rank that breaks ends the run: it is named once, nothing stays behind, and the exit code says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play import failures
+from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
+from sft_play.failures import Failure
+from sft_play.launch import ranks
+from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
+from tests.conftest import ROOT, VARIABLES
+
+pytestmark = pytest.mark.build
+NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
+WAIT_S = 120
+END_S = 60
+
+PROBE = '''
+"""Ranks that do nothing but wait for each other, through the command line's own main."""
+import datetime, os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from sft_play import cli
+from sft_play.errors import ConfigError
+from sft_play.train.heartbeat import Heartbeat
+
+mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+rank = int(os.environ["RANK"])
+
+def work(request):
+    if mode == "mend":
+        raise ConfigError("the same mistake is seen by every rank")
+    if mode == "exit":
+        os._exit(7 * rank)
+    if mode == "abort" and rank == 1:
+        os.abort()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s + (20 if mode == "loop" else 0)))
+    try:
+        with Heartbeat(timeout_s=timeout_s) as beat:
+            for step in range(1_000_000):
+                beat.note(step, "training")
+                (folder / f"rank{rank}").write_text(f"{os.getpid()} {step}")
+                if mode == "fault" and rank == 1 and step == 5:
+                    raise ValueError("a row of seven tokens")
+                if mode == "loop" and rank == 1 and step == 5:
+                    turn_for_ever()
+                dist.all_reduce(torch.ones(1))
+                time.sleep(0.01)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+def turn_for_ever():
+    while True:
+        time.sleep(0.1)
+
+cli._COMMANDS["train"] = work
+cli.read_request = lambda *_: type("Request", (), {"command": "train", "json": False})
+sys.exit(cli.main(["train"]))
+'''
+
+
+@dataclass
+class Started:
+    """A command that runs, with what it prints in a file."""
+
+    process: subprocess.Popen[bytes]
+    printed_to: Path
+    agent: int | None = None
+
+    @property
+    def printed(self) -> str:
+        return self.printed_to.read_text()
+
+    def end(self, within_s: float = END_S) -> int:
+        """Its exit code; fails where it takes longer."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not ended after {within_s} s; it printed:\n{self.printed}")
+
+    def agent_process(self) -> psutil.Process:
+        """The agent: the process itself, or its child."""
+        for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]:
+            if "sft_play.train.agent" in process.cmdline():
+                self.agent = process.pid
+                return process
+        pytest.fail(f"no agent; printed:\n{self.printed}")
+
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank."""
+        for process in self.agent_process().children():
+            if process.environ().get("RANK") == str(number):
+                return process
+        pytest.fail(f"no rank {number}; printed:\n{self.printed}")
+
+    def require_nobody_left(self, within_s: float = 20) -> None:
+        """Fails where a process of the ranks is alive."""
+        assert self.agent is not None
+        wait_for(lambda: not list(failures.ranks_of_agent(self.agent)), self, within_s=within_s)
+        assert not psutil.pid_exists(self.agent) or psutil.Process(self.agent).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for(holds: Callable[[], bool], started: Started, *, within_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {within_s} s in vain; printed:\n{started.printed}"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Started]]:
+    """Starts a command; what is left of it at the end of the test is ended."""
+    running: list[Started] = []
+
+    def begin(*words: str, path: Path | None = None, **environ: str) -> Started:
+        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(path or "")]), **environ}
+        to = tmp_path / f"printed{len(running)}.txt"
+        with to.open("wb") as file:
+            process = subprocess.Popen(words, cwd=tmp_path, env=kept, stdout=file, stderr=subprocess.STDOUT)
+        running.append(Started(process, to))
+        return running[-1]
+
+    yield begin
+    for started in running:
+        agent = started.agent or started.process.pid
+        failures.end_at_once(agent)
+        failures.end_at_once(started.process.pid)
+        started.process.wait(20)
+
+
+@pytest.fixture
+def probe(start, tmp_path) -> Callable[..., Started]:
+    """Starts two ranks of PROBE under the agent."""
+    (tmp_path / "probe_ranks.py").write_text(textwrap.dedent(PROBE))
+
+    def begin(mode: str, *, timeout_s: float = 60) -> Started:
+        words = [sys.executable, "-m", "sft_play.train.agent", "--standalone", "--nproc-per-node", "2", "--module"]
+        return start(*words, "probe_ranks", mode, str(tmp_path), str(timeout_s), path=tmp_path)
+
+    return begin
+
+
+def until_step(started: Started, folder: Path, step: int = 3) -> None:
+    """Wait until both ranks of PROBE are at a step."""
+
+    def are_there() -> bool:
+        texts = [path.read_text().split() for path in (folder / "rank0", folder / "rank1") if path.exists()]
+        return len(texts) == 2 and all(len(text) == 2 and int(text[1]) >= step for text in texts)
+
+    wait_for(are_there, started)
+    started.agent_process()
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory, tiny_llama, sums) -> Path:
+    """The folder of a run YAML with far more steps than a test waits for."""
+    folder = tmp_path_factory.mktemp("breaking")
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+        "tuning: {mode: lora}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 100000, report_to: [], learning_rate: 1e-4, "
+        f"logging_steps: 1}}\neval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def training(start, long_run) -> Callable[..., tuple[Started, Path]]:
+    """Starts a real run of two ranks and waits until it trains."""
+
+    def begin(name: str, *words: str) -> tuple[Started, Path]:
+        command = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
+        started = start(*command, f"output.name={name}", *words, STRATEGY="ddp", NPROC="2")
+        run = long_run / "outputs" / name
+        wait_for(lambda: (run / "metrics.jsonl").exists() or started.process.poll() is not None, started)
+        assert started.process.poll() is None, started.printed
+        started.agent_process()
+        return started, run
+
+    return begin
+
+
+def last_line(started: Started, start: str) -> str:
+    found = [line for line in started.printed.splitlines() if line.startswith(start)]
+    assert found, started.printed
+    return found[-1]
+
+
+def require_no_noise(started: Started) -> None:
+    for noise in NOISE:
+        assert noise not in started.printed, started.printed
+    assert "Traceback" not in started.printed, started.printed
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(training):
+    started, run = training("killed")
+    rank = started.rank(1)
+    rank.kill()
+    assert started.end() == 1
+    assert f"error: rank 1 of 2 (pid {rank.pid}) was killed by SIGKILL at step " in started.printed
+    assert started.printed.count("error: ") == 1, started.printed
+    require_no_noise(started)
+    started.require_nobody_left()
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert "was killed by SIGKILL" in manifest["error"]
+    assert "was killed by SIGKILL" in (run / "train.log").read_text()
+
+
+def test_a_rank_that_hangs_ends_the_run_by_the_timeout_and_is_named(training):
+    started, _ = training("hung", "distributed.timeout_s=8")
+    started.rank(1).suspend()
+    assert started.end() == 1
+    line = last_line(started, "[train-distributed] error: ")
+    assert "no progress for 8 s (distributed.timeout_s): rank 1 (host " in line
+    assert "stopped at step " in line
+    assert "its last sign of life" in line
+    assert "rank 0 waits for it at step " in line
+    require_no_noise(started)
+    started.require_nobody_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, number):
+    started, run = training(f"told-{number.name}")
+    started.process.send_signal(number)
+    assert started.end() == 130
+    assert started.printed.count("stopped at step ") == 1, started.printed
+    assert f"RUN={run.name}" in last_line(started, "[train-distributed] stopped at step ")
+    assert started.printed.count("save at the end of this step") == 1, started.printed
+    assert "error:" not in started.printed
+    require_no_noise(started)
+    assert list((run / "checkpoints").iterdir())
+    assert json.loads((run / "manifest.json").read_text())["status"] == "stopped"
+    started.require_nobody_left()
+
+
+def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(training):
+    started, run = training("orphaned")
+    started.process.kill()
+    started.require_nobody_left(within_s=END_S)
+    assert list((run / "checkpoints").iterdir())
+    assert "stopped at step " in started.printed
+
+
+def test_bad_input_that_only_the_ranks_see_is_one_message_and_exit_code_2(start, long_run):
+    words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
+    started = start(*words, "output.name=bad", "tuning.lora.target_modules=[nothing]", STRATEGY="ddp", NPROC="2")
+    assert started.end(WAIT_S) == 2
+    assert started.printed.count("error:") == 1, started.printed
+    assert "nothing" in last_line(started, "[train-distributed] error: ")
+    require_no_noise(started)
+    assert not (long_run / "outputs" / "bad").exists()
+
+
+# --- ranks that only wait for each other ------------------------------------------------------------------------------
+
+
+def test_the_first_rank_killed_is_named_too(probe, tmp_path):
+    started = probe("run")
+    until_step(started, tmp_path)
+    rank = started.rank(0)
+    rank.kill()
+    assert started.end() == 1
+    assert f"error: rank 0 of 2 (pid {rank.pid}) was killed by SIGKILL at step " in started.printed
+    assert "then rank 1 lost the connection to it" in started.printed
+    require_no_noise(started)
+    started.require_nobody_left()
+
+
+def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
+    started = probe("fault")
+    assert started.end(WAIT_S) == 1
+    printed = started.printed
+    assert printed.count("Traceback (most recent call last)") == 1, printed
+    assert printed.count("ValueError: a row of seven tokens") == 1, printed
+    assert printed.index("Traceback") < printed.index("error: rank 1 of 2 ")
+    assert "ended with ValueError at step 5 (training): a row of seven tokens" in printed
+    assert not [noise for noise in NOISE if noise in printed], printed
+
+
+def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
+    started = probe("loop", timeout_s=6)
+    assert started.end(WAIT_S) == 1
+    line = last_line(started, "[train-distributed] error: ")
+    assert "no progress for 6 s" in line
+    assert "rank 1 in turn_for_ever (probe_ranks.py:" in line
+    require_no_noise(started)
+
+
+def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
+    started = probe("abort")
+    assert started.end(WAIT_S) == 1
+    assert "was killed by SIGABRT" in last_line(started, "[train-distributed] error: ")
+    assert "Fatal Python error: Aborted" in started.printed
+    assert "in work" in started.printed
+
+
+def test_the_same_mistake_of_all_ranks_is_told_once(probe):
+    started = probe("mend")
+    assert started.end(WAIT_S) == 2
+    assert started.printed.count("the same mistake is seen by every rank") == 1, started.printed
+    require_no_noise(started)
+
+
+def test_an_exit_without_a_word_is_said(probe):
+    started = probe("exit")
+    assert started.end(WAIT_S) == 1
+    assert "ended with exit code 7 and no word" in last_line(started, "[train-distributed] error: rank 1 of 2 ")
+
+
+def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
+    started = probe("run")
+    until_step(started, tmp_path)
+    started.agent_process().kill()
+    started.process.wait(10)
+    started.require_nobody_left()
+
+
+def test_a_second_signal_ends_everything_at_once(probe, tmp_path):
+    started = probe("run")
+    until_step(started, tmp_path)
+    started.rank(1).suspend()  # it cannot take the first
+    started.rank(0).suspend()
+    started.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    started.process.send_signal(signal.SIGTERM)  # of one request: a batch system signals parent and child
+    time.sleep(1.5)
+    assert started.process.poll() is None, started.printed
+    started.process.send_signal(signal.SIGINT)
+    assert started.end(20) == 130
+    assert "ended at once; what was saved until then is kept" in started.printed
+    started.require_nobody_left()
+
+
+# --- what is said and chosen, without processes -----------------------------------------------------------------------
+
+
+def own(kind, *, rank=0, at=100.5, message="m", name="ValueError", code=1) -> Failure:
+    return Failure(kind, code, name, message, "", at, rank, "a", 10 + rank)
+
+
+def ended(rank, code, *, at=100.0, **options):
+    from sft_play.train.agent import Ended
+
+    return Ended(rank, 10 + rank, code, at, **options)
+
+
+def test_the_root_is_the_first_failure_that_follows_from_no_other():
+    from sft_play.train.agent import root_of
+
+    lost = ended(0, 1, own=own("peer", at=100.1))
+    killed = ended(1, -9, at=100.0)  # seen in second 100, after the connection broke
+    told = ended(2, -15, at=100.0)
+    assert root_of([lost, killed, told], stopped=False) is killed
+    broken = ended(3, 1, at=99.0, own=own("fault", rank=3, at=99.9))
+    assert root_of([lost, killed, told, broken], stopped=False) is broken
+    assert root_of([lost, told], stopped=False) is lost
+    assert root_of([told], stopped=False) is told
+    ended_late = ended(1, -9, at=130.0)  # the launcher's own SIGKILL, 30 s after it asked
+    assert root_of([ended_late, ended(0, 1, own=own("hung", at=100.2))], stopped=False).rank == 0
+
+
+def test_a_stop_that_fails_to_save_is_a_failure():
+    from sft_play.train.agent import report
+
+    full = ended(0, 1, own=own("fault", at=101.0, name="OSError", message="No space left on device"))
+    text, code = report([full, ended(1, -15, at=101.0)], 2, stopped=True, memory_ran_out=False)
+    assert code == 1
+    assert "rank 0 of 2 (pid 10) ended with OSError: No space left on device" in text
+    text, code = report([ended(0, -15), ended(1, -15)], 2, stopped=True, memory_ran_out=False)
+    assert (code, "error" in text) == (130, False)
+
+
+@pytest.mark.parametrize(
+    ("ran_out", "words"),
+    [
+        (True, "the machine ran out of memory"),
+        (False, "by hand or by a batch system"),
+        (None, "out of memory? see dmesg"),
+    ],
+)
+def test_a_kill_says_whether_memory_ran_out(ran_out, words):
+    from sft_play.train.agent import report
+
+    text, code = report([ended(1, -9, step="17 (training)")], 4, stopped=False, memory_ran_out=ran_out)
+    assert code == 1
+    assert "rank 1 of 4 (pid 11) was killed by SIGKILL at step 17 (training)" in text
+    assert words in text
+
+
+def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
+    from sft_play.train.agent import report
+
+    mine = ended(1, 3, own=own("mend", rank=1, code=3, message="the GPU's memory ran out"))
+    text, code = report([mine, ended(0, -15)], 2, stopped=False, memory_ran_out=None)
+    assert (text, code) == ("[train-distributed] error: rank 1 (host a): the GPU's memory ran out", 3)
+    text, _ = report([mine, ended(0, 3, own=own("mend", code=3, message="the GPU's memory ran out", at=101.0))], 2,
+                     stopped=False, memory_ran_out=None)  # fmt: skip
+    assert text == "[train-distributed] error: the GPU's memory ran out"
+
+
+def beat(rank, step, count, **options):
+    from sft_play.train.heartbeat import Beat
+
+    given = {"what": "training", "since_s": 30.0, "published": 100.0, "number": 1, "where": ""} | options
+    return Beat(rank, "a" if rank < 2 else "b", 10 + rank, step, count=count, **given)
+
+
+def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
+    from sft_play.train.heartbeat import laggards, worded
+
+    beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
+    assert laggards(beats, set()) == [beats[1]]
+    assert worded(beats, set(), missing=[], waited_s=30, now=193) == (
+        "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), 30 s ago, in "
+        "collate (rows.py:3); ranks 0, 2, 3 wait for it at step 18 (training)"
+    )
+    assert worded(beats, {1}, missing=[], waited_s=30, now=193) == (
+        "no progress for 30 s (distributed.timeout_s): rank 1 (host a) stopped at step 17 (training), its last sign of "
+        "life 93 s ago; ranks 0, 2, 3 wait for it at step 18 (training)"
+    )
+    level = [beat(0, 18, 36, where="all_reduce (c.py:1)"), beat(1, 18, 36, where="collate (rows.py:3)")]
+    assert laggards(level, set()) == []
+    assert laggards(level, {1}) == [level[1]]
+    text = worded(level, set(), missing=[], waited_s=30, now=193)
+    assert "all ranks stand at step 18 (training): rank 0 in all_reduce (c.py:1), rank 1 in collate (rows.py:3)" in text
+    assert "rank 2 has never given a sign of life" in worded(level, set(), missing=[2], waited_s=30, now=193)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConfigError("x"), "mend"),
+        (DoesNotFit("x"), "mend"),
+        (Interrupted("x"), "stopped"),
+        (KeyboardInterrupt(), "stopped"),
+        (ValueError("Connection closed by peer"), "fault"),  # says so, and is none of torch's
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:14204"), "peer"),
+        (
+            RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"),
+            "hung",
+        ),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "fault"),
+    ],
+)
+def test_what_follows_from_another_rank_is_told_from_what_does_not(error, kind):
+    assert failures.kind_of(error) == kind
+
+
+def test_the_first_word_of_a_rank_stands_unless_a_message_of_ours_words_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures, "_written", None)
+    monkeypatch.setenv(failures.ERROR_FILE_VARIABLE, str(tmp_path / "error.json"))
+    monkeypatch.setenv("MY_TOKEN", "hidden-value-1")
+    first = MemoryError("CUDA out of memory, hidden-value-1")
+    assert not failures.hand_over(first)  # no agent waits for it: it is to be printed
+    found = failures.read(tmp_path / "error.json")
+    assert found is not None
+    assert (found.kind, found.exit_code, found.message) == ("fault", 1, "CUDA out of memory, ***")
+    failures.hand_over(RuntimeError("gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
+    failures.hand_over(KeyboardInterrupt())
+    assert failures.read(tmp_path / "error.json") == found
+    try:
+        raise DoesNotFit("take a smaller batch") from first
+    except DoesNotFit as worded:
+        failures.hand_over(worded)
+    again = failures.read(tmp_path / "error.json")
+    assert again is not None
+    assert (again.kind, again.exit_code, again.message, again.time) == ("mend", 3, "take a smaller batch", found.time)
+    written = json.loads((tmp_path / "error.json").read_text())  # as torch's launcher reads it
+    assert written["message"]["extraInfo"].keys() == {"py_callstack", "timestamp"}
+
+
+def test_a_process_that_no_launcher_started_writes_and_hides_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv(failures.ERROR_FILE_VARIABLE, raising=False)
+    assert not failures.hand_over(ValueError("x"))
+    monkeypatch.setenv(failures.AGENT_VARIABLE, "1")  # of another process's agent
+    assert not failures.under_agent()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts():
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        first = torchrun(["train"], processes=2, nodes=Nodes(2, 0, "head", port))
+        with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*pid {os.getpid()}"):
+            require_free_port(first)
+        require_free_port(torchrun(["train"], processes=2, nodes=Nodes(2, 1, "head", port)))  # it will not listen
+    require_free_port(first)
+
+
+def test_the_agent_is_run_where_torchs_launcher_is_shown():
+    made = torchrun(["train"], processes=2, nodes=Nodes(), python="python")
+    assert made.words[:3] == ("python", "-m", "torch.distributed.run")
+    assert made.watched == ("python", "-m", "sft_play.train.agent", *made.words[3:])
+
+
+def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    made = torchrun(["train"], processes=2, nodes=Nodes(), nccl_timeout_s=90.5, given=given)
+    assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
+    assert torchrun(["train"], processes=2, nodes=Nodes()).environment == {}
+    assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+
+
+def test_the_agent_and_the_ranks_read_the_same_variable():
+    assert failures.RUN_VARIABLE == ranks.RUN_VARIABLE

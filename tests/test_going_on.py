@@ -1,0 +1,177 @@
+"""A run that was stopped goes on under its own ranks, under others, and under one process, as if it had not been."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sft_play.errors import ModelError
+from sft_play.plan.layout import Stopped
+from tests.models import uneven_run
+from tests.test_distributed import losses, start
+
+pytestmark = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("going-on")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(world) -> dict[str, list[float]]:
+    """Losses of unbroken runs in one process."""
+    found = {}
+    for mode in ("full", "lora"):
+        answer = start(
+            world, "train", "--config", f"{world}/run.yaml", f"tuning.mode={mode}", f"output.name=unbroken-{mode}"
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        found[mode] = losses(world / "outputs" / f"unbroken-{mode}")
+    return found
+
+
+def stop_and_go_on(world: Path, mode: str, first: tuple[str, int], then: tuple[str, int]) -> tuple[Path, str]:
+    """Run two steps so, the rest otherwise; the run folder and what the second start printed.
+
+    Two steps are in the middle of the first epoch; the third ends it with its uneven rest.
+    """
+    name = f"{mode}-{'-'.join(map(str, (*first, *then)))}"
+    words = ["--config", f"{world}/run.yaml", f"tuning.mode={mode}"]
+    command = "train" if first[1] == 1 else "train-distributed"
+    given = {"STRATEGY": first[0], "NPROC": str(first[1])} if first[1] > 1 else {}
+    begun = start(world, command, *words, f"output.name={name}", "train.stop_after_steps=2", **given)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    given = {"NPROC": str(then[1])} | ({"STRATEGY": then[0]} if then[0] else {})
+    ended = start(world, "resume", *words, RUN=name, **given)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return world / "outputs" / name, ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "then"),
+    [
+        ("full", ("fsdp", 2), ("", 1)),
+        ("lora", ("", 1), ("fsdp", 2)),
+        pytest.param("lora", ("ddp", 2), ("fsdp", 4), marks=pytest.mark.slow),
+        pytest.param("full", ("ddp", 2), ("", 1), marks=pytest.mark.slow),
+        pytest.param("full", ("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
+        pytest.param("lora", ("zero2", 2), ("zero2", 2), marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param("full", ("zero3", 2), ("zero3", 2), marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, mode, first, then):
+    run, said = stop_and_go_on(world, mode, first, then)
+    assert losses(run) == pytest.approx(unbroken[mode], rel=1e-5)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["batch"]["ranks"] == then[1]
+    assert manifest["batch"]["micro_batch"] * manifest["batch"]["grad_accum"] * then[1] == 8
+    if first[1] != then[1]:
+        assert f"x {then[1]} ranks (stopped under {first[1]}): the effective batch of 8 is kept" in said or (
+            json.loads((run / "plan.json").read_text())["effective_batch"] == 8
+        )
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world):
+    name = "zero"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora"]
+    begun = start(
+        world,
+        "train-distributed",
+        *words,
+        f"output.name={name}",
+        "train.stop_after_steps=2",
+        STRATEGY="zero2",
+        NPROC="2",
+    )
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    for given in ({"NPROC": "1"}, {"NPROC": "4"}, {"NPROC": "2", "STRATEGY": "ddp"}):
+        answer = start(world, "resume", *words, RUN=name, **given)
+        assert answer.returncode == 2, answer.stdout + answer.stderr
+        assert "DeepSpeed's checkpoints (zero2) go on only in their own layout" in answer.stderr
+        assert "NPROC=2 STRATEGY=zero2" in answer.stderr
+    run = world / "outputs" / name
+    answer = start(world, "consolidate", RUN=str(run))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    saved, made = (tensors(folder) for folder in (run / "checkpoints" / "checkpoint-2", run / "consolidated-2"))
+    assert set(saved) == set(made)
+    assert all((saved[key] - made[key]).abs().max() == 0 for key in saved)
+    again = start(world, "consolidate", RUN=str(run))
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+
+
+def tensors(folder: Path):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
+    """Random states of a checkpoint with dropout differ by rank; DDP's ranks would diverge if the weights did."""
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "tuning.lora.dropout=0.3", "output.name=dropout"]
+    answer = start(world, "train-distributed", *words, "train.stop_after_steps=1", STRATEGY="ddp", NPROC="2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    checkpoint = world / "outputs" / "dropout" / "checkpoints" / "checkpoint-1"
+    states = [(checkpoint / f"rng_state_{rank}.pth").read_bytes() for rank in range(2)]
+    assert states[0] != states[1]
+
+
+def test_a_saved_model_that_reloads_gives_the_logits_of_another_layout(world, unbroken):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run, _ = stop_and_go_on(world, "full", ("ddp", 2), ("ddp", 2))
+    tokens = torch.arange(3, 40).unsqueeze(0)
+    logits = []
+    for folder in (run, world / "outputs" / "unbroken-full"):
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(folder / "model")(tokens).logits)
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+def test_what_a_layout_can_become():
+    ddp, zero = Stopped("ddp", 2, 2, 2), Stopped("zero3", 2, 2, 2)
+    assert ddp.effective_batch == 8
+    assert ddp.cannot_become("fsdp", 4) is None
+    assert ddp.cannot_become("single", 1) is None
+    assert zero.cannot_become("zero3", 2) is None
+    assert "zero3 over 2 rank(s), and now is zero3 over 4" in str(zero.cannot_become("zero3", 4))
+    assert zero.cannot_become("ddp", 2)
+    assert ddp.cannot_become("zero2", 2)
+
+
+def test_saved_weights_that_are_not_the_models_are_found(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    from sft_play.train.model import check_saved_weights
+
+    def check(tensors, expected, **options):
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        return check_saved_weights(tmp_path, expected=expected, **options)
+
+    a, b = "x.lora_A.weight", "x.lora_B.weight"
+    shapes = {a: (4, 8), b: (8, 4)}
+    good = {a: torch.ones(4, 8), b: torch.ones(8, 4)}
+    assert check(good, shapes, must_have_learned=True) == 256
+    with pytest.raises(ModelError, match=r"x.lora_A.weight has the shape \(0,\) and not \(4, 8\)"):
+        check({**good, a: torch.ones(0)}, shapes)  # what ZeRO-3 saves where nothing is gathered
+    with pytest.raises(ModelError, match="has the shape"):
+        check({**good, a: torch.ones(2, 8)}, shapes)  # a rank's part
+    with pytest.raises(ModelError, match="32 numbers of 64 are there"):
+        check({a: torch.ones(4, 8)}, shapes)
+    with pytest.raises(ModelError, match="every lora_B of the adapter is zero"):
+        check({**good, b: torch.zeros(8, 4)}, shapes, must_have_learned=True)
+    with pytest.raises(ModelError, match="not finite"):
+        check({**good, b: torch.full((8, 4), float("nan"))}, shapes)
+    # the hub's names, experts apart: as many numbers under other names are the model
+    check({"y": torch.ones(8, 8)}, shapes)

@@ -1,0 +1,498 @@
+"""Several nodes: two hosts in network namespaces where they can be made, two launches over the loopback, and a meeting
+that says what is wrong before a rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError, HardwareError, SftPlayError
+from sft_play.facts.hardware import Hardware
+from sft_play.launch import meeting
+from sft_play.launch.accelerate_config import read_config
+from sft_play.launch.command import Nodes
+from sft_play.launch.meeting import Met, card_of, choose_interface, meet
+from sft_play.launch.ranks import Ranks
+from sft_play.launch.spread import Spread, spread_of, with_accelerate
+from tests.conftest import ROOT, VARIABLES
+
+pytestmark = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+GIB = 2**30
+TWO_HOSTS = """
+set -e
+folder=$1
+unshare --net --uts --mount sleep 900 & a=$!
+unshare --net --uts --mount sleep 900 & b=$!
+tries=0
+for pid in $a $b; do  # until each is in a network of its own
+  while [ "$(readlink /proc/$pid/ns/net)" = "$(readlink /proc/$$/ns/net)" ] && [ $tries -lt 50 ]; do
+    sleep 0.1; tries=$((tries + 1))
+  done
+done
+ip link add link-a type veth peer name link-b
+ip link set link-a netns $a
+ip link set link-b netns $b
+own() {  # name, its address, the other's name and address, as /etc/hosts of Debian has them
+  hostname $1
+  ip link set lo up
+  ip addr add $2/24 dev link-${1#node-}
+  ip link set link-${1#node-} up
+  printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n%s %s\\n' $1 $4 $3 > "$folder/hosts-$1"
+  mount --bind "$folder/hosts-$1" /etc/hosts
+  mount -t tmpfs none "$folder/outputs"
+}
+for one in "$a node-a 10.99.0.1 node-b 10.99.0.2" "$b node-b 10.99.0.2 node-a 10.99.0.1"; do
+  set -- $one
+  pid=$1; shift
+  nsenter -t $pid --net --uts --mount -- sh -ec "folder='$folder'; $(cat "$folder/own.sh"); own $*"
+done
+echo ready $a $b
+wait
+"""
+OWN = TWO_HOSTS.partition("own() {")[2].partition("\n}\n")[0]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama, sums) -> Path:
+    """A folder with a run YAML of three steps of eight rows: four ranks with two passes each, or one with eight."""
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "outputs").mkdir()
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0}}\n"
+        "tuning: {mode: lora}\n"
+        "train: {effective_batch_size: 8, batch_size: 1, max_steps: 3, report_to: [], learning_rate: 1e-3}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return folder
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts on this machine: names, networks and outputs of their own, an Ethernet cable between them."""
+
+    pids: tuple[int, int]
+    addresses: tuple[str, str] = ("10.99.0.1", "10.99.0.2")
+
+    def on(self, node: int, words: Sequence[str]) -> list[str]:
+        """The words that run a command on a host, in the folder that it is started in."""
+        enter = ["nsenter", "-t", str(self.pids[node]), "--user", "--preserve-credentials", "--net", "--uts", "--mount"]
+        return [*enter, "--", "sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), *words]
+
+
+@pytest.fixture(scope="module")
+def hosts(world) -> Iterator[Hosts]:
+    """Two hosts in namespaces of their own, which are gone when their processes are."""
+    missing = [name for name in ("unshare", "nsenter", "ip", "mount", "hostname") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no network namespaces here: {', '.join(missing)} is not installed")
+    (world / "own.sh").write_text(f"own() {{{OWN}\n}}\n")
+    script = world / "two_hosts.sh"
+    script.write_text(TWO_HOSTS)
+    words = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", str(script), str(world)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as made:
+        try:
+            assert made.stdout is not None
+            first = made.stdout.readline().split()
+            if first[:1] != ["ready"]:
+                made.kill()
+                pytest.skip(f"no network namespaces here: {made.communicate()[1].strip()[-200:]}")
+            yield Hosts((int(first[1]), int(first[2])))
+        finally:
+            kill_session(made)
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    """End a process that was started as the leader of its session, with what is in it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: its exit code and everything it printed."""
+
+    code: int
+    printed: str
+
+
+def run_together(
+    folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]], *, limit_s: float = 240
+) -> list[Ended]:
+    """Start commands at the same time and wait for all."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLOO_SOCKET_IFNAME")}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    running, logs = [], []
+    for number, (words, environ) in enumerate(zip(commands, environs, strict=True)):
+        log = folder / f"printed-{number}-{time.monotonic_ns()}"
+        logs.append(log)
+        with log.open("w") as sink:
+            running.append(
+                subprocess.Popen(
+                    list(words), cwd=ROOT, env={**kept, **environ}, stdout=sink, stderr=subprocess.STDOUT, text=True,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+    deadline = time.monotonic() + limit_s
+    try:
+        for process in running:
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n---\n".join(log.read_text() for log in logs))
+    finally:
+        for process in running:
+            kill_session(process)
+    return [Ended(process.returncode, log.read_text()) for process, log in zip(running, logs, strict=True)]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def command(world: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{world}/run.yaml", *words]
+
+
+def node(rank: int, address: str, port: int, **more: str) -> dict[str, str]:
+    found = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": address, "MASTER_PORT": str(port), "NPROC": "2"}
+    return found | {"STRATEGY": "ddp"} | more
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def alone(world) -> list[float]:
+    """Losses of the run in one process."""
+    words = [sys.executable, "-m", "sft_play", "train", "--config", f"{world}/run.yaml", "output.name=alone"]
+    (ended,) = run_together(world, [words], [{}])
+    assert ended.code == 0, ended.printed
+    return losses(world / "outputs" / "alone")
+
+
+def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, printed: str) -> None:
+    """A run of four ranks on two nodes that lost what one process loses, with its checkpoint and its weights."""
+    from safetensors import safe_open
+
+    from sft_play.train import checkpoints
+
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 4, 1, 2)
+    assert plan["hardware"]["nodes"] == 2
+    assert f"Engine: {strategy} proved: the model is a {wrapped} over 4 ranks" in printed
+    assert losses(run) == pytest.approx(alone, rel=1e-5)
+    assert len(alone) >= 2
+    (kept,) = checkpoints.complete_ones(run / "checkpoints")
+    assert checkpoints.step_of(kept) == 3
+    with safe_open(run / "adapter" / "adapter_model.safetensors", framework="pt") as tensors:
+        names = list(tensors.keys())
+        assert len(names) == 2 * 2 * 7  # lora_A and lora_B of seven projections in two layers
+        assert all(0 not in tensors.get_slice(name).get_shape() for name in names)
+    assert json.loads((run / "summary.json").read_text())["exit"] == 0
+
+
+ENGINES = [("ddp", "DistributedDataParallel", "10.99.0.1"), ("fsdp", "FSDPPeftModelForCausalLM", "node-a")]
+
+
+@pytest.mark.parametrize(("strategy", "wrapped", "address"), ENGINES)
+def test_two_hosts_with_disks_of_their_own_train_what_one_process_trains(
+    world, hosts, alone, strategy, wrapped, address
+):
+    """Each host's own name means 127.0.1.1 on it, which is what gloo would tell the other one without help."""
+    words = command(world, f"output.name=hosts-{strategy}", "distributed.timeout_s=120")
+    ended = run_together(
+        world,
+        [hosts.on(rank, words) for rank in (0, 1)],
+        [node(rank, address, 29_500, STRATEGY=strategy) for rank in (0, 1)],
+    )
+    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
+    assert "2 met at" in ended[0].printed
+    assert "this is node 1, at 10.99.0.2 on link-b" in ended[1].printed
+    assert "The nodes have disks of their own" in ended[0].printed
+    aside = world / f"of-node-0-{strategy}"
+    copied = hosts.on(0, ["cp", "-r", f"{world}/outputs/hosts-{strategy}", str(aside)])
+    assert subprocess.run(copied, check=False).returncode == 0
+    assert_whole(aside, alone, strategy, wrapped, ended[0].printed)
+    there = subprocess.run(
+        hosts.on(1, ["find", f"{world}/outputs", "-type", "f"]), check=True, capture_output=True, text=True
+    )
+    assert there.stdout == ""  # one run folder, on rank 0's node
+
+
+@needs_deepspeed
+def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, hosts):
+    words = command(world, "output.name=hosts-zero2", "distributed.timeout_s=120")
+    ended = run_together(
+        world,
+        [hosts.on(rank, words) for rank in (0, 1)],
+        [node(rank, "10.99.0.1", 29_500, STRATEGY="zero2") for rank in (0, 1)],
+    )
+    assert [one.code for one in ended] == [2, 2], ended[0].printed + ended[1].printed
+    for one in ended:
+        assert "is not on a disk that all nodes share, and under zero2 every rank writes a part" in one.printed
+        assert "step 1/3" not in one.printed
+
+
+def test_ranks_that_a_person_starts_on_two_hosts_find_each_other(world, hosts, alone):
+    """`torchrun --nnodes 2 --rdzv-backend c10d …` once on each, as torch documents it."""
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    program = shutil.which("sft-play", path=str(Path(sys.executable).parent))
+    if torchrun is None or program is None:
+        pytest.skip("torchrun and sft-play are not beside this Python")
+    words = [torchrun, "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29512", "--rdzv-id", "x"]
+    words += ["--nproc-per-node", "2", "--no-python", program, "train", "--config", f"{world}/run.yaml"]
+    words += ["output.name=by-hand", "distributed.timeout_s=120"]
+    ended = run_together(
+        world,
+        [hosts.on(rank, [*words, "--strategy", "ddp"]) for rank in (0, 1)],
+        [{}, {}],
+    )
+    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
+    first = next(one for one in ended if "Engine: ddp proved" in one.printed)
+    rank = ended.index(first)
+    aside = world / "of-node-0-by-hand"
+    copied = hosts.on(rank, ["cp", "-r", f"{world}/outputs/by-hand", str(aside)])
+    assert subprocess.run(copied, check=False).returncode == 0
+    assert_whole(aside, alone, "ddp", "DistributedDataParallel", first.printed)
+
+
+def test_two_launches_over_the_loopback_read_an_accelerate_file_each(world, alone, tmp_path):
+    """Node 0's file as `make setup-accelerate` writes it, node 1's as `accelerate config` leaves it."""
+    port = str(free_port())
+    first, second = tmp_path / "node-0.yaml", tmp_path / "node-1.yaml"
+    setup = [sys.executable, "-m", "sft_play", "setup-accelerate", "--config", f"{world}/run.yaml"]
+    told = {"NUM_MACHINES": "2", "MACHINE_RANK": "0", "MAIN_IP": "127.0.0.1", "MAIN_PORT": port, "NPROC": "2"}
+    (written,) = run_together(tmp_path, [setup], [{**told, "ACCELERATE_CONFIG": str(first)}])
+    assert written.code == 0, written.printed
+    second.write_text(
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\ndowncast_bf16: 'no'\n"
+        "enable_cpu_affinity: false\nipex_config:\n  ipex: false\nmachine_rank: 1\nmain_process_ip: 127.0.0.1\n"
+        f"main_process_port: {port}\nmain_training_function: main\nmixed_precision: 'no'\nnum_machines: 2\n"
+        "num_processes: 4\nrdzv_backend: static\nsame_network: true\ntpu_env: []\ntpu_use_cluster: false\n"
+        "tpu_use_sudo: false\nuse_cpu: true\n"
+    )
+    words = command(world, "output.name=accelerate", "distributed.timeout_s=120")
+    environs = [{"ACCELERATE_CONFIG": str(file), "STRATEGY": "ddp"} for file in (first, second)]
+    ended = run_together(world, [words, words], environs)
+    assert [one.code for one in ended] == [0, 0], ended[0].printed + ended[1].printed
+    assert_whole(world / "outputs" / "accelerate", alone, "ddp", "DistributedDataParallel", ended[0].printed)
+
+
+def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(world):
+    port = free_port()
+    words = command(world, "output.name=never")
+    ended = run_together(
+        world,
+        [words, [*words, "train.learning_rate=2e-3"]],
+        [node(0, "127.0.0.1", port), node(1, "127.0.0.1", port, NPROC="1")],
+    )
+    for one in ended:
+        assert one.code == 2, one.printed
+        assert one.printed.count("error:") == 1
+        assert "number of ranks is 2 on node 0 and 1 on node 1" in one.printed
+        assert "train.learning_rate is 0.001 on node 0 and 0.002 on node 1" in one.printed
+        assert "Traceback" not in one.printed
+    assert not (world / "outputs" / "never").exists()
+
+
+# --- the meeting itself, in threads -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def card(world) -> dict[str, Any]:
+    config = load_config(world / "run.yaml").config
+    return card_of(config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), Spread(strategy="ddp"))
+
+
+def together(*calls: Callable[[], Met]) -> list[Met | SftPlayError]:
+    """What each call answers, all at the same time."""
+    found: dict[int, Met | SftPlayError] = {}
+
+    def call(number: int, function: Callable[[], Met]) -> None:
+        try:
+            found[number] = function()
+        except SftPlayError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=call, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(found) == len(calls)
+    return [found[number] for number in range(len(calls))]
+
+
+def test_three_nodes_meet_and_each_has_all_cards(card):
+    port = free_port()
+    met = together(
+        *(
+            lambda rank=rank: meet(Nodes(3, rank, "127.0.0.1", port), {**card, "host": f"h{rank}"}, limit_s=30)  # type: ignore[misc]
+            for rank in (2, 0, 1)
+        )
+    )
+    for one in met:
+        assert isinstance(one, Met)
+        assert [item["host"] for item in one.cards] == ["h0", "h1", "h2"]
+        assert one.variables({}) == {"GLOO_SOCKET_IFNAME": "lo"}
+        assert one.variables({"GLOO_SOCKET_IFNAME": "eth7"}) == {}
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # torch may listen there now
+
+
+def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
+    port = free_port()
+
+    def stranger() -> Met:
+        for text in (b"GET / HTTP/1.1\r\n\r\n", b"", b'{"program": "another"}\n', b"\x00\xce\xf7"):
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                try:
+                    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+                        client.sendall(text)
+                    break
+                except OSError:
+                    time.sleep(0.05)
+        return meet(Nodes(2, 1, "127.0.0.1", port), card, limit_s=30)
+
+    met = together(lambda: meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=30), stranger)
+    assert all(isinstance(one, Met) for one in met), met
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (Nodes(3, 0), Nodes(2, 1), "was given NNODES=2, and node 0 NNODES=3"),
+        (Nodes(2, 0), Nodes(2, 2), "was given NODE_RANK=2"),
+    ],
+)
+def test_nodes_that_count_differently_are_told_on_both(card, first, second, message):
+    port = free_port()
+    answers = together(
+        *(
+            lambda one=one: meet(replace(one, address="127.0.0.1", port=port), card, limit_s=30)  # type: ignore[misc]
+            for one in (first, second)
+        )
+    )
+    for answer in answers:
+        assert isinstance(answer, ConfigError)
+        assert message in str(answer)
+
+
+def test_two_nodes_with_one_rank_are_told_on_all(card):
+    port = free_port()
+    answers = together(
+        *(
+            lambda rank=rank: meet(Nodes(3, rank, "127.0.0.1", port), card, limit_s=30)  # type: ignore[misc]
+            for rank in (0, 1, 1)
+        )
+    )
+    for answer in answers:
+        assert isinstance(answer, ConfigError)
+        assert "were both given NODE_RANK=1" in str(answer)
+
+
+def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
+    answers = together(
+        lambda: meet(Nodes(3, 0, "127.0.0.1", free_port()), card, limit_s=1),
+        lambda: meet(Nodes(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
+    )
+    assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
+    assert "nodes 1, 2 of 3 did not come to 127.0.0.1:" in str(answers[0])
+    assert "node 0 was not met at 127.0.0.1:" in str(answers[1])
+    assert "MASTER_ADDR= means this machine itself here" in str(answers[1])
+
+
+def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on.*pid {os.getpid()}"):
+            meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=60)
+
+
+def test_node_0_on_another_machine_than_the_address_is_refused(card):
+    with pytest.raises(ConfigError, match=r"NODE_RANK=0 is the machine at MASTER_ADDR=192\.0\.2\.1"):
+        meet(Nodes(2, 0, "192.0.2.1", free_port()), card, limit_s=60)  # an address of documentation (RFC 5737)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid means no address on this machine"):
+        meet(Nodes(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
+
+
+def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
+    machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
+
+    def told(*overrides: str, spread: Spread | None = None) -> dict[str, Any]:
+        config = load_config(world / "run.yaml", overrides=overrides).config
+        return {**card_of(config, machine, spread or Spread(strategy="ddp")), "node": 1}
+
+    first = {**card, "node": 0}
+    assert meeting.differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
+    assert meeting.differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
+    assert meeting.differences(first, told(spread=Spread(strategy="fsdp"))) == [
+        "STRATEGY is ddp on node 0 and fsdp on node 1"
+    ]
+
+
+def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
+    apart, here = Ranks(2, 0, 4, 2), Ranks(1, 1, 2, 2)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    choose_interface(here, environment)
+    assert "GLOO_SOCKET_IFNAME" not in environment  # one node: torch's own choice stands
+    choose_interface(apart, environment)
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    given = {**environment, "GLOO_SOCKET_IFNAME": "ib0"}
+    choose_interface(apart, given)
+    assert given["GLOO_SOCKET_IFNAME"] == "ib0"
+    with pytest.raises(ConfigError, match="--local-addr"):
+        choose_interface(apart, {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "29500"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
+        ({"NODE_RANK": "1"}, "NNODES= does not say how many there are"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is no port"),
+    ],
+)
+def test_variables_of_nodes_that_cannot_be_meant_are_refused(variables, message):
+    with pytest.raises(ConfigError, match=message):
+        spread_of(variables)
+
+
+def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
+    with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
+        with_accelerate(Spread(), read_config(file))
+    given = Spread(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
+    assert with_accelerate(given, read_config(file)).nodes == given.nodes  # the command line says it

@@ -1,0 +1,92 @@
+"""verify-layouts: how runs are compared, and, in the slow tier, the whole table."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from sft_play.verify.layouts import TOLERANCES, Table, _Bench, _largest
+from sft_play.verify.weights import apart
+
+pytestmark = pytest.mark.build
+
+
+def test_the_change_of_weights_is_compared_by_its_own_size():
+    start = {"a": torch.zeros(4), "b": torch.zeros(2)}
+    one = {"a": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.zeros(2)}
+    # |dw1| = 5; the other is 0.5 away in one place: 0.1
+    other = {"a": torch.tensor([3.0, 0.5, 0.0, 4.0]), "b": torch.zeros(2)}
+    assert apart(start, one, other).largest == pytest.approx(0.1)
+    assert apart(start, one, other).tensor == "a"
+    assert apart(start, one, one).largest == 0.0
+    assert apart(start, one, {**one, "b": torch.ones(2)}).largest == math.inf  # the single process left b alone
+    assert apart(start, one, {"a": one["a"]}).largest == math.inf
+    assert math.isnan(apart(start, one, {**one, "a": torch.full((4,), float("nan"))}).largest)
+
+
+def test_losses_are_compared_at_every_step():
+    assert _largest([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
+    assert _largest([2.0, 4.0], [2.0]) == math.inf
+
+
+def test_an_empty_table_is_not_good():
+    assert not Table().ok
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_hybrid"),
+        ({"MODES": "dora"}, "MODES=dora is not one of: full, lora, qlora"),
+        ({"STEPS": "none"}, "STEPS=none is no number"),
+        ({"CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"HARDWARE": "2xH200"}, "HARDWARE=2xH200"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_message(command, monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, printed = command("verify-layouts")
+    assert code == 2, printed
+    assert message in printed
+
+
+def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command):
+    """Two ranks that train with another learning rate than the single process differ, and the exit code says so."""
+    honest = _Bench.settings
+
+    def cheating(self, case, *, start):
+        return [
+            *honest(self, case, start=start),
+            *(["train.learning_rate=3e-3"] if case.ranks == 2 and not start else []),
+        ]
+
+    monkeypatch.setattr(_Bench, "settings", cheating)
+    code, printed = command(
+        "verify-layouts", "--modes", "lora", "--layouts", "ddp", "--steps", "2", "--out", f"{tmp_path}/v.json"
+    )
+    assert code == 1, printed
+    rows = json.loads((tmp_path / "v.json").read_text())
+    by_ranks = {(row["layout"], row["ranks"], row["ok"]) for row in rows}
+    assert by_ranks == {("single", 1, True), ("ddp", 2, False), ("ddp", 4, True)}
+    assert "DIFFERS" in printed
+
+
+@pytest.mark.slow
+def test_every_layout_trains_the_same_model(command, tmp_path):
+    code, printed = command("verify-layouts", "--out", f"{tmp_path}/v.json")
+    assert code == 0, printed
+    rows = json.loads((tmp_path / "v.json").read_text())
+    fp32 = [row for row in rows if row["dtype"] in ("fp32", "nf4")]
+    assert all(row["max_rel_loss_diff"] <= 1e-5 for row in fp32)
+    assert {row["layout"] for row in rows} == {
+        "single", "ddp", "fsdp", "fsdp_hybrid", "zero2", "zero3", "zero3_offload"
+    }  # fmt: skip
+    assert {row["mode"] for row in rows} == {"full", "lora", "qlora"}
+    for row in rows:
+        assert row["engine_proof"]["layout"] == row["layout"]
+        assert len(row["engine_proof"]["bytes_by_rank"]) == row["ranks"]
+    assert TOLERANCES["fp32"].loss == 1e-5
