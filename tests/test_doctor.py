@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import psutil
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.doctor import disk, gpus, host, known_bad, meeting, packages, ranks, surroundings
-from sft_play.doctor.check import Planned, examine
+from sft_play.doctor import disk, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.doctor.check import Planned, examine, meet_nodes
 from sft_play.doctor.finding import Finding, Report, failed, passed, skipped, warned
 from sft_play.doctor.known_bad import TABLE, Pairs, find_known_bad
 from sft_play.doctor.ranks import Outcome, bus_bandwidth, judge
@@ -140,19 +141,6 @@ def test_the_versions_of_this_environment_are_read():
     version = Path(str(importlib.util.find_spec("torch").origin)).parent / "version.py"  # type: ignore[union-attr]
     built = re.search(r"^cuda.*= '?([^'\n]*)", version.read_text(), re.MULTILINE)
     assert (around.torch_cuda or "None") == built[1]  # type: ignore[index]
-
-
-def card(host_name: str, **changes: Any) -> dict[str, Any]:
-    made = {"host": host_name, "versions": {"torch": "2.13.0"}, "driver": "580.1", "GPUs": "2 x A", "ranks per node": 2}
-    return {**made, **changes}
-
-
-def test_nodes_that_differ_are_named_with_what_differs():
-    assert packages.check_alike([card("a"), card("b")]).verdict == "PASS"
-    found = packages.check_alike([card("a"), card("b", versions={"torch": "2.12.0"}, driver="570.9")])
-    assert found.verdict == "FAIL"
-    assert "torch is 2.13.0 on a and 2.12.0 on b" in found.found
-    assert "driver is 580.1 on a and 570.9 on b" in found.found
 
 
 # --- known bad pairs --------------------------------------------------------------------------------------------------
@@ -352,6 +340,83 @@ def test_the_iommu_is_in_the_way_only_without_nvlink():
     assert gpus.check_peer_path([dataclasses.replace(state, nvlinks=4) for state in on]) == []
     assert gpus.check_peer_path([GpuState(0, translated=False), GpuState(1, translated=False)]) == []
     assert gpus.check_peer_path(on[:1]) == []
+
+
+class FakeNvml:
+    """Two GPUs as NVML tells of them: the first is well, the second says little and is split by a narrow slot."""
+
+    NVML_NVLINK_MAX_LINKS = 2
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.82.07"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13010
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
+        return 4 if handle else 16
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        return 16
+
+    def nvmlDeviceGetComputeMode(self, handle: int) -> int:
+        return 0
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if handle:
+            raise ValueError("not supported")
+        return 1 - link
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        if handle:
+            raise ValueError("not supported")
+        return 0, 0, 1, 0
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        return 3
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [types.SimpleNamespace(pid=7, usedGpuMemory=GIB), types.SimpleNamespace(pid=8, usedGpuMemory=None)]
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return types.SimpleNamespace(busId=f"00000000:4{handle}:00.0".encode())
+
+
+def test_the_driver_and_the_state_of_gpus_are_read_from_nvml(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(surroundings, "_SYS", tmp_path)
+    for bus, kind in (("0000:40:00.0", "DMA-FQ"), ("0000:41:00.0", "identity")):
+        group = tmp_path / "bus/pci/devices" / bus / "iommu_group"
+        group.mkdir(parents=True)
+        (group / "type").write_text(f"{kind}\n")
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    for name, speed in (("lo", "9999999"), ("eth0", "10000"), ("eth1", "-1")):
+        (tmp_path / "class/net" / name).mkdir(parents=True)
+        (tmp_path / "class/net" / name / "speed").write_text(speed)
+    around = surroundings.look(machine(gpu(0), gpu(1)), {})
+    assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
+    busy = ((7, GIB), (8, 0))
+    assert around.gpus[0] == GpuState(0, 0, busy, 3, False, True, None, (16, 16), 1, translated=True)
+    assert around.gpus[1] == GpuState(1, 0, busy, 3, None, None, None, (4, 16), 0, translated=False)
+    assert around.infiniband_bytes_per_s == 50e9  # 400 Gbit/s
+    assert around.network_bytes_per_s == 1.25e9  # 10,000 Mbit/s
+
+
+def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    around = surroundings.look(machine(gpu(0)), {})
+    assert (around.driver, around.driver_cuda, around.gpus) == (None, None, ())
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
@@ -572,98 +637,63 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def met(places: list[tuple[int, int]], *, limit_s: float = 10.0, address: str = "127.0.0.1") -> list[meeting.Met]:
-    """What nodes (rank, number of nodes) found, each in a thread of its own."""
+def met(*places: Surroundings, count: int | None = None, limit_s: float = 15.0) -> list[Finding]:
+    """What nodes found of each other, each in a thread of its own."""
     port, found = free_port(), {}
 
-    def go(place: int, rank: int, count: int) -> None:
-        found[place] = meeting.meet(Nodes(count, rank, address, port), card(f"host{place}"), limit_s=limit_s)
+    def go(rank: int, around: Surroundings) -> None:
+        nodes = Nodes(count or len(places), rank, "127.0.0.1", port)
+        found[rank] = meet_nodes(around, nodes, limit_s=limit_s)[1]
 
-    threads = [threading.Thread(target=go, args=(place, *what)) for place, what in enumerate(places)]
+    threads = [threading.Thread(target=go, args=place) for place in enumerate(places)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    return [found[place] for place in range(len(places))]
+    return [found[rank] for rank in range(len(places))]
 
 
-def test_nodes_meet_and_know_each_other():
-    all_met = met([(0, 3), (2, 3), (1, 3)])
-    assert [verdicts(list(one.findings)) for one in all_met] == [["PASS"]] * 3
-    for one in all_met:
-        assert [item["node"] for item in one.cards] == [0, 1, 2]
-        assert [item["host"] for item in one.cards] == ["host0", "host2", "host1"]
+HERE = Surroundings(machine(gpu(0), gpu(1)), host="a", versions={"torch": "2.13.0"}, driver="580.82.07")
 
 
-def test_a_node_that_never_comes_is_named_on_all_others():
-    first, second = met([(0, 3), (1, 3)], limit_s=2.0)
-    assert first.findings[0].verdict == "FAIL"
-    assert "node 2 of 3 never came to 127.0.0.1:" in first.findings[0].found
-    assert "NODE_RANK=2" in str(first.findings[0].remedy)
-    assert "node 0 says: node 2 of 3 never came" in second.findings[0].found
-    assert first.cards == second.cards == ()
+def test_nodes_that_are_alike_meet():
+    found = met(HERE, dataclasses.replace(HERE, host="b"))
+    assert verdicts(found) == ["PASS", "PASS"]
+    assert "2 met at 127.0.0.1:" in found[0].found
+    assert "(a, b)" in found[0].found
 
 
-def test_node_0_that_never_comes_is_said():
-    (alone,) = met([(1, 2)], limit_s=1.5)
-    assert "node 0 was not met at 127.0.0.1:" in alone.findings[0].found
-    assert "connection refused" in alone.findings[0].found
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"versions": {"torch": "2.12.1"}}, "version of torch is 2.13.0 on node 0 and 2.12.1 on node 1"),
+        ({"driver": "570.86.10"}, "driver is 580.82.07 on node 0 and 570.86.10 on node 1"),
+        ({"hardware": machine(gpu(0))}, "number of ranks is 2 on node 0 and 1 on node 1"),
+        (
+            {"hardware": machine(gpu(0, "NVIDIA L4"), gpu(1, "NVIDIA L4"))},
+            "on node 0 and NVIDIA L4, NVIDIA L4 on node 1",
+        ),
+    ],
+)
+def test_nodes_that_differ_are_said_on_all_of_them(changes, words):
+    found = met(HERE, dataclasses.replace(HERE, **{"host": "b", **changes}))
+    assert verdicts(found) == ["FAIL", "FAIL"]
+    assert all(words in item.found for item in found)
 
 
-def test_nodes_that_contradict_each_other_are_refused():
-    first, *others = met([(0, 3), (1, 3), (1, 3)])
-    assert "were both given NODE_RANK=1" in first.findings[0].found
-    assert all("were both given NODE_RANK=1" in one.findings[0].found for one in others)
-    first, second = met([(0, 2), (1, 4)])
-    assert "host1 was given NNODES=4, node 0 NNODES=2" in first.findings[0].found
-    assert "NNODES=4" in second.findings[0].found
+def test_a_node_that_never_comes_is_named_after_the_limit():
+    (found,) = met(HERE, count=3, limit_s=0.5)
+    assert found.verdict == "FAIL"
+    assert re.search(
+        r"nodes 1, 2 of 3 did not come to 127\.0\.0\.1:\d+ within 0 s: start the same command", found.found
+    )
 
 
-def test_a_port_that_is_taken_and_a_name_that_means_nothing_fail_at_once():
+def test_an_address_that_means_nothing_fails_at_once():
     started = time.monotonic()
-    with socket.create_server(("", 0)) as taken:
-        port = int(taken.getsockname()[1])
-        (found,) = meeting.meet(Nodes(2, 0, "127.0.0.1", port), card("a"), limit_s=60.0).findings
-    assert f"MASTER_PORT={port} cannot be listened at" in found.found
-    assert f"pid {os.getpid()}" in found.found
-    for rank in (0, 1):
-        (found,) = meeting.meet(Nodes(2, rank, "no-such-host.invalid", 29500), card("a"), limit_s=60.0).findings
-        assert "MASTER_ADDR=no-such-host.invalid means no address here" in found.found
+    _, found = meet_nodes(HERE, Nodes(2, 1, "no-such-host.invalid", 29500), limit_s=60.0)
+    assert "MASTER_ADDR=no-such-host.invalid" in found.found
     assert time.monotonic() - started < 30
-
-
-def test_strangers_at_the_port_are_left_unanswered():
-    port = free_port()
-    found: list[meeting.Met] = []
-    nodes = Nodes(2, 0, "127.0.0.1", port)
-    thread = threading.Thread(target=lambda: found.append(meeting.meet(nodes, card("a"), limit_s=20.0)))
-    thread.start()
-    for sent in (b"GET / HTTP/1.1\r\n\r\n", b'{"program": "other"}\n', b"[]\n"):
-        with connected(port) as stranger:
-            stranger.sendall(sent)
-            stranger.shutdown(socket.SHUT_WR)
-            assert stranger.recv(100) == b""
-    assert meeting.meet(Nodes(2, 1, "127.0.0.1", port), card("b"), limit_s=20.0).cards
-    thread.join(timeout=30)
-    assert [item["host"] for item in found[0].cards] == ["a", "b"]
-
-
-@contextlib.contextmanager
-def connected(port: int) -> Iterator[socket.socket]:
-    for _ in range(100):
-        with contextlib.suppress(ConnectionRefusedError):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
-                yield client
-            return
-        time.sleep(0.05)
-    raise AssertionError("nobody listens")
-
-
-def test_an_address_of_another_machine_is_said_on_node_0():
-    port = free_port()
-    found = meeting.meet(Nodes(2, 0, "192.0.2.1", port), card("a"), limit_s=0.5).findings  # TEST-NET-1: nobody's
-    assert [item.verdict for item in found] == ["FAIL", "WARN"]
-    assert "192.0.2.1 is not an address of this machine, which is node 0" in found[1].found
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -708,7 +738,7 @@ def test_two_nodes_on_loopback_reduce_together(world):
     assert "right over gloo on 2 ranks" in by_name(found[0])["all-reduce"].found
     assert "this node's part of 2" in by_name(found[1])["all-reduce"].found
     assert "written on node 0" in by_name(found[1])["disk"].found
-    assert by_name(found[0])["nodes alike"].verdict == "PASS"
+    assert "2 met at 127.0.0.1:" in by_name(found[0])["nodes"].found
 
 
 @pytest.mark.build
@@ -784,9 +814,9 @@ def test_what_the_config_cannot_be_is_a_finding(world):
     report = examine(refuses, spread, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
     found = by_name(report)
     assert "batch_size=3 does not split" in found["plan"].found
-    assert found["rendezvous"].verdict == "FAIL"
+    assert found["nodes"].verdict == "FAIL"
     assert found["all-reduce"].verdict == "SKIP"
-    assert [item.name for item in report.failures] == ["plan", "rendezvous"]
+    assert [item.name for item in report.failures] == ["plan", "nodes"]
     assert "disk" not in found
 
 

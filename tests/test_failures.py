@@ -47,8 +47,6 @@ def work(request):
         raise ConfigError("the same mistake is seen by every rank")
     if mode == "exit":
         os._exit(7 * rank)
-    if mode == "abort" and rank == 1:
-        os.abort()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s + (20 if mode == "loop" else 0)))
     try:
         with Heartbeat(timeout_s=timeout_s) as beat:
@@ -57,6 +55,8 @@ def work(request):
                 (folder / f"rank{rank}").write_text(f"{os.getpid()} {step}")
                 if mode == "fault" and rank == 1 and step == 5:
                     raise ValueError("a row of seven tokens")
+                if mode == "abort" and rank == 1 and step == 5:
+                    os.abort()
                 if mode == "loop" and rank == 1 and step == 5:
                     turn_for_ever()
                 dist.all_reduce(torch.ones(1))
@@ -112,8 +112,15 @@ class Started:
     def require_nobody_left(self, within_s: float = 20) -> None:
         """Fails where a process of the ranks is alive."""
         assert self.agent is not None
-        wait_for(lambda: not list(failures.ranks_of_agent(self.agent)), self, within_s=within_s)
-        assert not psutil.pid_exists(self.agent) or psutil.Process(self.agent).status() == psutil.STATUS_ZOMBIE
+        agent = self.agent
+        wait_for(lambda: not is_alive(agent) and not list(failures.ranks_of_agent(agent)), self, within_s=within_s)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for(holds: Callable[[], bool], started: Started, *, within_s: float = WAIT_S) -> None:

@@ -496,3 +496,174 @@ def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_
         with_accelerate(Spread(), read_config(file))
     given = Spread(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
     assert with_accelerate(given, read_config(file)).nodes == given.nodes  # the command line says it
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+FAKE_SRUN = """#!/bin/bash
+# srun of two nodes on one machine: a task for each, signals handed on, the highest exit code.
+printf '%s\\n' "$@" > "$FAKE/srun-words"
+while [ "${1#-}" != "$1" ]; do shift; done
+pids=()
+for id in $(seq 0 $((NNODES - 1))); do
+  SLURM_NODEID=$id SLURM_PROCID=$id "$@" > "$FAKE/task-$id" 2>&1 &
+  pids+=($!)
+done
+trap 'kill -TERM "${pids[@]}"' TERM
+highest=0
+for pid in "${pids[@]}"; do
+  while :; do
+    wait "$pid"; code=$?
+    kill -0 "$pid" 2>/dev/null || break
+  done
+  wait "$pid"; code=$?
+  [ "$code" -gt "$highest" ] && highest=$code
+done
+exit "$highest"
+"""
+FAKE_SCONTROL = """#!/bin/bash
+printf '%s\\n' "$*" >> "$FAKE/scontrol-words"
+case "$1 $2" in
+  "show hostnames") printf '%s\\n' ${FAKE_HOSTS:-node7 node9} ;;
+  "show job") printf 'JobId=%s\\n   Command=%s my.yaml\\n' "$3" "$FAKE_COMMAND" ;;
+  requeue*) exit "${FAKE_REQUEUE:-0}" ;;
+esac
+"""
+FAKE_LAUNCH = """#!/bin/bash
+trap 'echo saved; exit 130' TERM
+env | grep -E '^(NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT)=' | sort
+printf 'word %s\\n' "$@"
+echo started
+[ -z "${FAKE_WAITS:-}" ] || while :; do sleep 0.1; done
+exit "${FAKE_EXIT:-0}"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path) -> Path:
+    """A folder with programs that stand for Slurm's, and a project whose launch says what it was given."""
+    for name, text in (("bin/srun", FAKE_SRUN), ("bin/scontrol", FAKE_SCONTROL),
+                       ("home/scripts/train_distributed.sh", FAKE_LAUNCH)):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "submitted from").mkdir()
+    (tmp_path / "submitted from" / "my run.yaml").write_text("model: {name: x}\n")
+    return tmp_path
+
+
+def batch(slurm: Path, *words: str, job: int = 4711, nodes: int = 2, **environ: str) -> subprocess.Popen[str]:
+    """The batch script as Slurm starts it: a copy in a folder of Slurm's own."""
+    copy = slurm / "slurmd" / "slurm_script"
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "scripts" / "train_slurm.sbatch", copy)
+    kept = {name: value for name, value in os.environ.items()
+            if name not in VARIABLES and not name.startswith(("SLURM_", "SFT_PLAY_HOME"))}  # fmt: skip
+    kept |= {"PATH": f"{slurm}/bin:{os.environ['PATH']}", "FAKE": str(slurm), "SLURM_JOB_ID": str(job),
+             "FAKE_COMMAND": f"{slurm}/home/scripts/train_slurm.sbatch", "SLURM_JOB_NODELIST": "node[7,9]",
+             "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_SUBMIT_DIR": f"{slurm}/submitted from"}  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(copy), *words], cwd=slurm, env={**kept, **environ}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], limit_s: float = 60) -> Ended:
+    try:
+        printed, _ = process.communicate(timeout=limit_s)
+    finally:
+        kill_session(process)
+    return Ended(process.returncode, printed)
+
+
+def test_the_batch_script_tells_each_node_which_it_is(slurm):
+    result = ended(batch(slurm, "my run.yaml", "train.epochs=2", "data.train_path=a b.jsonl"))
+    assert result.code == 0, result.printed
+    for rank in (0, 1):
+        assert (slurm / f"task-{rank}").read_text().splitlines() == [
+            "MASTER_ADDR=node7",
+            "MASTER_PORT=14711",
+            "NNODES=2",
+            f"NODE_RANK={rank}",
+            "word --config",
+            f"word {slurm}/submitted from/my run.yaml",
+            "word output.name=slurm-4711",
+            "word output.if_exists=resume",
+            "word train.epochs=2",
+            "word data.train_path=a b.jsonl",
+            "started",
+        ]
+    words = (slurm / "srun-words").read_text().splitlines()
+    assert words[:2] == ["--ntasks=2", "--ntasks-per-node=1"]
+    assert "requeue" not in (slurm / "scontrol-words").read_text()
+
+
+def test_one_node_meets_nobody_and_two_jobs_have_two_ports(slurm):
+    result = ended(batch(slurm, "my run.yaml", nodes=1))
+    assert result.code == 0, result.printed
+    assert (slurm / "task-0").read_text().splitlines()[:2] == ["NNODES=1", "word --config"]
+    ports = set()
+    for job in (4711, 4712, 1_000_003):
+        assert ended(batch(slurm, "my run.yaml", job=job)).code == 0
+        ports |= {line for line in (slurm / "task-1").read_text().splitlines() if line.startswith("MASTER_PORT=")}
+    assert len(ports) == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "requeue", "words"),
+    [
+        (signal.SIGUSR1, "0", "the job queues anew and goes on with the last checkpoint"),
+        (signal.SIGUSR1, "1", "the job cannot queue anew; go on by hand"),
+        (signal.SIGTERM, "0", None),
+    ],
+)
+def test_a_signal_saves_on_every_node_and_only_the_time_limit_queues_anew(slurm, number, requeue, words):
+    process = batch(slurm, "my run.yaml", FAKE_WAITS="1", FAKE_REQUEUE=requeue)
+    deadline = time.monotonic() + 30
+    tasks = [slurm / f"task-{rank}" for rank in (0, 1)]
+    while not all(task.exists() and "started" in task.read_text() for task in tasks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    result = ended(process)
+    assert result.code == 130, result.printed
+    assert all(task.read_text().endswith("saved\n") for task in tasks)
+    asked = "requeue 4711" in (slurm / "scontrol-words").read_text()
+    assert asked == (words is not None)
+    assert words is None or words in result.printed
+
+
+def test_a_run_that_fails_is_not_queued_anew(slurm):
+    result = ended(batch(slurm, "my run.yaml", FAKE_EXIT="2"))
+    assert result.code == 2
+    assert "requeue" not in (slurm / "scontrol-words").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "message"),
+    [
+        ([], {}, "no run YAML is named"),
+        (["nowhere.yaml"], {}, "the run YAML nowhere.yaml is not there"),
+        (["my run.yaml"], {"FAKE_COMMAND": "/nowhere/x.sbatch"}, "the project is not at"),
+        (["my run.yaml"], {"SLURM_JOB_ID": ""}, "this is a batch script of Slurm"),
+    ],
+)
+def test_what_the_batch_script_cannot_do_is_one_message(slurm, words, environ, message):
+    result = ended(batch(slurm, *words, **environ))
+    assert result.code == 2
+    assert result.printed.count("error:") == 1
+    assert message in result.printed
+
+
+def test_the_batch_script_trains_over_two_nodes_and_goes_on_with_what_it_began(world, alone, slurm):
+    """The real launches behind a srun of two nodes on this machine; the second start is the one of a requeued job."""
+    environ = {"FAKE_HOSTS": "localhost localhost", "SFT_PLAY_HOME": str(ROOT), "VENV": sys.prefix, "NPROC": "2",
+               "STRATEGY": "ddp", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    first = ended(batch(slurm, f"{world}/run.yaml", "train.stop_after_steps=2", **environ), limit_s=240)
+    assert first.code == 0, first.printed + (slurm / "task-0").read_text() + (slurm / "task-1").read_text()
+    second = ended(batch(slurm, f"{world}/run.yaml", **environ), limit_s=240)
+    printed = (slurm / "task-0").read_text()
+    assert second.code == 0, second.printed + printed
+    assert "from step 2" in printed
+    run = world / "outputs" / "slurm-4711"
+    assert losses(run) == pytest.approx(alone, rel=1e-5)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
-from sft_play.doctor import disk, gpus, host, known_bad, meeting, packages, ranks, surroundings
-from sft_play.doctor.finding import Finding, Report, failed, passed, skipped
+from sft_play.doctor import disk, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.doctor.finding import Finding, Report, failed, listed, passed, skipped
 from sft_play.doctor.surroundings import DISTRIBUTION, Surroundings
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.model_shape import ModelShape
+from sft_play.launch import meeting
+from sft_play.launch.command import Nodes
 from sft_play.launch.spread import Spread
 from sft_play.log import one_line
 from sft_play.plan.plan import Plan
@@ -26,9 +28,12 @@ MEETING_S = 30.0
 """How long nodes wait for each other: time to start the command on the next one by hand."""
 ALL_REDUCE_S = 40.0
 """Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's start up to 10 s on many nodes."""
+WHOLE_S = 58.0
+"""All of it together: nodes that met late have the rest for the all-reduce, and `LEAST_S` at any rate."""
+LEAST_S = 25.0
 _BITSANDBYTES_OPTIMIZERS = ("paged_adamw_8bit",)
-_MUST_AGREE = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes", "nvidia-nccl")
-"""Packages that compute on every rank."""
+_MUST_AGREE = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+"""Packages that compute on every rank; NCCL's own is one beside them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,14 @@ def examine(
         *_machine_findings(around, spread, planned, chosen),
         *said,
         *(_disk_findings(planned, spread, environment) if planned else ()),
-        *_together(around, spread, chosen, environment, meeting_s=meeting_s, all_reduce_s=all_reduce_s),
+        *_together(
+            around,
+            spread,
+            chosen,
+            environment,
+            meeting_s=meeting_s,
+            all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
+        ),
     ]
     return Report(tuple(findings), time.monotonic() - started)
 
@@ -205,35 +217,52 @@ def _together(
     environment: Mapping[str, str],
     *,
     meeting_s: float,
-    all_reduce_s: float,
+    all_reduce_s: Callable[[], float],
 ) -> list[Finding]:
     """What only all nodes and ranks together can say."""
     found: list[Finding] = []
+    variables: Mapping[str, str] = {}
     if spread.nodes.count > 1:
-        met = meeting.meet(spread.nodes, _card(around), limit_s=meeting_s)
-        found += met.findings
-        if not met.cards:
+        met, said = meet_nodes(around, spread.nodes, limit_s=meeting_s)
+        found.append(said)
+        if met is None:
             return [*found, skipped(ranks.NAME, "the nodes have not met")]
-        alike = packages.check_alike(met.cards)
-        found.append(alike)
-        counts = {card.get("ranks per node") for card in met.cards}
-        if len(counts) > 1:
-            return [*found, skipped(ranks.NAME, "the nodes have different numbers of ranks")]
+        variables = met.variables(environment)
     if chosen.verdict == "FAIL" and not around.hardware.gpus:
         return [*found, skipped(ranks.NAME, "GPUs were asked for, and there are none")]
     if "torch" not in around.versions:
         return [*found, skipped(ranks.NAME, "torch is not installed")]
-    outcome = ranks.run_ranks(around.hardware, spread, limit_s=all_reduce_s, environment=environment)
+    outcome = ranks.run_ranks(around.hardware, spread, limit_s=all_reduce_s(), environment={**environment, **variables})
     return [*found, *ranks.judge(outcome, around, spread.nodes)]
 
 
-def _card(around: Surroundings) -> meeting.Card:
+def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[meeting.Met | None, Finding]:
+    """The meeting of all nodes before a rank is started: who did not come, and what is not alike on them."""
+    try:
+        met = meeting.meet(nodes, card_of(around), limit_s=limit_s)
+    except SftPlayError as error:
+        words = (
+            str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
+        )  # ours is fixed
+        return None, failed("nodes", one_line(words, limit=800),
+                            "mend it there, then start make doctor on all nodes within half a minute")  # fmt: skip
+    hosts = listed(one_line(str(card.get("host"))) for card in met.cards)
+    return met, passed("nodes", f"{nodes.count} met at {one_line(str(nodes.address))}:{nodes.port} ({hosts}), with the same "
+                       "packages, driver, GPUs and ranks")  # fmt: skip
+
+
+def card_of(around: Surroundings) -> meeting.Card:
     """What this node tells the others of itself."""
     names = [name for name in around.versions if name in _MUST_AGREE or name.startswith("nvidia-nccl")]
     return {
         "host": around.host,
-        "versions": {"Python": around.python, **{name: around.versions[name] for name in sorted(names)}},
-        "driver": around.driver,
-        "GPUs": ", ".join(gpu.name for gpu in around.hardware.gpus) or "none",
-        "ranks per node": around.hardware.ranks,
+        "alike": {
+            "command": "doctor",
+            "version of Python": around.python,
+            **{f"version of {name}": around.versions[name] for name in sorted(names)},
+            "CUDA of torch": around.torch_cuda or "none",
+            "driver": around.driver or "none",
+            "GPUs": ", ".join(gpu.name for gpu in around.hardware.gpus) or "none",
+            "number of ranks": around.hardware.ranks,
+        },
     }

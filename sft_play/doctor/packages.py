@@ -10,7 +10,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from sft_play.doctor.finding import Finding, failed, listed, passed, skipped, warned
+from sft_play.doctor.finding import Finding, failed, passed, skipped, warned
 
 _SHOWN = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 
@@ -90,28 +90,3 @@ def _is_in(version: str, wanted: str) -> bool:
         return SpecifierSet(wanted).contains(version, prereleases=True)
     except (InvalidSpecifier, InvalidVersion):
         return True  # a version of somebody's own making cannot be judged
-
-
-def check_alike(cards: Sequence[Mapping[str, object]]) -> Finding:
-    """Whether all nodes of a run have the same packages, driver, GPUs and number of ranks, as each said of itself."""
-    first, *others = cards
-    differing: list[str] = []
-    for card in others:
-        pairs = _facts(first), _facts(card)
-        differing += [
-            f"{name} is {pairs[0].get(name, 'not there')} on {first.get('host')} and "
-            f"{pairs[1].get(name, 'not there')} on {card.get('host')}"
-            for name in dict.fromkeys([*pairs[0], *pairs[1]])
-            if pairs[0].get(name) != pairs[1].get(name)
-        ]
-    if differing:
-        return failed("nodes alike", "; ".join(differing),
-                      "give all nodes the same packages, driver, GPUs and NPROC= (make setup on each)")  # fmt: skip
-    hosts = listed(card.get("host") for card in cards)
-    return passed("nodes alike", f"{len(cards)} nodes ({hosts}) have the same packages, driver and ranks")
-
-
-def _facts(card: Mapping[str, object]) -> dict[str, object]:
-    versions = card.get("versions")
-    packages = dict(versions) if isinstance(versions, dict) else {}
-    return {**packages, **{name: card.get(name) for name in ("driver", "GPUs", "ranks per node")}}

@@ -127,7 +127,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
 def wrong_elements(size: int, device: torch.device) -> int:
     """Elements of an all-reduced pattern that are not the sum over all ranks; each rank gives rank + 1 times it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    pattern = torch.arange(size // 4, device=device) % PATTERN + 1
+    pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % PATTERN + 1
     given = (pattern * (rank + 1)).float()
     dist.all_reduce(given)
     expected = (pattern * (world * (world + 1) // 2)).float()

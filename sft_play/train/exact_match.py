@@ -6,7 +6,7 @@ Greedy decoding from exactly the prompt that training rows begin with; an answer
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,18 @@ def stop_ids(tokenizer: Any, model: Any, renderer: Renderer) -> list[int]:
 
 @torch.no_grad()
 def answers(
-    model: Any, tokenizer: Any, asked: Sequence[Question], *, stop: Sequence[int], max_new_tokens: int
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    *,
+    stop: Sequence[int],
+    max_new_tokens: int,
+    began: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """What the model answers to each question, in the order asked. The model's mode is put back afterwards."""
+    """What the model answers to each question, in the order asked. The model's mode is put back afterwards.
+
+    `began` is called before each batch.
+    """
     was_training = model.training
     model.eval()
     with contextlib.ExitStack() as afterwards:
@@ -86,6 +95,7 @@ def answers(
         said: dict[int, str] = {}
         for start in range(0, len(order), _BATCH_ROWS):
             batch = order[start : start + _BATCH_ROWS]
+            began()
             texts = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
             said |= dict(zip(batch, texts, strict=True))
         return [Answer(question, said[index]) for index, question in enumerate(asked)]

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,7 +39,10 @@ STORE_S = 10.0
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life: what it last began, how many things before, how long ago, and where its code stands."""
+    """A rank's sign of life: what it last began, how many things before, how long ago, and where its code stands.
+
+    `file` is where the rank notes the same at once; the signs of life lag behind by their interval.
+    """
 
     rank: int
     host: str
@@ -50,6 +54,7 @@ class Beat:
     published: float
     number: int
     where: str = ""
+    file: str = ""
 
     @property
     def place(self) -> str:
@@ -104,6 +109,21 @@ def _waiting(beats: Sequence[Beat]) -> str:
     return f"{ranks} wait{'s' if len(beats) == 1 else ''} for it at {' or '.join(places)}"
 
 
+def noted(path: Path) -> tuple[int, int, str] | None:
+    """Step, count and what of the last note that a rank of this node wrote; None where it wrote none."""
+    try:
+        step, count, what = path.read_text(encoding="utf-8").split(maxsplit=2)
+        return int(step), int(count), what.strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _freshened(beat: Beat) -> Beat:
+    """The beat with what a rank of this node noted since it published it."""
+    last = noted(Path(beat.file)) if beat.file and beat.host == socket.gethostname() else None
+    return replace(beat, step=last[0], count=last[1], what=last[2]) if last is not None else beat
+
+
 class Heartbeat:
     """While open, watches that this rank gets on; a rank that does not for `timeout_s` is ended with what is known.
 
@@ -119,6 +139,7 @@ class Heartbeat:
         self._number = 0
         self._rank = self._world = 0
         self._store: Any = None
+        self._path = failures.beside_error_file(failures.BEAT_NAME)
         self._file: int | None = None
         self._end = threading.Event()
         self._telling = threading.Lock()
@@ -130,9 +151,8 @@ class Heartbeat:
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        path = failures.beside_error_file(failures.BEAT_NAME)
         with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600) if path is not None else None
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600) if self._path is not None else None
         try:
             self._store = meeting_point("sft_play/beats")
             self._store.set_timeout(timedelta(seconds=STORE_S))
@@ -152,7 +172,7 @@ class Heartbeat:
         self._noted = time.monotonic()
         if self._file is not None:
             # into the page cache, where it outlives this process however it ends
-            os.pwrite(self._file, f"{step} {what}"[: NOTE_BYTES - 1].ljust(NOTE_BYTES).encode(), 0)
+            os.pwrite(self._file, f"{step} {self._count} {what}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _current
@@ -181,6 +201,7 @@ class Heartbeat:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        self._publish()
         while not self._end.wait(self._wait_s()):
             self._publish()
             if self._still_s() >= self.timeout_s:
@@ -206,7 +227,7 @@ class Heartbeat:
         where = self._where() if still >= 2 * self._interval_s else ""
         beat = Beat(
             self._rank, socket.gethostname(), os.getpid(), self._step, self._what, self._count, round(still, 1),
-            time.time(), self._number, where,
+            time.time(), self._number, where, str(self._path or ""),
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))
@@ -253,7 +274,7 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
             for rank in range(self._world):
                 if self._store.check([str(rank)]):
-                    found.append(Beat(**json.loads(self._store.get(str(rank)))))
+                    found.append(_freshened(Beat(**json.loads(self._store.get(str(rank))))))
         return found
 
     def _is_first_to_tell(self) -> bool:

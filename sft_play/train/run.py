@@ -37,6 +37,7 @@ from sft_play.runs import RunFolder
 from sft_play.train import checkpoints, engine
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
+from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.model import (
     Backend,
     Blueprint,
@@ -124,30 +125,48 @@ def run(job: Job) -> dict[str, Any]:
     check_free_memory(job.plan, job.loaded.config)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
-    with engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None):
+    with (
+        engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
+        Heartbeat(job.timeout_s) as beat,
+    ):
         engine.require_alike(_digests(job, facts))
+        watch = _Watch(memory, beat, started)
         if not engine.is_first():
             engine.barrier()  # rank 0 makes the folder, or says why it cannot
-            return _train_and_judge(job, prepared, memory, started)
-        return _first_rank(job, prepared, facts, memory, started)
+            return _until_memory_ends(job, prepared, watch)
+        return _first_rank(job, prepared, facts, watch)
 
 
-def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], memory: _MemoryMeter, started: float) -> Any:
+@dataclass(frozen=True)
+class _Watch:
+    """What is kept while a run goes on: the peak of memory, signs of life, when it started (seconds since 1970)."""
+
+    memory: _MemoryMeter
+    beat: Heartbeat
+    started: float
+
+
+def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Watch) -> Any:
     """The run as the only process, or rank 0, sees it: it owns the folder and the log."""
     with _open_folder(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             engine.barrier()
-            return _train_and_judge(job, prepared, memory, started)
-        except torch.OutOfMemoryError as error:
-            _record_failure(job, error)
-            raise DoesNotFit(_out_of_memory_message(job, error)) from error
+            return _until_memory_ends(job, prepared, watch)
         except BaseException as error:
             _record_failure(job, error)
             raise
         finally:
             logging.getLogger().removeHandler(log_file)
             log_file.close()
+
+
+def _until_memory_ends(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
+    """Train; raises DoesNotFit where the GPU's memory runs out on the way."""
+    try:
+        return _train_and_judge(job, prepared, watch)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(_out_of_memory_message(job, error)) from error
 
 
 def _out_of_memory_message(job: Job, error: BaseException) -> str:
@@ -267,68 +286,99 @@ def _choices(job: Job, prepared: Prepared) -> list[str]:
     return [*fallback, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.blueprint.notes]
 
 
-def _train_and_judge(job: Job, prepared: Prepared, memory: _MemoryMeter, started: float) -> dict[str, Any]:
-    config, folder = job.loaded.config, job.folder
+@dataclass(frozen=True)
+class _Exam:
+    """What is judged: the held-out split before and after, by loss and by the answers to questions."""
+
+    split: Split | None
+    name: str
+    asked: list[Question]
+    asked_while_training: list[Question]
+
+
+def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
     checkpoint = _checkpoint(job)
-    engine.require_disk(folder.manifest_path, job.plan)
+    engine.require_disk(job.folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
-    arguments = training_arguments(
-        config,
-        job.plan,
-        folder,
-        has_eval=prepared.splits.val is not None,
-        engine=engine.engine_arguments(job.plan, layer_class=prepared.blueprint.layer_class, deepspeed=job.deepspeed),
-    )
-    engine.allow_fsdp_on_cpu(job.plan)
-    model = load_model(config, job.plan.precision, prepared.blueprint, device=engine.device_of(job.plan, config),
-                       storage=engine.quant_storage(job.plan, config))  # fmt: skip
-    stop = StopAfter(config.train.stop_after_steps)
-    held_out, name = _held_out(prepared.splits)
-    asked = _questions(job, prepared, held_out)
-    asked_while_training = asked if name == "val" else _questions(job, prepared, prepared.splits.val)
-    step = checkpoints.step_of(checkpoint) if checkpoint else 0
-    runs.keep_metrics_until(folder.metrics_path, step if checkpoint else -1)
+    exam = _exam(job, prepared)
+    if engine.is_first():
+        runs.keep_metrics_until(job.folder.metrics_path, checkpoints.step_of(checkpoint) if checkpoint else -1)
+    stop = StopAfter(job.loaded.config.train.stop_after_steps)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
-    judging = _JudgeBefore(lambda: _before(job, trainer, held_out, name, asked, resumed=checkpoint is not None))
-    watching = [GradientCheck(), MetricsFile(folder.metrics_path, started=started), progress, stop]
-    trainer = build_trainer(
-        config,
-        job.plan,
-        folder,
-        arguments=arguments,
-        model=model,
-        tokenizer=prepared.tokenizer.tokenizer,
-        peft_config=prepared.blueprint.peft_config,
-        train=prepared.splits.train,
-        evaluation=prepared.splits.val,
-        callbacks=watching if proof is None else [proof, judging, *watching],  # judged before the clock starts
-        resume_step=step,
-        questions=asked_while_training,
-        stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer)
-        if asked or asked_while_training
-        else (),
-        max_new_tokens=config.eval.max_new_tokens,
-    )
+    judging = _JudgeBefore(lambda: _before(job, trainer, exam, resumed=checkpoint is not None))
+    watching = [GradientCheck(), MetricsFile(job.folder.metrics_path, started=watch.started), progress, stop]
+    if proof is not None:
+        watching = [proof, judging, *watching]  # judged before the clock starts
+    trainer = _trainer(job, prepared, exam, watch.beat, callbacks=watching, checkpoint=checkpoint)
     _say_parameters(trainer.model)
     if proof is None:
         judging.judge()
     else:  # what an engine makes of the model is there once training has begun
         proof.trainer = trainer
-    memory.start()
+    watch.memory.start()
     try:
         with StopSignals(stop):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
     speed = engine.total(trainer.tokens_seen) / progress.training_s
-    measured = memory.peak()
-    after = None if stop.stopped_early else _judge(trainer, held_out, name, asked)
+    measured = watch.memory.peak()
+    after = None if stop.stopped_early else _judge(trainer, exam.split, exam.name, exam.asked)
+    watch.beat.note(trainer.state.global_step, "saving what was trained")
     result = _Result(
-        judging.found, after, measured, speed, trainer.state.global_step, time.time() - started, stop, name,
+        judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
         proof.proof if proof else engine.proof_of_one(trainer),
     )  # fmt: skip
     return _finish(job, prepared, trainer, result)
+
+
+def _exam(job: Job, prepared: Prepared) -> _Exam:
+    split, name = _held_out(prepared.splits)
+    asked = _questions(job, prepared, split)
+    return _Exam(split, name, asked, asked if name == "val" else _questions(job, prepared, prepared.splits.val))
+
+
+def _trainer(
+    job: Job,
+    prepared: Prepared,
+    exam: _Exam,
+    beat: Heartbeat,
+    *,
+    callbacks: list[TrainerCallback],
+    checkpoint: Path | None,
+) -> PlannedTrainer:
+    """The trainer with its model loaded; the arguments come first, since they make the process group's devices."""
+    config, plan, blueprint = job.loaded.config, job.plan, prepared.blueprint
+    tokenizer = prepared.tokenizer.tokenizer
+    arguments = training_arguments(
+        config,
+        plan,
+        job.folder,
+        has_eval=prepared.splits.val is not None,
+        engine=engine.engine_arguments(plan, layer_class=blueprint.layer_class, deepspeed=job.deepspeed),
+    )
+    engine.allow_fsdp_on_cpu(plan)
+    model = load_model(config, plan.precision, blueprint, device=engine.device_of(plan, config),
+                       storage=engine.quant_storage(plan, config))  # fmt: skip
+    asks = bool(exam.asked or exam.asked_while_training)
+    return build_trainer(
+        config,
+        plan,
+        job.folder,
+        arguments=arguments,
+        model=model,
+        tokenizer=tokenizer,
+        peft_config=blueprint.peft_config,
+        train=prepared.splits.train,
+        evaluation=prepared.splits.val,
+        callbacks=callbacks,
+        resume_step=checkpoints.step_of(checkpoint) if checkpoint else 0,
+        questions=exam.asked_while_training,
+        stop_ids=stop_ids(tokenizer, model, prepared.renderer) if asks else (),
+        max_new_tokens=config.eval.max_new_tokens,
+        beat=beat,
+    )
 
 
 def _checkpoint(job: Job) -> Path | None:
@@ -399,16 +449,14 @@ def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Questi
     return asked
 
 
-def _before(
-    job: Job, trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question], *, resumed: bool
-) -> Judged | None:
+def _before(job: Job, trainer: PlannedTrainer, exam: _Exam, *, resumed: bool) -> Judged | None:
     """The figures before training; a run that goes on from a checkpoint has those of its first start."""
-    if not job.loaded.config.eval.before_training or split is None:
+    if not job.loaded.config.eval.before_training or exam.split is None:
         return None
     if resumed:
-        kept = job.folder.manifest().get("before")
+        kept = engine.of_first(job.folder.manifest().get("before") if engine.is_first() else None)
         return Judged(kept["loss"], kept["exact_match"], kept["rows"]) if kept else None
-    before = _judge(trainer, split, name, asked)
+    before = _judge(trainer, exam.split, exam.name, exam.asked)
     assert before is not None
     if engine.is_first():
         job.folder.update_manifest(before=before.as_json())

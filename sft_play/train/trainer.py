@@ -27,6 +27,7 @@ from sft_play.runs import RunFolder
 from sft_play.train import checkpoints, portable
 from sft_play.train import engine as engine_module
 from sft_play.train.exact_match import Answer, Question, answers
+from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.rows import MASKED, EpochOrder, TellEpoch, filled, to_dataset
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
@@ -159,6 +160,7 @@ class PlannedTrainer(SFTTrainer):
         max_new_tokens: int = 0,
         checkpoint_limit: int | None = None,
         patience: int | None = None,
+        beat: Heartbeat | None = None,
         **options: Any,
     ) -> None:
         self._questions = list(questions)
@@ -171,6 +173,7 @@ class PlannedTrainer(SFTTrainer):
         self._tokens_seen: torch.Tensor | int = 0
         self._rank_loss = _RankLoss()
         self.order: EpochOrder | None = None
+        self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         super().__init__(**options)
@@ -212,6 +215,7 @@ class PlannedTrainer(SFTTrainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
+        self.beat.note(self.state.global_step + 1, "training")
         self._tokens_seen = self._tokens_seen + inputs["attention_mask"].sum()
         trained = (inputs["labels"][:, 1:] != MASKED).sum()
         loss = super().training_step(model, inputs, *args, **options)
@@ -230,6 +234,7 @@ class PlannedTrainer(SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
+        self.beat.note(self.state.global_step, "evaluating")
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
             tokens = (inputs["labels"][:, 1:] != MASKED).sum()
@@ -262,6 +267,7 @@ class PlannedTrainer(SFTTrainer):
             self._questions,
             stop=self._stop_ids,
             max_new_tokens=self._max_new_tokens,
+            began=lambda: self.beat.note(self.state.global_step, "generating answers"),
         )
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         found = {f"{prefix}_exact_match": share}
@@ -285,6 +291,7 @@ class PlannedTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
+        self.beat.note(step, "saving a checkpoint")
         loss_sum = self._mean_loss_sum()
         if engine_module.is_first():
             checkpoints.staging(folder)

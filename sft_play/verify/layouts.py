@@ -54,11 +54,16 @@ TOLERANCES = {
     # numbers, and computes in fp32, so that the tolerance is that of fp32.
     "fp32": Tolerance(loss=1e-5, weights=2e-3),
     "nf4": Tolerance(loss=1e-5, weights=2e-3),
-    # bf16 keeps 8 bits of each number (2^-9 relative per rounding): sums in another order differ by that, and Adam's
-    # division turns it into steps of another sign wherever a gradient is small.
+    # 16 bits keep 8 (bf16) or 11 (fp16) of each number: sums in another order differ by 2^-9, and Adam turns that into
+    # steps of another length wherever a gradient is small.
     "bf16": Tolerance(loss=2**-8, weights=0.7),
     "fp16": Tolerance(loss=2**-8, weights=0.7),
 }
+WITHOUT_COPIES = (
+    "weights in 16 bits: one process and DDP round every update to them, FSDP2 and ZeRO keep fp32 copies, so that only "
+    "the losses are judged"
+)
+"""Why `full` in bf16 or fp16 has no tolerance for weights: seen with updates of 1e-3 on norms of 1.0, lost in bf16."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Row:
     ok: bool = False
     seconds: float = 0.0
     error: str | None = None
+    note: str | None = None
 
 
 @dataclass
@@ -112,8 +118,14 @@ class Table:
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """The list of INTERFACES: one object per row."""
-        return [asdict(row) for row in self.rows]
+        """One object per row; a difference that is no finite number is null, and the row says where it is."""
+        return [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in map(asdict, self.rows)
+        ]
 
     def lines(self) -> list[str]:
         """The table in words."""
@@ -123,6 +135,7 @@ class Table:
             *(_line(row) for row in self.rows),
         ]
         lines += [f"left out: {what}: {why}" for what, why in self.left_out]
+        lines += sorted({f"{row.mode} in {row.dtype}: {row.note}" for row in self.rows if row.note})
         good = sum(row.ok for row in self.rows)
         worst = max((row for row in self.rows if row.max_rel_loss_diff is not None), default=None,
                     key=lambda row: row.max_rel_loss_diff or 0.0)  # fmt: skip
@@ -181,7 +194,7 @@ def verify(
         )
         table = Table()
         for mode in modes or MODES:
-            for bf16 in (False, True) if mode == "full" and bench.may_add_bf16 else (False,):
+            for bf16 in (False, True) if mode == "lora" and bench.may_add_bf16 else (False,):
                 bench.compare(mode, bf16, layouts, table, progress)
         return table
 
@@ -271,8 +284,8 @@ class _Bench:
             far = apart(start, one, tensors_of(self.saved(made)))
             row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
             assert row.loss_tolerance is not None
-            assert row.tolerance is not None
-            row.ok = row.max_rel_loss_diff <= row.loss_tolerance and far.largest <= row.tolerance
+            row.ok = row.max_rel_loss_diff <= row.loss_tolerance
+            row.ok = row.ok and (row.tolerance is None or far.largest <= row.tolerance)
             row.seconds = round(time.monotonic() - began, 1)
             table.rows.append(row)
             progress(_line(row))
@@ -281,10 +294,12 @@ class _Bench:
     def row(self, case: Case) -> Row:
         """The row of a case before it has run."""
         tolerance = TOLERANCES[self.dtype(case)]
+        has_copies = case.mode != "full" or self.dtype(case) == "fp32" or self.parsed.model.dtype == "float32"
         return Row(
             layout=case.layout, mode=case.mode, dtype=self.dtype(case), ranks=case.ranks, steps=self.steps,
             accum=case.accum, micro_batch=self.effective // (case.ranks * case.accum),
-            loss_tolerance=tolerance.loss, tolerance=tolerance.weights,
+            loss_tolerance=tolerance.loss, tolerance=tolerance.weights if has_copies else None,
+            note=None if has_copies else WITHOUT_COPIES,
         )  # fmt: skip
 
     def dtype(self, case: Case) -> str:
