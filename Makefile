@@ -62,6 +62,8 @@ launch-command: setup ## Show the command and variables that start the ranks, an
 	@$(PROGRAM) launch-command
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
+doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank
+	@$(PROGRAM) doctor
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
 	@$(PROGRAM) consolidate
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
@@ -123,4 +125,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-speed clean

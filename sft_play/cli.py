@@ -19,13 +19,14 @@ from typing import NoReturn
 from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
+from sft_play.doctor.check import Planned, examine
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch import accelerate_config
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import VARIABLES as spread_variables
-from sft_play.launch.spread import Spread, spread_of
+from sft_play.launch.spread import Spread, spread_of, with_accelerate
 from sft_play.log import escape_control, one_line, redact, set_up_logging
 from sft_play.plan import show
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES
@@ -49,6 +50,7 @@ COMMANDS = {
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
+    "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
     "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
@@ -61,7 +63,7 @@ SHORT_FLAGS = {
     "--output": "output.dir",
 }
 """Flags that people know from other tools, and the keys that they mean."""
-SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate", "resume")
+SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate", "resume", "doctor")
 VARIABLES = (
     "CONFIG",
     "HARDWARE",
@@ -397,6 +399,30 @@ def _verify_layouts(request: Request) -> int:
     return 0 if table.ok else 1
 
 
+def _doctor(request: Request) -> int:
+    _refuse_hardware(request)
+    spread, file = request.spread, accelerate_config.find_config(os.environ)
+    if file is not None:
+        spread = with_accelerate(spread, accelerate_config.read_config(file))
+
+    def planner(machine: Hardware) -> Planned:
+        config = load_config(request.config, overrides=request.overrides).config
+        strategy = spread.strategy or ("zero2" if spread.deepspeed else None)
+        refuse_strategy(config, machine, strategy)
+        only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or machine.ranks == 1)
+        return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_ways_out=False))
+
+    report = examine(planner, spread)
+    if request.out is not None:
+        _write_out(request.out, report.as_json())
+    if request.json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        for line in report.lines():
+            logger.info("%s", line)
+    return 0 if report.ok else ConfigError.exit_code
+
+
 def _consolidate(request: Request) -> int:
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
@@ -542,6 +568,7 @@ _COMMANDS = {
     "plan": _plan,
     "memory-model-score": _memory_model_score,
     "verify-layouts": _verify_layouts,
+    "doctor": _doctor,
     "consolidate": _consolidate,
     "generate": _generate,
 }

@@ -30,6 +30,8 @@ FLOORS = {
     "trace": 4,
     "after": 4,
     "verify": 4,
+    "doctor": 4,
+    "failures": 1,
     "dist": 4,
     "start": 5,
     "cli": 6,

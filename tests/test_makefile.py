@@ -17,15 +17,17 @@ TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
-    *("launch-command", "setup-accelerate"),
+    *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
-    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate"),
+    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
+    "verify-layouts",
 ]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
     *("WHATIF", "MAX", "PRICE", "PEAKS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("LAYOUTS", "MODES", "STEPS"),
     *(
         "ACCELERATE_CONFIG",
         "NUM_MACHINES",
@@ -44,6 +46,7 @@ VARIABLES = [
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
     *("TORCH", "PYTHON", "VENV", "STRATEGY", "NPROC", "GPUS", "NNODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"),
+    *("LAYOUTS", "MODES", "STEPS"),
 )
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 

@@ -247,8 +247,9 @@ def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[m
         return None, failed("nodes", one_line(words, limit=800),
                             "mend it there, then start make doctor on all nodes within half a minute")  # fmt: skip
     hosts = listed(one_line(str(card.get("host"))) for card in met.cards)
-    return met, passed("nodes", f"{nodes.count} met at {one_line(str(nodes.address))}:{nodes.port} ({hosts}), with the same "
-                       "packages, driver, GPUs and ranks")  # fmt: skip
+    place = f"{one_line(str(nodes.address))}:{nodes.port}"
+    same = "the same packages, driver, GPUs and number of ranks"
+    return met, passed("nodes", f"{nodes.count} met at {place} ({hosts}), with {same}")
 
 
 def card_of(around: Surroundings) -> meeting.Card:

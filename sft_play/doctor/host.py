@@ -44,9 +44,11 @@ def check_shared_memory(
         "/dev/shm); else mount -o remount,size=8G /dev/shm"
     )
     sources = (*(_SHM_SOURCES if nccl else ()), *((_WORKER_SOURCE,) if loader else ()))
-    if space.free < least or (nccl and space.total <= DOCKER_SHM_BYTES):
-        return failed("shared memory", f"{said}; {who} want{'s' if ' ' not in who else ''} at least {_gib(least)}",
-                      remedy, *sources)  # fmt: skip
+    if nccl and space.total <= DOCKER_SHM_BYTES:
+        return failed("shared memory", f"{said}: Docker's default, under which NCCL ran out", remedy, *sources)
+    if space.free < least:
+        want = "want" if loader else "wants"
+        return failed("shared memory", f"{said}; {who} {want} at least {_gib(least)}", remedy, *sources)
     if nccl and space.free < max(NCCL_WANTS_BYTES, least):
         return warned("shared memory", f"{said}; NVIDIA advises 1 GiB for NCCL", remedy, *sources)
     return passed("shared memory", said if who else f"{said}; nothing of this run goes there")

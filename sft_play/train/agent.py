@@ -31,6 +31,7 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.failures import Failure, numbered
 from sft_play.log import escape_control, one_line, redact, set_up_logging
 from sft_play.runs import RunFolder
+from sft_play.train.heartbeat import noted
 
 logger = logging.getLogger(__name__)
 
@@ -237,18 +238,19 @@ def _silence_launcher() -> None:
 
 def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
     """What the launcher saw of a rank, with what lies in that rank's folder."""
-    found = sorted(log_dir.rglob(f"{failure.local_rank}/{failures.BEAT_NAME}"), key=lambda path: path.stat().st_mtime)
-    beat = found[-1].read_text(encoding="utf-8", errors="replace").strip("\0 ") if found else ""
-    step, _, what = beat.partition(" ")
-    folders = sorted(
-        log_dir.rglob(f"{failure.local_rank}/{failures.FAULT_NAME}"), key=lambda path: path.stat().st_mtime
-    )
-    stack = folders[-1].read_text(encoding="utf-8", errors="replace") if folders else ""
+    note = _newest(log_dir, f"{failure.local_rank}/{failures.BEAT_NAME}")
+    fault = _newest(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
+    last = noted(note) if note is not None else None
+    step = f"{last[0]} ({last[2]})" if last is not None else ""
+    stack = fault.read_text(encoding="utf-8", errors="replace") if fault is not None else ""
     own = failures.read(Path(failure.error_file))
     own = own if own is not None and own.pid == failure.pid else None
-    return Ended(
-        rank, failure.pid, failure.exitcode, float(failure.timestamp), own, f"{step} ({what})" if what else "", stack
-    )
+    return Ended(rank, failure.pid, failure.exitcode, float(failure.timestamp), own, step, stack)
+
+
+def _newest(folder: Path, name: str) -> Path | None:
+    """The newest file of a name: the launcher names a folder for each of its attempts."""
+    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _world(given: Any) -> int | None:

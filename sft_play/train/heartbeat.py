@@ -147,7 +147,6 @@ class Heartbeat:
         self._main = threading.main_thread().ident
 
     def __enter__(self) -> Heartbeat:
-        global _current
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -160,7 +159,6 @@ class Heartbeat:
             logger.warning("no store to give signs of life in (%s): a rank that hangs cannot be named", error)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="sft_play heartbeat")
         self._thread.start()
-        _current = self
         return self
 
     def note(self, step: int, what: str) -> None:
@@ -175,8 +173,6 @@ class Heartbeat:
             os.pwrite(self._file, f"{step} {self._count} {what}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        global _current
-        _current = None
         self._end.set()
         if self._thread is None:
             return
@@ -306,12 +302,3 @@ class Heartbeat:
             return "the launcher of another node has ended; see what it says there"
         listed = ", ".join(f"rank {beat.rank} (host {beat.host}, last at {beat.place})" for beat in gone)
         return f"{listed} gives no sign of life any more; see what its host says"
-
-
-_current: Heartbeat | None = None
-
-
-def note(step: int, what: str) -> None:
-    """Say to the heartbeat that is open, if one is, what begins now."""
-    if _current is not None:
-        _current.note(step, what)
