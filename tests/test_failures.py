@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
 @pytest.fixture
 def probe(start, tmp_path) -> Callable[..., Started]:
     """Starts two ranks of PROBE under the agent."""
-    (tmp_path / "probe_ranks.py").write_text(textwrap.dedent(PROBE))
+    (tmp_path / "probe_ranks.py").write_text(PROBE)
 
     def begin(mode: str, *, timeout_s: float = 60) -> Started:
         words = [sys.executable, "-m", "sft_play.train.agent", "--standalone", "--nproc-per-node", "2", "--module"]
@@ -272,11 +271,13 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
 
 
 def test_bad_input_that_only_the_ranks_see_is_one_message_and_exit_code_2(start, long_run):
+    (long_run / "broken.jsonl").write_text('{"messages": [{"role": "user", "content": \n' * 8)
     words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
-    started = start(*words, "output.name=bad", "tuning.lora.target_modules=[nothing]", STRATEGY="ddp", NPROC="2")
+    started = start(*words, "output.name=bad", f"data.train_path={long_run}/broken.jsonl", STRATEGY="ddp", NPROC="2")
     assert started.end(WAIT_S) == 2
+    assert "Launch: " in started.printed, started.printed  # the ranks had begun
     assert started.printed.count("error:") == 1, started.printed
-    assert "nothing" in last_line(started, "[train-distributed] error: ")
+    assert "broken.jsonl" in last_line(started, "[train-distributed] error: ")
     require_no_noise(started)
     assert not (long_run / "outputs" / "bad").exists()
 
@@ -343,6 +344,33 @@ def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
     started.agent_process().kill()
     started.process.wait(10)
     started.require_nobody_left()
+
+
+def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
+    (tmp_path / "probe_ranks.py").write_text(PROBE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def node(number: int) -> Started:
+        words = [sys.executable, "-m", "sft_play.train.agent", "--nnodes", "2", "--node-rank", str(number)]
+        words += ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1", "--module"]
+        return start(*words, "probe_ranks", "run", str(tmp_path), "60", path=tmp_path)
+
+    nodes = [node(0), node(1)]
+    until_step(nodes[0], tmp_path)
+    until_step(nodes[1], tmp_path)
+    rank = nodes[1].rank(1)
+    rank.kill()
+    assert [started.end() for started in nodes] == [1, 1]
+    assert f"rank 1 of 2 (pid {rank.pid}) was killed by SIGKILL" in last_line(nodes[1], "[train-distributed] error: ")
+    line = last_line(nodes[0], "[train-distributed] error: ")
+    assert "rank 0 of 2 (pid " in line
+    assert "lost its connection to another rank at step " in line
+    assert "rank 1 (host " in line
+    for started in nodes:
+        require_no_noise(started)
+        started.require_nobody_left()
 
 
 def test_a_second_signal_ends_everything_at_once(probe, tmp_path):
