@@ -475,8 +475,7 @@ def _train(request: Request) -> int:
     _refuse_spread(request)
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = runs.goes_on(folder, output)
-    if resume and folder.manifest().get("status") == "finished":
-        logger.info("The run %s is finished; there is nothing to resume", folder.path)
+    if resume and runs.is_finished(folder):
         return 0
     return start_here(loaded, folder, resume=resume)
 

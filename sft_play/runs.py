@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -28,6 +29,8 @@ from sft_play.config.load import LoadedConfig, differing_keys, resolved
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line, redact
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = "sft_play run 1"
@@ -219,6 +222,14 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
 def goes_on(folder: RunFolder, output: OutputConfig) -> bool:
     """Whether a start with this folder goes on with the run that is in it."""
     return folder.path.exists() and output.if_exists == "resume"
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether a run is done, which is said."""
+    if folder.manifest().get("status") != "finished":
+        return False
+    logger.info("The run %s is finished; there is nothing to resume", folder.path)
+    return True
 
 
 def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from sft_play.facts.architecture import (
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
 from sft_play.launch.command import Launch, require_free_port, torchrun
+from sft_play.launch.meeting import card_of, choose_interface, meet
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
@@ -183,6 +184,8 @@ class Handed:
     resume: bool
     made: bool
     deepspeed: dict[str, Any] | None = None
+    finished: bool = False
+    """Whether there is nothing left to do."""
 
     def text(self) -> str:
         """As JSON."""
@@ -204,7 +207,10 @@ def start_rank(
         find: the run folder and whether the run goes on in it; asked on rank 0 where no parent named one.
     """
     buffer = start_log_buffer() if ranks.is_first else None
+    choose_interface(ranks, os.environ)
     handed = _handed(loaded, ranks, spread, find)
+    if handed.finished:
+        return 0
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
     plan = plan_from_json(loaded.config, shape_for(loaded.config), handed.plan)
@@ -255,9 +261,13 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
         return Handed(**json.loads(handed_over(None)))
     hardware = _spread_over(detect(), ranks.world_size, ranks.nodes)
     folder, resume = find()
-    plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
-    _say_plan(plan, loaded.config)
-    handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=False, deepspeed=resolved)
+    place = str(folder.path.absolute())
+    if resume and runs.is_finished(folder):
+        handed = Handed(place, {}, resume, made=False, finished=True)
+    else:
+        plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
+        _say_plan(plan, loaded.config)
+        handed = Handed(place, plan.as_json(), resume, made=False, deepspeed=resolved)
     handed_over(handed.text())
     return handed
 
@@ -381,6 +391,8 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
     here_alone = spread.nodes.count == 1
     folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if here_alone else None)
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
+    if resume and folder is not None and runs.is_finished(folder):
+        return 0
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if file is not None:
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
@@ -393,12 +405,8 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
     _say_plan(plan, loaded.config)
     data_paths(loaded.config.data)
     here = hardware.gpus_per_node
-    words = ["resume" if going_on else "train", "--config", str(loaded.path), *loaded.overrides]
-    if not here_alone:  # each node's ranks are handed the plan by rank 0: no shared disk is needed
-        words += ["--strategy", plan.layout]
-        words += ["--run", going_on.path.name] if going_on else []
     made = torchrun(
-        words,
+        _rank_words(loaded, spread, plan, going_on),
         processes=here,
         nodes=spread.nodes,
         threads=None if hardware.gpus else max(1, hardware.cpu_cores // here),
@@ -410,9 +418,24 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
         return 0
     loaded = _with_starter(loaded)
     if not here_alone or folder is None:
+        card = card_of(loaded.config, hardware, spread)
+        met = meet(spread.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+        made = dataclasses.replace(made, environment={**made.environment, **met.variables(os.environ)})
         return _run_ranks(made, None, board=spread.board)
     _write_launch(folder, loaded, plan, resolved, resume=resume)
     return _run_ranks(made, folder, board=spread.board)
+
+
+def _rank_words(loaded: LoadedConfig, spread: Spread, plan: Plan, going_on: RunFolder | None) -> list[str]:
+    """What each rank is started with; on several nodes, where no parent hands a plan over, with the layout too."""
+    words = ["resume" if going_on else "train", "--config", str(loaded.path), *loaded.overrides]
+    if spread.nodes.count == 1:
+        return words
+    words += ["--strategy", plan.layout]
+    words += ["--run", going_on.path.name] if going_on else []
+    if spread.deepspeed is not None:
+        words += ["--deepspeed", *(["--deepspeed_config", str(spread.deepspeed.file)] if spread.deepspeed.file else [])]
+    return words
 
 
 def _machine_of(spread: Spread) -> Hardware:

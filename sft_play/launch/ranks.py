@@ -54,6 +54,11 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     on_node = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
     if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
         raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")
+    nodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else None
+    if nodes is not None and nodes * on_node != world:
+        raise ConfigError(
+            f"this node has {on_node} of {world} ranks on {nodes} nodes: start as many on each (--nproc-per-node)"
+        )
     folder = environment.get(RUN_VARIABLE)
     return Ranks(rank, local, world, on_node, Path(folder) if folder else None)
 

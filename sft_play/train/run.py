@@ -528,6 +528,8 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():
+        if result.exit_code:
+            raise Interrupted(f"stopped at step {result.steps}, state saved by rank 0")
         return summary
     job.folder.write_json("summary.json", summary)
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
