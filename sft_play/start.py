@@ -412,6 +412,8 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
         threads=None if hardware.gpus else max(1, hardware.cpu_cores // here),
         gpus=",".join(str(gpu) for gpu in spread.gpus) or None,
         folder=folder.path.absolute() if folder is not None and here_alone else None,
+        nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
+        given=os.environ,
     )
     logger.info("Launch: %s", made.line)
     if spread.show_only:

@@ -428,6 +428,26 @@ def test_a_stop_that_fails_to_save_is_a_failure():
     assert (code, "error" in text) == (130, False)
 
 
+def test_of_a_stop_the_first_rank_tells_what_was_saved():
+    from sft_play.train.agent import report
+
+    early = ended(1, 130, own=own("stopped", rank=1, at=100.1, message="stopped"))
+    first = ended(0, 130, own=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
+    answer = report([early, first], 2, stopped=True, memory_ran_out=None)
+    assert answer == ("[train-distributed] stopped, go on with", 130)
+
+
+def test_what_became_of_the_others_is_one_line():
+    from sft_play.train.agent import report
+
+    everybody = [ended(0, 1, own=own("fault", at=100.0)), ended(1, 1, own=own("fault", rank=1, at=100.2)),
+                 ended(2, -15), ended(3, -9), ended(4, 1, own=own("peer", rank=4, at=100.3))]  # fmt: skip
+    text, _ = report(everybody, 5, stopped=False, memory_ran_out=None)
+    assert text.splitlines()[-1] == (
+        "[train-distributed] then rank 1 ended with the same; rank 4 lost the connection to it; ranks 2, 3 were ended"
+    )
+
+
 @pytest.mark.parametrize(
     ("ran_out", "words"),
     [

@@ -215,7 +215,10 @@ def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, pri
     assert json.loads((run / "summary.json").read_text())["exit"] == 0
 
 
-ENGINES = [("ddp", "DistributedDataParallel", "10.99.0.1"), ("fsdp", "FSDPPeftModelForCausalLM", "node-a")]
+ENGINES = [
+    ("ddp", "DistributedDataParallel", "10.99.0.1"),
+    pytest.param("fsdp", "FSDPPeftModelForCausalLM", "node-a", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("strategy", "wrapped", "address"), ENGINES)
@@ -244,6 +247,7 @@ def test_two_hosts_with_disks_of_their_own_train_what_one_process_trains(
 
 
 @needs_deepspeed
+@pytest.mark.slow
 def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, hosts):
     words = command(world, "output.name=hosts-zero2", "distributed.timeout_s=120")
     ended = run_together(
@@ -257,6 +261,7 @@ def test_zero_without_a_shared_disk_is_refused_before_the_first_step(world, host
         assert "step 1/3" not in one.printed
 
 
+@pytest.mark.slow
 def test_ranks_that_a_person_starts_on_two_hosts_find_each_other(world, hosts, alone):
     """`torchrun --nnodes 2 --rdzv-backend c10d …` once on each, as torch documents it."""
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
@@ -280,6 +285,7 @@ def test_ranks_that_a_person_starts_on_two_hosts_find_each_other(world, hosts, a
     assert_whole(aside, alone, "ddp", "DistributedDataParallel", first.printed)
 
 
+@pytest.mark.slow
 def test_two_launches_over_the_loopback_read_an_accelerate_file_each(world, alone, tmp_path):
     """Node 0's file as `make setup-accelerate` writes it, node 1's as `accelerate config` leaves it."""
     port = str(free_port())
@@ -655,6 +661,7 @@ def test_what_the_batch_script_cannot_do_is_one_message(slurm, words, environ, m
     assert message in result.printed
 
 
+@pytest.mark.slow
 def test_the_batch_script_trains_over_two_nodes_and_goes_on_with_what_it_began(world, alone, slurm):
     """The real launches behind a srun of two nodes on this machine; the second start is the one of a requeued job."""
     environ = {"FAKE_HOSTS": "localhost localhost", "SFT_PLAY_HOME": str(ROOT), "VENV": sys.prefix, "NPROC": "2",

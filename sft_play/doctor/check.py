@@ -16,6 +16,7 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.space import free_at
 from sft_play.launch import meeting
 from sft_play.launch.command import Nodes
 from sft_play.launch.spread import Spread
@@ -189,14 +190,14 @@ def _disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, s
         except SftPlayError as error:
             found.append(failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"))
         else:
-            there, space = surroundings.free_at(folder)
+            there, space = free_at(folder)
             written = disk.written_by(config, planned.shape, planned.plan)
             found.append(
                 disk.check_disk(
                     written, folder=folder, there=there, space=space, may_write=surroundings.writable(there)
                 )
             )
-    there, space = surroundings.free_at(surroundings.hub_cache(environment))
+    there, space = free_at(surroundings.hub_cache(environment))
     here = _is_here(config, environment)
     return [*found, disk.check_fetch(planned.shape, cached=here, there=there, space=space)]
 

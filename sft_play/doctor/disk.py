@@ -8,8 +8,8 @@ from pathlib import Path
 
 from sft_play.config.schema import RunConfig
 from sft_play.doctor.finding import Finding, failed, passed, skipped, warned
-from sft_play.doctor.surroundings import Space
 from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.space import Space
 from sft_play.plan.moments import Walk
 from sft_play.plan.plan import Plan
 from sft_play.plan.states import paged_bytes

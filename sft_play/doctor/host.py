@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft_play.doctor.finding import Finding, failed, passed, skipped, warned
-from sft_play.doctor.surroundings import Space
+from sft_play.facts.space import Space
 
 GIB = 2**30
 MIB = 2**20

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.installed import torch_cuda
+from sft_play.facts.space import Space, space_of
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
@@ -50,14 +51,6 @@ class GpuState:
     """Lanes that are used, and lanes that the GPU has."""
     nvlinks: int = 0
     translated: bool | None = None
-
-
-@dataclass(frozen=True)
-class Space:
-    """A file system's size and what is free, in bytes."""
-
-    total: int
-    free: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         versions=installed,
         requirements=_requirements(installed),
         python_wanted=_project().get("requires-python", ""),
-        torch_cuda=_torch_cuda(),
+        torch_cuda=torch_cuda(),
         nccl=next(
             (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
         ),
@@ -116,7 +109,7 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         driver_cuda=driver_cuda,
         bitsandbytes_cuda=_bitsandbytes_cuda(),
         gpus=states,
-        shm=_space(SHM) if SHM.is_mount() else None,
+        shm=space_of(SHM) if SHM.is_mount() else None,
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
         infiniband_bytes_per_s=infiniband,
@@ -169,17 +162,6 @@ def _requirement_name(text: str) -> str:
         return Requirement(text).name
     except InvalidRequirement:
         return text
-
-
-def _torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
-    with contextlib.suppress(Exception):
-        spec = importlib.util.find_spec("torch")
-        if spec is not None and spec.origin is not None:
-            text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-            match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", text, re.MULTILINE)
-            return match[1] if match else None
-    return None
 
 
 def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
@@ -269,21 +251,6 @@ def _translated(bus: str | bytes) -> bool | None:
 
 
 # --- limits and networks ----------------------------------------------------------------------------------------------
-
-
-def _space(path: Path) -> Space | None:
-    try:
-        usage = shutil.disk_usage(path)
-    except OSError:
-        return None
-    return Space(usage.total, usage.free)
-
-
-def free_at(path: Path) -> tuple[Path, Space | None]:
-    """The nearest folder above `path` that exists, and the space of its file system."""
-    path = path.expanduser().absolute()
-    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
-    return there, _space(there)
 
 
 def writable(folder: Path) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import HardwareError
-from sft_play.launch.ranks import RUN_VARIABLE
+from sft_play.failures import RUN_VARIABLE
 from sft_play.log import one_line
 
 LAUNCHER = "torch.distributed.run"
@@ -101,7 +101,7 @@ def torchrun(
 def nccl_variables(timeout_s: float) -> dict[str, str]:
     """What GPU ranks are told beside the timeout of their process group, so that waiting ends when it says.
 
-    The names are those of torch's `ProcessGroupNCCL.hpp` (2.11 to 2.13). A collective that times out ends its process
+    The names are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process
     (1 also aborts the communicator; torchrun sets the same). The watchdog that sees to it may itself hang in a call of
     CUDA's, which a second thread notices after 480 s by default, whatever the collectives' timeout is.
     """

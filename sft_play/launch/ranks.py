@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError
+from sft_play.failures import RUN_VARIABLE
 from sft_play.log import one_line
 
-RUN_VARIABLE = "SFT_PLAY_RUN"
-"""The run folder that a parent planned and named for its ranks."""
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

@@ -114,6 +114,8 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
     root = root_of(ended, stopped=stopped)
     own = root.own
     if own is not None and own.kind == "stopped":
+        told = [one.own for one in ended if one.own and one.own.kind == "stopped" and one.own.message]
+        own = min(told, key=lambda one: one.rank, default=own)  # rank 0 knows what was saved, and where
         words = own.message or "stopped by the user; what was saved until then is kept"
         return f"[{COMMAND}] {words}", Interrupted.exit_code
     if stopped and root.was_told:
@@ -143,16 +145,24 @@ def _stack_of(one: Ended) -> str:
 
 def _others(ended: Sequence[Ended], root: Ended) -> str:
     """What became of the other ranks that did not end well, in a line."""
-    lost = [one.rank for one in ended if one is not root and one.own is not None and one.own.kind in ("peer", "hung")]
-    told = [one.rank for one in ended if one is not root and (one.own.kind == "stopped" if one.own else one.signal)]
-    rest = [one for one in ended if one is not root and one.rank not in (*lost, *told)]
+    others = [one for one in ended if one is not root]
+    same = [one.rank for one in others if one.own and root.own and _words(one.own) == _words(root.own)]
+    lost = [one.rank for one in others if one.own and one.own.kind in ("peer", "hung") and one.rank not in same]
+    told = [one.rank for one in others if (one.own.kind == "stopped" if one.own else one.signal)]
     parts = []
+    if same:
+        parts.append(f"{numbered(same)} ended with the same")
     if lost:
         parts.append(f"{numbered(lost)} lost the connection to it")
     if told:
         parts.append(f"{numbered(told)} {'was' if len(told) == 1 else 'were'} ended")
+    rest = [one for one in others if one.rank not in (*same, *lost, *told)]
     parts += [sentence(one, None, memory_ran_out=None) for one in rest]
     return "then " + "; ".join(parts) if parts else ""
+
+
+def _words(own: Failure) -> tuple[str, str, str]:
+    return own.kind, own.name, own.message
 
 
 class _Stopping:

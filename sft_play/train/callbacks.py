@@ -18,13 +18,16 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play import failures
 from sft_play.errors import TrainingError
-from sft_play.train.engine import any_rank
+from sft_play.train.engine import any_rank, highest
 
 logger = logging.getLogger(__name__)
 
 PLAIN_LINE_EVERY_S = 15.0
 """Seconds between progress lines where the output is no terminal."""
+SAME_SIGNAL_S = 1.0
+"""Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
@@ -129,8 +132,10 @@ class StopAfter(TrainerCallback):
         self._done += 1
         if state.global_step >= state.max_steps:
             return
-        is_time = self.signal is not None or (self._steps is not None and self._done >= self._steps)
-        if any_rank(is_time):  # all ranks stop at the same step, whichever was told
+        is_over = self._steps is not None and self._done >= self._steps
+        told = highest(self.signal or (-1 if is_over else -2))  # all ranks stop at the same step, whichever was told
+        if told > -2:
+            self.signal = told if told > 0 else None
             self.stopped_early = True
             control.should_save = True
             control.should_training_stop = True
@@ -148,6 +153,7 @@ class StopSignals:
     def __init__(self, stop: StopAfter) -> None:
         self._stop = stop
         self._old: dict[int, Any] = {}
+        self._since = 0.0
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -160,8 +166,12 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.signal is not None:
+            if time.monotonic() - self._since < SAME_SIGNAL_S:
+                return
             raise KeyboardInterrupt
-        self._stop.signal = number
+        self._stop.signal, self._since = number, time.monotonic()
+        if failures.under_agent():  # what started the ranks says it once; after a peer's death it would be untrue
+            return
         logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
 
 

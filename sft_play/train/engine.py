@@ -380,10 +380,15 @@ def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is true on any rank."""
+    return bool(highest(int(flag)))
+
+
+def highest(number: int) -> int:
+    """The highest of a number that every rank has."""
     if world_size() == 1:
-        return flag
-    answer = torch.tensor(int(flag))
+        return number
+    answer = torch.tensor(number)
     if dist.get_backend() == "nccl":
         answer = answer.cuda()
     dist.all_reduce(answer, op=dist.ReduceOp.MAX)
-    return bool(answer.item())
+    return int(answer.item())

@@ -528,12 +528,14 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():
+        engine.barrier()  # rank 0 has written how the run ended: an early leave would have the launcher end it
         if result.exit_code:
             raise Interrupted(f"stopped at step {result.steps}, state saved by rank 0")
         return summary
     job.folder.write_json("summary.json", summary)
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
     _say(summary_lines(job, result, summary))
+    engine.barrier()
     if result.exit_code:
         raise Interrupted(f"stopped at step {result.steps}, state saved; go on with: {_resume_command(job)}")
     return summary

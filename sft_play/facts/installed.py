@@ -1,0 +1,47 @@
+"""Versions of what is installed, read from its files: nothing of it is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from importlib import metadata
+from pathlib import Path
+
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed distribution; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
+    return _built_with("cuda")
+
+
+def torch_hip() -> str | None:
+    """The ROCm (HIP) version that the installed torch was built with; None for any other build."""
+    return _built_with("hip")
+
+
+def _built_with(what: str) -> str | None:
+    with contextlib.suppress(Exception):
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.origin is not None:
+            text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+            match = re.search(rf"^{what}\b[^=\n]*=\s*['\"]([0-9][^'\"]*)['\"]", text, re.MULTILINE)
+            return match[1] if match else None
+    return None
+
+
+def nccl_package() -> tuple[str, str] | None:
+    """Name and version of the package that brings NCCL; None where torch has none beside it."""
+    for name in _NCCL_PACKAGES:
+        if (version := version_of(name)) is not None:
+            return name, version
+    return None
