@@ -47,6 +47,7 @@ from sft_play.train.model import (
     save_model,
     weights_facts,
 )
+from sft_play.train.monitor import Monitor, expected_of
 from sft_play.train.rows import to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainer import (
@@ -310,7 +311,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
     watching = [GradientCheck(), MetricsFile(job.folder.metrics_path, started=watch.started), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
-    trainer = _trainer(job, prepared, exam, watch.beat, callbacks=watching, checkpoint=checkpoint)
+    trainer = _trainer(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
     _say_parameters(trainer.model)
     if proof is None:
         judging.judge()
@@ -343,7 +344,7 @@ def _trainer(
     job: Job,
     prepared: Prepared,
     exam: _Exam,
-    beat: Heartbeat,
+    watch: _Watch,
     *,
     callbacks: list[TrainerCallback],
     checkpoint: Path | None,
@@ -377,7 +378,8 @@ def _trainer(
         questions=exam.asked_while_training,
         stop_ids=stop_ids(tokenizer, model, prepared.renderer) if asks else (),
         max_new_tokens=config.eval.max_new_tokens,
-        beat=beat,
+        beat=watch.beat,
+        monitor=Monitor(expected_of(plan), on_gpu=plan.hardware.device == "cuda", level_bytes=watch.memory.level),
     )
 
 
@@ -645,7 +647,8 @@ class _MemoryMeter:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._level = psutil.Process().memory_info().rss
+        self.level = psutil.Process().memory_info().rss
+        """Resident bytes before anything of the run was loaded."""
 
     def start(self) -> None:
         """Count from here on a GPU; on a CPU the level after the imports is what counts."""
@@ -666,7 +669,7 @@ class _MemoryMeter:
             return found
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {**found, "measured_rss": max(0, highest - self._level)}
+        return {**found, "measured_rss": max(0, highest - self.level)}
 
 
 def check_device(plan: Plan) -> None:

@@ -26,8 +26,10 @@ from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints, portable
 from sft_play.train import engine as engine_module
+from sft_play.train.board import Board, hparams_of
 from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
+from sft_play.train.monitor import Monitor
 from sft_play.train.rows import MASKED, EpochOrder, TellEpoch, filled, to_dataset
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
@@ -161,6 +163,7 @@ class PlannedTrainer(SFTTrainer):
         checkpoint_limit: int | None = None,
         patience: int | None = None,
         beat: Heartbeat | None = None,
+        monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
         self._questions = list(questions)
@@ -171,7 +174,8 @@ class PlannedTrainer(SFTTrainer):
         self._staging: Path | None = None
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0
-        self._rank_loss = _RankLoss()
+        self._monitor = monitor or Monitor()
+        self._logged_step = 0
         self.order: EpochOrder | None = None
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -183,6 +187,7 @@ class PlannedTrainer(SFTTrainer):
         )
         self.add_callback(TellEpoch(self))
         self.add_callback(_OwnDropout())
+        self.add_callback(_TimeOptimizer(self._monitor))
         _match_adapter_precision(self.model, self.args)
 
     def _unit(self, batch: int) -> int:
@@ -217,17 +222,24 @@ class PlannedTrainer(SFTTrainer):
         """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
         self.beat.note(self.state.global_step + 1, "training")
         self._tokens_seen = self._tokens_seen + inputs["attention_mask"].sum()
-        trained = (inputs["labels"][:, 1:] != MASKED).sum()
-        loss = super().training_step(model, inputs, *args, **options)
+        self._monitor.saw(inputs, masked=MASKED)
+        with self._monitor.part("forward_backward"):
+            loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
         if in_step is not None:
-            self._rank_loss.add(loss, trained=trained, in_step=in_step, ranks=self.args.world_size)
+            self._monitor.lost(loss, in_step=in_step, ranks=self.args.world_size)
         return loss
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """The rows of the next step; the wait for them is timed."""
+        with self._monitor.part("data"):
+            return super().get_batch_samples(*args, **options)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and beside the loss of all ranks that of each."""
-        if "loss" in logs and self.args.world_size > 1:
-            logs |= self._rank_loss.take(self.args.device)
+        """Log, and beside the loss what was measured since the last one."""
+        if "loss" in logs:
+            logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
+            self._logged_step = self.state.global_step
         if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
             logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
         super().log(logs, start_time)
@@ -252,7 +264,7 @@ class PlannedTrainer(SFTTrainer):
         prefix = str(options.get("metric_key_prefix", "eval"))
         labels = [sum(label != MASKED for label in row[1:]) for row in dataset["labels"]]
         self._tokens_per_eval_row = max(1, sum(labels)) / max(1, len(labels))
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), self._monitor.part("evaluation"):
             metrics = super().evaluate(dataset, *args, **options)
             if self._questions:
                 metrics |= self._exact_match(prefix)
@@ -296,9 +308,9 @@ class PlannedTrainer(SFTTrainer):
         if engine_module.is_first():
             checkpoints.staging(folder)
         engine_module.barrier()
-        with self._writing_to(checkpoints.staging_path(folder)) as aside:
+        with self._monitor.part("checkpoint"), self._writing_to(checkpoints.staging_path(folder)) as aside:
             super()._save_checkpoint(model, trial)
-        engine_module.barrier()
+            engine_module.barrier()
         if not engine_module.is_first():
             engine_module.barrier()
             return
@@ -401,27 +413,23 @@ class PlannedTrainer(SFTTrainer):
             self._staging = None
 
 
-class _RankLoss:
-    """The mean loss over this rank's trained tokens since the last log, summed on the device without waiting."""
+class _TimeOptimizer(TrainerCallback):
+    """Tells the monitor when the optimizer steps, and when training begins."""
 
-    def __init__(self) -> None:
-        self._reset()
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
 
-    def _reset(self) -> None:
-        self._loss: torch.Tensor | float = 0.0
-        self._tokens: torch.Tensor | int = 0
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Count from here."""
+        self._monitor.start()
 
-    def add(self, loss: torch.Tensor, *, trained: torch.Tensor, in_step: Any, ranks: int) -> None:
-        """One pass: its loss as the trainer scales it, that is by ranks over the tokens of the whole step."""
-        self._loss = self._loss + loss.detach() * in_step / ranks
-        self._tokens = self._tokens + trained
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """It begins."""
+        self._monitor.before_optimizer()
 
-    def take(self, device: torch.device) -> dict[str, float]:
-        """`loss_rank_N` of every rank that had a trained token, and start again; all ranks call it."""
-        parts = [torch.as_tensor(part, dtype=torch.float32, device=device) for part in (self._loss, self._tokens)]
-        self._reset()
-        sums = engine_module.gathered_numbers(torch.stack(parts))
-        return {f"loss_rank_{rank}": loss / tokens for rank, (loss, tokens) in enumerate(sums) if tokens}
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """It has ended."""
+        self._monitor.after_optimizer()
 
 
 class _CheckpointFirstLayers(TrainerCallback):
@@ -467,6 +475,7 @@ def build_trainer(
     evaluation: Split | None,
     callbacks: Sequence[TrainerCallback],
     resume_step: int = 0,
+    monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
     **evaluating: Any,
 ) -> PlannedTrainer:
@@ -481,7 +490,8 @@ def build_trainer(
         writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)
         board = TensorBoardCallback(writer)
         board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
-        more.append(board)
+        hparams = hparams_of(config, plan, learning_rate=learning_rate(config))
+        more += [board, Board(writer, folder, hparams=hparams, answers=lambda: trainer.last_answers)]
     trainer = PlannedTrainer(
         model=model,
         args=arguments,
@@ -492,6 +502,7 @@ def build_trainer(
         callbacks=[*callbacks, *more],
         checkpoint_limit=config.train.save_total_limit,
         patience=config.train.early_stopping_patience,
+        monitor=monitor,
         **evaluating,
     )
     from transformers.trainer_callback import PrinterCallback

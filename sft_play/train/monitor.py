@@ -1,0 +1,202 @@
+"""What a run measures of itself between two logs: speed, utilisation, where a step's time goes, memory, padding.
+
+Everything is summed on the device and read once per log, so that no step waits for it. On a GPU times are those of the
+device, between events; on a CPU those of the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from sft_play.plan.plan import Plan
+from sft_play.train import engine
+
+GIB = 2**30
+PARTS = ("data", "forward_backward", "optimizer")
+"""Parts of a step: waiting for rows, the passes with their communication, the optimizer's step."""
+PAUSES = ("checkpoint", "evaluation")
+"""What stands between steps: its time is shown, and is no part of a step or of the speed."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plan predicts: peak bytes, and tokens a second at its model FLOP utilisation; None where not known."""
+
+    peak_bytes: int
+    tokens_per_s: float | None
+    mfu: float | None
+
+    def mfu_at(self, tokens_per_s: float) -> float | None:
+        """Utilisation of the GPUs' dense peak at a speed: operations per token are the plan's."""
+        if not self.tokens_per_s or self.mfu is None:
+            return None
+        return self.mfu * tokens_per_s / self.tokens_per_s
+
+
+def expected_of(plan: Plan) -> Expected:
+    """The figures that the measured ones stand beside: allocated bytes on a GPU, resident ones on a CPU."""
+    on_gpu = plan.hardware.device == "cuda"
+    speed = plan.speed.tokens_per_s if plan.speed_known else None
+    return Expected(plan.memory.allocated if on_gpu else plan.memory.reserved, speed, plan.mfu)
+
+
+class _Clock:
+    """Seconds by part since they were last taken."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        """A moment: an event in the device's stream, or seconds."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: Any) -> None:
+        """What went on from `start` until now."""
+        self._spans.append((name, start, self.now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part, and start again; waits for the device."""
+        if self._on_gpu and self._spans:
+            self._spans[-1][2].synchronize()
+        found: dict[str, float] = {}
+        for name, start, end in self._spans:
+            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            found[name] = found.get(name, 0.0) + seconds
+        self._spans = []
+        return found
+
+
+class Monitor:
+    """Measures this rank between two logs, and makes of all ranks' figures what is logged."""
+
+    def __init__(self, expected: Expected | None = None, *, on_gpu: bool = False, level_bytes: int = 0) -> None:
+        """`level_bytes`: resident memory before anything of the run was loaded."""
+        self._expected, self._on_gpu, self._level = expected, on_gpu, level_bytes
+        self._clock = _Clock(on_gpu=on_gpu)
+        self._paused = 0.0
+        self._optimizer: Any = None
+        self._loss: torch.Tensor | float = 0.0
+        self._trained: torch.Tensor | int = 0
+        self._tokens: torch.Tensor | int = 0
+        self._places = 0
+        self._samples: torch.Tensor | float = 0.0
+        self.samples_seen = 0.0
+        """Rows with a trained token that all ranks have seen in this start."""
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Count from here; memory above this level is the run's on a CPU."""
+        self._clock.take()
+        self._paused, self._since = 0.0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is inside as one of PARTS, or as one of PAUSES."""
+        began, clock = self._clock.now(), time.perf_counter()
+        yield
+        self._clock.add(name, began)
+        if name in PAUSES:
+            self._paused += time.perf_counter() - clock
+
+    def before_optimizer(self) -> None:
+        """The optimizer's step begins."""
+        self._optimizer = self._clock.now()
+
+    def after_optimizer(self) -> None:
+        """It ends."""
+        if self._optimizer is not None:
+            self._clock.add("optimizer", self._optimizer)
+            self._optimizer = None
+
+    def saw(self, inputs: Any, *, masked: int) -> None:
+        """A batch that is about to be trained on; `masked` is the label of a token that is not."""
+        mask, labels = inputs["attention_mask"], inputs["labels"]
+        trained = labels[:, 1:] != masked
+        self._tokens = self._tokens + mask.sum()
+        self._trained = self._trained + trained.sum()
+        self._samples = self._samples + trained.any(dim=1).sum()
+        self._places += mask.numel()
+
+    def lost(self, loss: torch.Tensor, *, in_step: Any, ranks: int) -> None:
+        """The loss of a pass as the trainer scales it: by ranks over the trained tokens of the whole step."""
+        self._loss = self._loss + loss.detach() * in_step / ranks
+
+    def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
+        """The figures since the last log, and start again; all ranks call it.
+
+        Args:
+            steps: optimizer steps since then.
+        """
+        seconds = self._clock.take()
+        elapsed = max(1e-9, time.perf_counter() - self._since - self._paused)
+        mine = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
+        sums = engine.gathered_numbers(_vector(mine, device))
+        self._reset()
+        tokens = sum(rank[2] for rank in sums) / elapsed
+        found = {
+            "tokens_per_s": tokens,
+            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": tokens / len(sums),
+            "step_time_s": elapsed / max(1, steps),
+            "padding_share": 1 - sum(rank[2] for rank in sums) / max(1.0, sum(rank[3] for rank in sums)),
+        }
+        self.samples_seen += sum(rank[4] for rank in sums)
+        found["samples_seen"] = self.samples_seen
+        found |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
+        found |= {f"time_{name}_s": seconds[name] for name in PAUSES if name in seconds}
+        if len(sums) > 1:
+            found |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(sums) if rank[1]}
+        return found | self._memory_figures(sums) | self._against_plan(tokens)
+
+    def _reset(self) -> None:
+        self._loss, self._trained, self._tokens, self._samples = 0.0, 0, 0, 0.0
+        self._places = 0
+        self._paused, self._since = 0.0, time.perf_counter()
+
+    def _memory(self) -> list[float]:
+        """Allocated, reserved and highest bytes of this rank, in GiB; on a CPU resident ones."""
+        if self._on_gpu:
+            numbers = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
+            return [number / GIB for number in numbers]
+        now = psutil.Process().memory_info().rss
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return [max(0, now - self._level) / GIB, 0.0, max(0, highest - self._level) / GIB]
+
+    def _memory_figures(self, sums: list[list[float]]) -> dict[str, float]:
+        names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
+        found: dict[str, float] = {}
+        for offset, name in enumerate(names):
+            if name is None:
+                continue
+            values = [rank[5 + offset] for rank in sums]
+            found[f"memory_{name}_gib"] = max(values)
+            if len(values) > 1:
+                found |= {f"memory_{name}_gib_rank_{n}": value for n, value in enumerate(values)}
+        return found
+
+    def _against_plan(self, tokens_per_s: float) -> dict[str, float]:
+        if self._expected is None:
+            return {}
+        found = {"memory_predicted_gib": self._expected.peak_bytes / GIB}
+        mfu = self._expected.mfu_at(tokens_per_s)
+        return found if mfu is None else {**found, "mfu": mfu}
+
+
+def _vector(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """Numbers, some of them on the device already, as one vector of float64 (float32 where the device has no other)."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in numbers])
