@@ -63,6 +63,7 @@ FREE_TO_CHANGE = frozenset(
         "train.logging_steps",
         "train.save_total_limit",
         "train.report_to",
+        "train.profile_steps",
         "train.dataloader_pin_memory",
         "tuning.backend_fallback",
         "distributed.timeout_s",

@@ -261,6 +261,7 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
         ["train.load_best_model_at_end=true", "train.early_stopping_patience=3"],
     ),
     "train.seed": (arguments, [], ["train.seed=1"]),
+    "train.profile_steps": (trainer, [], ["train.profile_steps=2"]),
     "train.report_to": (trainer, [], ["train.report_to=[]"]),
     "train.dataloader_num_workers": (arguments, [], ["train.dataloader_num_workers=2"]),
     "eval.steps": (arguments, [], ["eval.steps=5"]),

@@ -176,11 +176,13 @@ class StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
+    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
         self._loss: float | None = None
+        self._speed: float | None = None
+        self._memory: float | None = None
         self._first_step = self._started = self._last_line = 0.0
         self._paused = self._pause_began = 0.0
         self._bar: Any = None
@@ -204,6 +206,7 @@ class Progress(TrainerCallback):
         """Remember the loss."""
         if logs and isinstance(logs.get("loss"), float):
             self._loss = logs["loss"]
+            self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
             self._show(state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -242,11 +245,13 @@ class Progress(TrainerCallback):
         return first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S
 
     def line(self, step: int, steps: int) -> str:
-        """Loss, tokens per second and time left at a step."""
+        """Loss, tokens per second of all ranks, the highest peak of memory and the time left at a step."""
         done = max(1, step - self._first_step)
         left = self.training_s / done * (steps - step)
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
-        return f"{loss}{self._tokens() / self.training_s:,.0f} tokens/s  {_clock(left)} left"
+        speed = self._speed if self._speed is not None else self._tokens() / self.training_s
+        memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{_clock(left)} left"
 
 
 def _make_bar() -> Any:

@@ -30,6 +30,7 @@ from sft_play.train.board import Board, hparams_of
 from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.monitor import Monitor
+from sft_play.train.profile import ProfileWindow
 from sft_play.train.rows import MASKED, EpochOrder, TellEpoch, filled, to_dataset
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
@@ -492,6 +493,10 @@ def build_trainer(
         board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
         hparams = hparams_of(config, plan, learning_rate=learning_rate(config))
         more += [board, Board(writer, folder, hparams=hparams, answers=lambda: trainer.last_answers)]
+    window = None
+    if config.train.profile_steps is not None and engine_module.is_first():
+        window = ProfileWindow(folder.path / "profile", config.train.profile_steps)
+        more.append(window)
     trainer = PlannedTrainer(
         model=model,
         args=arguments,
@@ -505,6 +510,8 @@ def build_trainer(
         monitor=monitor,
         **evaluating,
     )
+    if window is not None:
+        window.trainer = trainer
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,98 @@
+"""What a run measures of itself, against figures worked by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import chat
+
+pytestmark = pytest.mark.build
+
+
+def batch(rows: list[list[int]], labels: list[list[int]], mask: list[list[int]]):
+    import torch
+
+    return {
+        name: torch.tensor(value) for name, value in (("input_ids", rows), ("labels", labels), ("attention_mask", mask))
+    }
+
+
+def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
+    import torch
+
+    from sft_play.train import monitor as module
+    from sft_play.train.monitor import Expected, Monitor
+
+    clock = iter([0.0, 4.0, 4.0])  # start, take, reset
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock, 4.0))
+    made = Monitor(Expected(3 * 2**30, 10.0, 0.5))
+    made._since = 0.0
+    # two rows of four places, one of them padded by two; the second row is a masked one
+    made.saw(
+        batch([[1, 2, 3, 4], [1, 2, 0, 0]], [[-100, -100, 3, 4], [-100] * 4], [[1, 1, 1, 1], [1, 1, 0, 0]]), masked=-100
+    )
+    found = made.take(steps=2, device=torch.device("cpu"))
+    assert found["padding_share"] == pytest.approx(2 / 8)
+    assert found["samples_seen"] == 1
+    assert found["memory_predicted_gib"] == 3.0
+    assert found["tokens_per_s"] == pytest.approx(6 / (found["step_time_s"] * 2))
+    assert found["mfu"] == pytest.approx(0.5 * found["tokens_per_s"] / 10)
+    again = made.take(steps=1, device=torch.device("cpu"))
+    assert again["tokens_per_s"] == 0
+    assert again["samples_seen"] == 1
+
+
+def test_communication_is_exposed_where_nothing_is_computed():
+    from sft_play.train.profile import exposed, merged
+
+    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    assert exposed([(0, 10)], []) == 10
+    assert exposed([(0, 10)], [(2, 4), (3, 5), (9, 20)]) == 6  # 0-2 and 5-9
+    assert exposed([(0, 4), (2, 6)], [(0, 6)]) == 0
+
+
+def test_answers_are_shown_as_text_and_never_as_markup():
+    from sft_play.train.board import answers_text
+    from sft_play.train.exact_match import Answer, Question
+
+    said = answers_text([Answer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
+    assert said.splitlines() == ["- asked: `<b>what?</b>`", "  said: `’no’\\n# head` (expected: `yes`)"]
+
+
+def test_a_run_shows_itself(tmp_path, tiny_llama, command):
+    """Scalars, texts, hparams and the layout are read back from the event file of a real run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(20)))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: {rows}, test_path: null}}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 6, profile_steps: 2, save_steps: 3}\n"
+        f"eval: {{steps: 3, generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: shown}}\n"
+    )
+    code, printed = command("train", "--config", f"{tmp_path}/run.yaml")
+    assert code == 0, printed
+    run = tmp_path / "outputs" / "shown"
+    events = EventAccumulator(str(run / "tb"), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {
+        "train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_s", "train/tokens_per_s_per_rank",
+        "train/step_time_s", "train/time_data_s", "train/time_forward_backward_s", "train/time_optimizer_s",
+        "train/time_checkpoint_s", "train/memory_peak_gib", "train/memory_predicted_gib", "train/padding_share",
+        "train/samples_seen", "train/time_exposed_communication_s", "eval/loss", "eval/exact_match",
+    } <= set(tags["scalars"])  # fmt: skip
+    assert [event.value for event in events.Scalars("train/samples_seen")] == [4, 8, 12, 16, 20, 24]
+    texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
+    assert {"config", "plan", "manifest", "answers"} <= texts
+    assert "_hparams_/experiment" in events.summary_metadata
+    assert any("custom_scalars" in tag for tag in tags["tensors"])
+    step = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"time_data_s"' in line][
+        -1
+    ]
+    parts = sum(step[f"time_{name}_s"] for name in ("data", "forward_backward", "optimizer"))
+    assert 0 < parts <= step["step_time_s"] * 1.01
+    assert (run / "profile" / "trace.json.gz").stat().st_size > 1000
