@@ -91,6 +91,8 @@ benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a
 	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
 benchmark-engines: setup ## Predicted against real peaks of each engine with one rank (OUT=FILE; SMALL=1 on a CPU)
 	@$(PATHS) && exec "$(PY)" benchmarks/engines.py
+benchmark-logging: setup ## What logging costs: steps with it and without, in turns (OUT=FILE)
+	@$(PATHS) && exec "$(PY)" benchmarks/logging_cost.py
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/speed.py
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
@@ -125,4 +127,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean

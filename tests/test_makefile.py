@@ -18,6 +18,7 @@ NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
+    "benchmark-logging",
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),

@@ -1,0 +1,159 @@
+"""What logging costs: the same training steps with everything measured and written, and with nothing, in turns.
+
+    make benchmark-logging OUT=logging.json
+
+`on` logs every step to TensorBoard and metrics.jsonl with the monitor's figures; `off` neither measures nor logs. Both
+are one process on the machine that is there; they take turns, and the medians of their seconds per step are compared.
+`inside` is the time that measuring and writing themselves took, as a share of the steps: on a busy machine the turns
+differ by more than the thing measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import config_from_text
+from sft_play.data.dataset import Report, Split
+from sft_play.data.render import TokenRow
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import detect
+from sft_play.plan.plan import make_plan
+from sft_play.runs import RunFolder, versions, write_json
+from sft_play.train.callbacks import MetricsFile
+from sft_play.train.monitor import Monitor, expected_of
+from sft_play.train.starter_base import make_model, make_tokenizer
+from sft_play.train.trainer import PlannedTrainer, build_trainer
+
+SEQ_LEN, ROWS, STEPS = 256, 16, 12
+
+
+class Silent(Monitor):
+    """A monitor that measures nothing."""
+
+    def part(self, name: str) -> Any:
+        """No clock."""
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def before_optimizer(self) -> None:
+        """Nothing."""
+
+    def after_optimizer(self) -> None:
+        """Nothing."""
+
+    def saw(self, inputs: Any, *, masked: int) -> None:
+        """Nothing."""
+
+    def lost(self, loss: Any, *, in_step: Any, ranks: int) -> None:
+        """Nothing."""
+
+
+class Timed(Monitor):
+    """A monitor that knows how long it was measured and written for."""
+
+    spent = 0.0
+
+    def saw(self, inputs: Any, *, masked: int) -> None:
+        """Count, and the time for it."""
+        began = time.perf_counter()
+        super().saw(inputs, masked=masked)
+        self.spent += time.perf_counter() - began
+
+    def lost(self, loss: Any, *, in_step: Any, ranks: int) -> None:
+        """Count, and the time for it."""
+        began = time.perf_counter()
+        super().lost(loss, in_step=in_step, ranks=ranks)
+        self.spent += time.perf_counter() - began
+
+
+def run(on: bool, folder: Path) -> dict[str, float]:
+    """Seconds per step, and the share of them that logging took."""
+    model_folder = folder / "model"
+    tokenizer = make_tokenizer(["the quick brown fox jumps over the lazy dog"] * 50)
+    if not model_folder.exists():
+        make_model().save_pretrained(model_folder)
+    config = config_from_text(
+        f"model: {{name: {model_folder}, max_seq_len: {SEQ_LEN}}}\ntuning: {{mode: full}}\n"
+        "data: {val_path: null, test_path: null}\n"
+        f"train: {{batch_size: {ROWS}, effective_batch_size: {ROWS}, max_steps: {STEPS}, save_steps: 1000, "
+        f"logging_steps: {1 if on else 1000}, report_to: {'[tensorboard]' if on else '[]'}}}\neval: {{steps: 0}}\n",
+        name="logging",
+    )
+    hardware = detect()
+    plan = make_plan(config, shape_of(str(model_folder)), hardware, only=("single",), with_ways_out=False)
+    ids = [7 + index % 50 for index in range(SEQ_LEN)]
+    rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
+    with tempfile.TemporaryDirectory() as place:
+        run_folder = RunFolder(Path(place) / "run")
+        run_folder.path.mkdir()
+        kind = Timed if on else Silent
+        monitor = kind(expected_of(plan), on_gpu=bool(hardware.gpus))
+        trainer = build_trainer(
+            config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
+            train=Split(rows, Report("random", "text")), evaluation=None, monitor=monitor,
+            callbacks=[MetricsFile(run_folder.metrics_path, started=time.time())] if on else [],
+        )  # fmt: skip
+        from transformers.trainer_utils import SaveStrategy
+
+        trainer.args.save_strategy = SaveStrategy.NO
+        spent = _timed_log(trainer)
+        began = time.perf_counter()
+        trainer.train()
+        whole = time.perf_counter() - began
+    inside = (spent() + (monitor.spent if isinstance(monitor, Timed) else 0.0)) / whole
+    return {"seconds_per_step": whole / STEPS, "inside": inside if on else 0.0}
+
+
+def _timed_log(trainer: PlannedTrainer) -> Any:
+    """Time what happens inside the trainer's `log`."""
+    seconds = 0.0
+    real = trainer.log
+
+    def log(*args: Any, **options: Any) -> None:
+        nonlocal seconds
+        began = time.perf_counter()
+        real(*args, **options)
+        seconds += time.perf_counter() - began
+
+    trainer.log = log  # type: ignore[method-assign]
+    return lambda: seconds
+
+
+def main() -> None:
+    """Run both in turns and write the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default=os.environ.get("OUT") or "logging.json")
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    runs: dict[str, list[dict[str, float]]] = {"on": [], "off": []}
+    with tempfile.TemporaryDirectory() as place:
+        run(True, Path(place))  # warms up
+        for turn in range(given.turns):
+            for name in ("on", "off") if turn % 2 else ("off", "on"):
+                runs[name].append(run(name == "on", Path(place)))
+                sys.stdout.write(f"{name}: {json.dumps(runs[name][-1])}\n")
+    on, off = (statistics.median(one["seconds_per_step"] for one in runs[name]) for name in ("on", "off"))
+    write_json(
+        Path(given.out).absolute(),
+        {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": detect().as_json(),
+            "versions": versions(),
+            "runs": runs,
+            "ratios": {"on/off": on / off, "inside": statistics.median(one["inside"] for one in runs["on"])},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
