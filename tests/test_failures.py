@@ -19,7 +19,6 @@ import pytest
 from sft_play import failures
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
-from sft_play.launch import ranks
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
 from tests.conftest import ROOT, VARIABLES
 
@@ -579,7 +578,3 @@ def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):
     assert made.environment == {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "91"}
     assert torchrun(["train"], processes=2, nodes=Nodes()).environment == {}
     assert nccl_variables(1800)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
-
-
-def test_the_agent_and_the_ranks_read_the_same_variable():
-    assert failures.RUN_VARIABLE == ranks.RUN_VARIABLE

@@ -155,7 +155,8 @@ def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Wat
             engine.barrier()
             return _until_memory_ends(job, prepared, watch)
         except BaseException as error:
-            _record_failure(job, error)
+            ran_out = isinstance(error.__cause__, torch.OutOfMemoryError)
+            _record_failure(job, error.__cause__ if ran_out and error.__cause__ else error)
             raise
         finally:
             logging.getLogger().removeHandler(log_file)
