@@ -69,6 +69,12 @@ consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, a
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
 	@$(PROGRAM) verify-layouts
 
+##@ See
+gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
+	@$(PROGRAM) gpu-info
+memory-check: setup ## Show what a run holds of each GPU beside what was predicted (WATCH=1, RUN=NAME)
+	@$(PROGRAM) memory-check
+
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
 	@$(PROGRAM) plan
@@ -116,6 +122,8 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: PRICE=2.5               plan: money per GPU-hour
 #: PEAKS=FILE              memory-model-score: CSV of measured peaks
 #: LAYOUTS=ddp,fsdp  MODES=lora  STEPS=4   verify-layouts: what is compared
+#: FULL=1                  gpu-info: start torch too and ask it what it sees
+#: WATCH=1                 memory-check: renew until Ctrl-C
 #: TESTS='ARGUMENTS'       arguments for pytest
 #: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
@@ -127,4 +135,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean
+.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.doctor.check import Planned, examine
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
@@ -52,6 +52,8 @@ COMMANDS = {
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
     "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
     "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
+    "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
+    "memory-check": "show what the ranks of a run hold of each GPU (or of the RAM) beside what was predicted",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -78,6 +80,8 @@ VARIABLES = (
     "LAYOUTS",
     "MODES",
     "STEPS",
+    "FULL",
+    "WATCH",
 )
 """What make passes in the environment; each is a flag too."""
 
@@ -113,6 +117,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layouts", help="verify-layouts: those to compare, such as ddp,fsdp (make: LAYOUTS)")
     made.add_argument("--modes", help="verify-layouts: full, lora, qlora (make: MODES)")
     made.add_argument("--steps", help="verify-layouts: optimizer steps of each run (make: STEPS)")
+    made.add_argument("--full", action="store_true", default=None, help="gpu-info: ask torch what it sees (FULL=1)")
+    made.add_argument("--watch", action="store_true", default=None, help="memory-check: renew until Ctrl-C (WATCH=1)")
     made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
     made.add_argument("--nproc", help="processes on this node (make: NPROC)")
     made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
@@ -147,6 +153,8 @@ class Request:
     layouts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     steps: int | None = None
+    full: bool = False
+    watch: bool = False
     spread: Spread = dataclasses.field(default_factory=Spread)
 
 
@@ -181,6 +189,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         layouts=_names(value(given.layouts, "LAYOUTS")),
         modes=_names(value(given.modes, "MODES")),
         steps=_steps(value(given.steps, "STEPS")),
+        full=bool(given.full) or environment.get("FULL", "") not in ("", "0"),
+        watch=bool(given.watch) or environment.get("WATCH", "") not in ("", "0"),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
         spread=spread_of(
             asked if given.command in SPREADING or given.deepspeed_config else {"STRATEGY": asked["STRATEGY"]},
@@ -423,6 +433,59 @@ def _doctor(request: Request) -> int:
     return 0 if report.ok else ConfigError.exit_code
 
 
+def _gpu_info(request: Request) -> int:
+    from sft_play.seeing import gpu_info
+
+    if request.hardware:
+        assumed = _machine(request)
+        answer, said = gpu_info.assumed_json(assumed), gpu_info.assumed_lines(assumed, request.hardware)
+    else:
+        machine = gpu_info.look(_outputs(request), os.environ, full=request.full)
+        answer, said = machine.as_json(), gpu_info.lines(machine)
+    if request.out is not None:
+        _write_out(request.out, answer)
+    if request.json:
+        sys.stdout.write(json.dumps(answer) + "\n")
+    else:
+        logger.info("%s", "\n".join(said))
+    return 0
+
+
+def _outputs(request: Request) -> Path:
+    """The folder of the run folders; the default's where no config was given and the starter's is not here."""
+    if not request.config_given and not request.config.is_file():
+        return runs.output_dir(OutputConfig())
+    return runs.output_dir(load_config(request.config, overrides=request.overrides).config.output)
+
+
+def _memory_check(request: Request) -> int:
+    from sft_play.seeing import memory_check
+
+    _refuse_hardware(request)
+    output, peaks = _outputs(request), memory_check.Peaks()
+
+    def take() -> memory_check.Check:
+        return memory_check.look(output, os.environ, named=request.run, peaks=peaks)
+
+    def write(check: memory_check.Check) -> None:
+        if request.json:
+            sys.stdout.write(json.dumps(check.as_json()) + "\n")
+            sys.stdout.flush()
+        else:
+            logger.info("%s", "\n".join(memory_check.lines(check)))
+
+    console = None if request.json else memory_check.terminal(sys.stdout)
+    last: memory_check.Check | None
+    if request.watch:
+        last = memory_check.watch(take, write=write, console=console)
+    else:
+        last = take()
+        write(last)
+    if request.out is not None and last is not None:
+        _write_out(request.out, last.as_json())
+    return 0
+
+
 def _consolidate(request: Request) -> int:
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
@@ -558,6 +621,8 @@ def _generate(request: Request) -> int:
 
 
 _COMMANDS = {
+    "gpu-info": _gpu_info,
+    "memory-check": _memory_check,
     "train": _train,
     "resume": _resume,
     "train-distributed": _launch,

@@ -31,6 +31,7 @@ FLOORS = {
     "after": 4,
     "verify": 4,
     "doctor": 4,
+    "seeing": 4,
     "failures": 1,
     "dist": 4,
     "start": 5,

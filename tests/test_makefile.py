@@ -18,17 +18,17 @@ NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
-    "benchmark-logging",
+    *("benchmark-logging", "gpu-info", "memory-check"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
-    "verify-layouts",
+    *("verify-layouts", "gpu-info", "memory-check"),
 ]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
     *("WHATIF", "MAX", "PRICE", "PEAKS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("LAYOUTS", "MODES", "STEPS"),
+    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH"),
     *(
         "ACCELERATE_CONFIG",
         "NUM_MACHINES",
@@ -47,7 +47,7 @@ VARIABLES = [
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
     *("TORCH", "PYTHON", "VENV", "STRATEGY", "NPROC", "GPUS", "NNODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"),
-    *("LAYOUTS", "MODES", "STEPS"),
+    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH"),
 )
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 

@@ -213,8 +213,8 @@ class TrainConfig(Section):
     """Seed of adapters, dropout, data order and splits."""
 
     profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="train.trainer")
-    """Trace so many steps with torch's profiler, from the third on (rank 0): the trace goes into the run folder, and the
-    communication that no computation hides is logged; null traces none."""
+    """Trace so many steps with torch's profiler, from the third on (rank 0): the trace goes into the run folder, and
+    the communication that no computation hides is logged; null traces none."""
 
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = leaf(
         ("tensorboard",), owner="train.trainer"

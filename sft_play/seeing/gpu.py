@@ -1,4 +1,4 @@
-"""A GPU as its driver tells of it, and all GPUs of a machine with how they are joined. None: the driver does not say."""
+"""A GPU as its driver tells of it, and all GPUs of a machine with how they are joined; None: it does not say."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ _SENSOR_GPU = 0
 _P2P_READ = 0
 _P2P_OK = 0
 _LINK_TO_SWITCH = 2
-_DEVICE_GPU = 0
 
 # --- NVML -------------------------------------------------------------------------------------------------------------
 
@@ -286,7 +284,7 @@ def through_smi(known: Sequence[Gpu], *, topology: bool = True) -> Seen | None:
     seen = _smi_xml(detailed, known) or _smi_fields(known) or _smi_known(known)
     if seen is None or len(joined) < 2 or len(seen.gpus) < 2:
         return seen
-    matrix = _smi_topology(*joined, tuple(gpu.index for gpu in seen.gpus))
+    matrix = _smi_topology(joined[0], joined[1], tuple(gpu.index for gpu in seen.gpus))
     return Seen(seen.gpus, seen.source, seen.driver, seen.driver_cuda, matrix)
 
 
@@ -446,16 +444,3 @@ def _smi_matrix(text: str) -> dict[tuple[int, int], str]:
         elif columns and len(numbers) == 1 and words[0] == f"GPU{numbers[0]}":
             found |= {(numbers[0], column): cell for column, cell in zip(columns, words[1:], strict=False)}
     return found
-
-
-def through_either(known: Sequence[Gpu], *, topology: bool = True) -> Seen | None:
-    """What NVML tells, else what nvidia-smi tells; None where neither shows a GPU."""
-    seen = through_nvml(topology=topology)
-    return seen if seen is not None and seen.gpus else through_smi(known, topology=topology)
-
-
-def lists_foreign_pids() -> bool:
-    """Whether this process runs in a pid namespace of its own, so that the driver's pids may not be those seen here."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid") != os.readlink("/proc/1/ns/pid")  # noqa: PTH115
-    return False

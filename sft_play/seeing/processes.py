@@ -1,0 +1,267 @@
+"""Which processes of this machine train, in which run folder, and what they hold of its memory.
+
+A manifest that says `running` is no proof: a run that was killed leaves it so. Proof is the lock on `train.log`, which
+the kernel takes back when its holder ends, and processes that live: ranks whose environment names the folder
+(`SFT_PLAY_RUN`), children of one launcher, or a single `sft_play train` that has the folder's log open. Only processes
+of this user can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from sft_play.failures import RUN_VARIABLE
+from sft_play.runs import RunFolder
+
+_TRAINING = ("train", "resume", "train-distributed", "train-deepspeed")
+_SCRIPTS = {"train.py": "train", "resume.py": "resume"}
+_LAUNCHERS = {
+    "sft_play.train.agent",
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("accelerate", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
+    *("deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner"),
+}
+_KEPT = (RUN_VARIABLE, "RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+LOG_NAME = RunFolder(Path()).log_path.name
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process that trains. `rank` is None where it is the only one; `peak_rss_bytes` None where the system keeps
+    none. `workers` are what it started, such as the data loader's processes."""
+
+    pid: int
+    rank: int | None
+    local_rank: int | None
+    rss_bytes: int
+    peak_rss_bytes: int | None
+    workers: tuple[int, ...] = ()
+    workers_rss_bytes: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its process and those it started."""
+        return (self.pid, *self.workers)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of one run on this machine. `folder` is None while there is none yet, or where it is another
+    node's. `beside_bytes` is what the command and the launcher hold beside the ranks."""
+
+    ranks: tuple[Rank, ...]
+    folder: Path | None
+    started: float
+    beside: tuple[int, ...] = ()
+    beside_bytes: int = 0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Every process of the run."""
+        return (*(pid for rank in self.ranks for pid in rank.pids), *self.beside)
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of all of them; pages that they share count for each."""
+        return sum(rank.rss_bytes + rank.workers_rss_bytes for rank in self.ranks) + self.beside_bytes
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    created: float
+    own: psutil.Process
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether a launcher gave it a place among several."""
+        return "RANK" in self.environment
+
+
+def groups() -> list[Group]:
+    """The runs that this user's processes train on this machine, the newest first."""
+    table = {item.pid: item for item in _own_processes()}
+    tops = [item for item in table.values() if _trains(item) and not _has_rank_above(item, table)]
+    ranks = [item for item in tops if item.is_rank]
+    launchers = {pid for item in ranks for pid in _above(item, table)}
+    singles = [item for item in tops if not item.is_rank and item.pid not in launchers and not _launches(item)]
+    families = [[item for item in ranks if item.parent == parent] for parent in {item.parent for item in ranks}]
+    found = [_group(family, table) for family in [*families, *([item] for item in singles)]]
+    return sorted(found, key=lambda group: group.started, reverse=True)
+
+
+def group_of(pid: int) -> Group | None:
+    """The processes of the run that a process belongs to, whatever its command line says; None where it is gone."""
+    known = next((group for group in groups() if pid in group.pids), None)
+    if known is not None:
+        return known
+    table = {item.pid: item for item in _own_processes()}
+    return _group([table[pid]], table) if pid in table else None
+
+
+def _own_processes() -> Iterator[_Process]:
+    """This user's living processes, without this one."""
+    user = os.getuid()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real != user or process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                continue
+            environment = process.environ()
+            kept = {name: environment[name] for name in _KEPT if name in environment}
+            yield _Process(
+                process.pid, process.ppid(), tuple(process.cmdline()), kept, process.create_time(), process
+            )  # fmt: skip
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """The command of `sft_play` that a command line starts, such as `train`; None for any other program."""
+    for place, word in enumerate(words):
+        path = Path(word)
+        if path.name in _SCRIPTS and path.parent.name == "scripts":
+            return _SCRIPTS[path.name]
+        is_module = word == "sft_play" and place > 0 and words[place - 1] in ("-m", "--module")
+        if is_module or path.name == "sft-play" or word.endswith(f"sft_play{os.sep}__main__.py"):
+            return next((after for after in words[place + 1 :] if not after.startswith("-")), None)
+    return None
+
+
+def _is_launcher(words: Sequence[str]) -> bool:
+    """Whether a command line starts ranks for another program, whose words it holds."""
+    return any(word in _LAUNCHERS or Path(word).name in _LAUNCHERS for word in words)
+
+
+def _trains(process: _Process) -> bool:
+    """Whether it is a rank, or a command that trains; what merely waits for one, such as `timeout`, is no Python."""
+    words = process.words
+    is_python = bool(words) and Path(words[0]).name.lower().startswith("python")
+    return is_python and command_of(words) in _TRAINING and (process.is_rank or not _is_launcher(words))
+
+
+def _launches(process: _Process) -> bool:
+    """Whether it starts ranks, and trains nothing itself."""
+    return command_of(process.words) in ("train-distributed", "train-deepspeed")
+
+
+def _above(process: _Process, table: Mapping[int, _Process]) -> Iterator[int]:
+    """Its parents, the nearest first."""
+    pid, seen = process.parent, {process.pid}
+    while pid in table and pid not in seen:
+        seen.add(pid)
+        yield pid
+        pid = table[pid].parent
+
+
+def _has_rank_above(process: _Process, table: Mapping[int, _Process]) -> bool:
+    """Whether one that trains started it: then it is a worker with its parent's command line."""
+    return any(_trains(table[pid]) and (table[pid].is_rank or not process.is_rank) for pid in _above(process, table))
+
+
+def _group(family: Sequence[_Process], table: Mapping[int, _Process]) -> Group:
+    """The run of some ranks that one launcher started, or of a single process."""
+    launchers = [table[pid] for pid in _above(family[0], table) if _starts_ranks(table[pid])]
+    above = tuple(item.pid for item in launchers) if family[0].is_rank else ()
+    return Group(
+        ranks=tuple(sorted((_rank(item) for item in family), key=lambda rank: rank.rank or 0)),
+        folder=_folder(family),
+        started=min(item.created for item in family),
+        beside=above,
+        beside_bytes=sum(_resident(item.own) for item in launchers) if above else 0,
+    )
+
+
+def _starts_ranks(process: _Process) -> bool:
+    """Whether it is the launcher of ranks, or the command above it."""
+    return command_of(process.words) in _TRAINING or _is_launcher(process.words)
+
+
+def _rank(process: _Process) -> Rank:
+    workers = _children(process.own)
+    return Rank(
+        pid=process.pid,
+        rank=_number(process.environment.get("RANK")),
+        local_rank=_number(process.environment.get("LOCAL_RANK")),
+        rss_bytes=_resident(process.own),
+        peak_rss_bytes=peak_resident(process.pid),
+        workers=tuple(item.pid for item in workers),
+        workers_rss_bytes=sum(_resident(item) for item in workers),
+        environment=process.environment,
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return process.children(recursive=True)
+    return []
+
+
+def _resident(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
+
+
+def peak_resident(pid: int) -> int | None:
+    """The most that a process ever had resident, in bytes, as Linux keeps it (`VmHWM`); None elsewhere."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _folder(family: Sequence[_Process]) -> Path | None:
+    """The run folder: named for the ranks, else the one whose log one of them has open."""
+    for item in family:
+        named = item.environment.get(RUN_VARIABLE)
+        if named:
+            return Path(named)
+    for item in family:
+        with contextlib.suppress(psutil.Error, OSError):
+            for file in item.own.open_files():
+                path = Path(file.path)
+                if path.name == LOG_NAME and RunFolder(path.parent).manifest_path.is_file():
+                    return path.parent
+    return None
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+_LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
+"""`struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence)."""
+
+
+def lock_holder(folder: RunFolder) -> int | None:
+    """The process that writes a run: its pid, 0 where it is not of this machine or container, None where nobody does.
+
+    The lock is asked about, never taken: a run that starts at this moment must not find it held.
+    """
+    try:
+        with folder.log_path.open("rb") as file:
+            if sys.platform == "darwin":
+                asked = struct.pack(_LOCK_BSD, 0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
+                _, _, pid, kind, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            else:
+                asked = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except (OSError, struct.error):
+        return None
+    if kind == fcntl.F_UNLCK:
+        return None
+    return int(pid) if pid > 0 and psutil.pid_exists(pid) else 0

@@ -1,0 +1,675 @@
+"""make gpu-info: NVML, nvidia-smi, AMD's and Apple's tools, a named machine, and a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
+from sft_play.seeing import amd, apple, ask, gpu_info, nvidia
+from sft_play.seeing.gpu import Pcie
+from tests.conftest import ROOT
+
+MIB = 2**20
+GIB = 2**30
+
+
+# --- fakes ------------------------------------------------------------------------------------------------------------
+
+
+class NotSupported(Exception):
+    """NVML's answer for a field that a GPU or a driver does not have."""
+
+
+class Lost(Exception):
+    """NVML's answer for a GPU that fell off the bus."""
+
+
+class Fake:
+    """One GPU as NVML knows it: what is absent raises NotSupported. Sizes in MiB."""
+
+    def __init__(self, name: str = "NVIDIA H200", *, total: int = 143_771, used: int = 614, **fields: Any) -> None:
+        self.name, self.total, self.used = name, total, used
+        self.fields = {
+            "capability": (9, 0),
+            "limit": 700_000,
+            "usage": 120_400,
+            "temperature": 31,
+            "pcie": (1, 5, 16, 16),
+            "mig": (0, 0),
+            "processes": [],
+            "links": 18,
+            "lost": False,
+            **fields,
+        }
+
+
+class FakeNvml:
+    """The questions of pynvml that are asked; GPUs are joined by an NVSwitch where they have links."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVMLError_NotSupported = NotSupported
+    nvmlMemory_v2 = 1
+
+    def __init__(self, *gpus: Fake) -> None:
+        self.gpus = gpus
+        self.open = False
+
+    def nvmlInit(self) -> None:
+        self.open = True
+
+    def nvmlShutdown(self) -> None:
+        self.open = False
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.82.07"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13_010
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if self.gpus[index].fields["lost"]:
+            raise Lost("GPU is lost")
+        return index
+
+    def get(self, handle: int, field: str) -> Any:
+        value = self.gpus[handle].fields.get(field)
+        if value is None:
+            raise NotSupported
+        return value
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return self.gpus[handle].name.encode()
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}{handle}{handle}"
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
+        return SimpleNamespace(busId=f"00000000:1{handle}:00.0".encode())
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:
+        gpu = self.gpus[handle]
+        if gpu.total == 0:
+            raise NotSupported
+        reserved = 479 if version else 0  # the first version counts the driver's share as used
+        sizes = {"total": gpu.total, "free": gpu.total - gpu.used - 479, "used": gpu.used + 479 - reserved}
+        sizes |= {"reserved": reserved} if version else {}
+        return SimpleNamespace(**{name: size * MIB for name, size in sizes.items()})
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> Any:
+        return self.get(handle, "capability")
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:
+        return self.get(handle, "limit")
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
+        return self.get(handle, "usage")
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
+        return self.get(handle, "temperature")
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: int) -> Any:
+        return self.get(handle, "pcie")[0]
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> Any:
+        return self.get(handle, "pcie")[1]
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> Any:
+        return self.get(handle, "pcie")[2]
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> Any:
+        return self.get(handle, "pcie")[3]
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> Any:
+        return self.get(handle, "mig")
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in self.get(handle, "processes")]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: int) -> list[Any]:
+        return self.nvmlDeviceGetComputeRunningProcesses(handle)[:1]  # one may have both: listed twice, counted once
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
+        if link >= self.get(handle, "links"):
+            raise NotSupported
+        return 1
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
+        return 0 if self.gpus[handle].fields.get("bridged") is not None else 2
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
+        other = self.gpus[handle].fields.get("bridged")
+        return SimpleNamespace(busId=f"0000:1{other}:00.0".encode() if other is not None else b"0000:c0:00.0")
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
+        return 50
+
+    def nvmlDeviceGetP2PStatus(self, one: int, other: int, kind: int) -> int:
+        return 0 if self.gpus[one].fields["links"] else 4
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that puts these GPUs into the machine."""
+
+    def install(*gpus: Fake) -> FakeNvml:
+        fake = FakeNvml(*gpus)
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        return fake
+
+    return install
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A machine whose only programs are those that a test writes: a function that writes one."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setattr(apple.sys, "platform", "linux")
+
+    def write(program: str, answers: dict[str, str]) -> None:
+        """The program answers the first question that its words contain."""
+        script = ["#!/bin/sh"]
+        for place, (words, answer) in enumerate(answers.items()):
+            file = folder / f"{program}.{place}"
+            file.write_text(answer)
+            script.append(f'case "$*" in *"{words}"*) cat {file}; exit 0;; esac')
+        path = folder / program
+        path.write_text("\n".join([*script, "exit 9"]) + "\n")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+    return write
+
+
+def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
+    machine = gpu_info.look(Path("outputs"), environment or {}, **options)
+    text = "\n".join(gpu_info.lines(machine))
+    json.loads(json.dumps(machine.as_json()))
+    return text
+
+
+# --- NVML -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
+    fake = nvml(Fake(processes=[(os.getpid(), 512 * MIB)]), Fake())
+    machine = gpu_info.look(Path("outputs"), {})
+    text = gpu_info.lines(machine)
+    assert "Number of GPUs: 2" in text
+    first = machine.seen.gpus[0]
+    assert (first.total_bytes, first.used_bytes, first.reserved_bytes) == (143_771 * MIB, 614 * MIB, 479 * MIB)
+    assert first.free_bytes == first.total_bytes - first.used_bytes - first.reserved_bytes
+    assert (first.compute_capability, first.bf16, first.fp8) == ("9.0", True, True)
+    assert (first.power_cap_watts, first.power_watts, first.temperature_celsius) == (700.0, 120.4, 31)
+    assert first.pcie == Pcie(1, 5, 16, 16)
+    assert [(item.pid, item.used_bytes) for item in first.processes] == [(os.getpid(), 512 * MIB)]
+    row = next(line for line in text if line.startswith("  0 "))
+    assert "NVIDIA H200" in row
+    assert row.split()[3:6] == ["140.4", "0.6", "139.3"]
+    assert row.split()[6:] == ["9.0", "yes", "yes", "700", "31", "1x16/5x16", "off"]
+    assert any(f"{os.getpid()}" in line and "0.50" in line for line in text)
+    assert "Driver: 580.82.07, which runs CUDA up to 13.1" in text
+    assert not fake.open
+
+
+def test_every_line_of_a_machine_with_sixteen_gpus_fits_100_columns(nvml):
+    nvml(*(Fake("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", total=97_887) for _ in range(16)))
+    text = seen_text()
+    assert "Number of GPUs: 16" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("GPU15") == 3  # a column, and a row in each of two blocks
+
+
+def test_topology_tells_nvlink_switches_bridges_and_missing_peer_access(nvml):
+    nvml(*(Fake() for _ in range(2)))
+    switched = seen_text()
+    assert "GPU0  X     NV18" in switched
+    assert "peer-to-peer access between all" in switched
+    nvml(Fake(links=4, bridged=1), Fake(links=4, bridged=0), Fake(links=0))
+    lines = seen_text().splitlines()
+    assert "GPU0  X     NV4   SYS" in lines
+    assert "GPU2  SYS!  SYS!  X" in lines
+    assert any("!: no peer-to-peer access" in line and "SYS: from one CPU socket" in line for line in lines)
+
+
+def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
+    bare_gpu = Fake("Tesla K80", total=0, capability=(3, 7))
+    for name in ("limit", "usage", "temperature", "pcie", "mig", "processes", "links"):
+        bare_gpu.fields[name] = None
+    nvml(bare_gpu)
+    machine = gpu_info.look(Path("outputs"), {})
+    gpu = machine.seen.gpus[0]
+    assert (gpu.power_cap_watts, gpu.temperature_celsius, gpu.mig_enabled, gpu.processes) == (None, None, None, None)
+    assert gpu.unified  # memory is not supported, and the GPU answers: it has the host's
+    text = "\n".join(gpu_info.lines(machine))
+    assert "n/a/n/a" in text
+    assert "Processes: NVML lists none for" not in text
+    assert machine.as_json()["gpus"][0]["power_cap_watts"] is None
+
+
+def test_a_gpu_that_is_lost_is_said_and_the_others_are_shown(nvml, bare):
+    nvml(Fake(), Fake(lost=True))
+    text = seen_text()
+    assert "GPU 1 does not answer: GPU is lost" in text
+    assert "Number of GPUs: 1" in text
+    assert "NVIDIA H200" in text
+
+
+def test_cuda_visible_devices_is_respected_and_said(nvml):
+    nvml(*(Fake() for _ in range(4)))
+    text = seen_text({"CUDA_VISIBLE_DEVICES": "2,0"})
+    assert "Number of GPUs: 2" in text
+    assert "CUDA_VISIBLE_DEVICES=2,0: GPU 2 is cuda:0, GPU 0 is cuda:1; hidden: GPU 1, GPU 3" in text
+    nothing = seen_text({"CUDA_VISIBLE_DEVICES": ""})
+    assert "Number of GPUs: 0" in nothing
+    assert "no GPU is visible; hidden: GPU 0, GPU 1, GPU 2, GPU 3" in nothing
+    assert "What works all the same" in nothing
+
+
+def test_names_with_control_characters_or_markup_are_escaped(nvml):
+    nvml(Fake("NVIDIA \x1b[31m[bold]X"))
+    text = seen_text({"CUDA_VISIBLE_DEVICES": "0"}) + seen_text({"CUDA_VISIBLE_DEVICES": "0\x1b]0;x"})
+    assert "\x1b" not in text
+    assert r"\x1b[31m[bold]X" in text
+
+
+def test_processes_that_are_not_known_here_have_no_name(nvml):
+    nvml(Fake(processes=[(2**22 + 7, None)]))
+    row = next(line for line in seen_text().splitlines() if str(2**22 + 7) in line)
+    assert row.split() == ["0", str(2**22 + 7), "n/a", "n/a"]
+
+
+# --- nvidia-smi -------------------------------------------------------------------------------------------------------
+
+KNOWN = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0\n1, GPU-b, NVIDIA A100-SXM4-80GB, 81920, 80000, 8.0\n"
+XML = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log><driver_version>550.54.15</driver_version><cuda_version>12.4</cuda_version>
+<gpu id="00000000:07:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name><uuid>GPU-a</uuid>
+<mig_mode><current_mig>Disabled</current_mig><pending_mig>Enabled</pending_mig></mig_mode>
+<pci><pci_gpu_link_info><pcie_gen><max_link_gen>4</max_link_gen><current_link_gen>4</current_link_gen></pcie_gen>
+<link_widths><max_link_width>16x</max_link_width><current_link_width>8x</current_link_width></link_widths>
+</pci_gpu_link_info></pci>
+<fb_memory_usage><total>81920 MiB</total><reserved>635 MiB</reserved><used>1200 MiB</used><free>80085 MiB</free>
+</fb_memory_usage><temperature><gpu_temp>35 C</gpu_temp></temperature>
+<gpu_power_readings><power_draw>61.20 W</power_draw><current_power_limit>400.00 W</current_power_limit>
+</gpu_power_readings>
+<processes><process_info><pid>4194999</pid><process_name>/usr/bin/python3 train.py</process_name>
+<used_memory>1100 MiB</used_memory></process_info></processes></gpu>
+<gpu id="00000000:0F:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name><uuid>GPU-b</uuid>
+<fb_memory_usage><total>81920 MiB</total><used>[Unknown Error]</used><free>N/A</free></fb_memory_usage>
+<temperature><gpu_temp>N/A</gpu_temp></temperature><power_readings><power_limit>400.00 W</power_limit></power_readings>
+<processes>N/A</processes></gpu></nvidia_smi_log>
+"""
+MATRIX = (
+    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\tPXB\t0-31\nGPU1\tNV12\t X \tPXB\t0-31\n"
+    "NIC0\tPXB\tPXB\t X \n\nLegend:\n  X    = Self\n"
+)
+PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n  OK  = Status Ok\n"
+
+
+def test_nvidia_smi_is_the_second_way(bare):
+    bare("nvidia-smi", {"-q -x": XML, "topo -m": MATRIX, "topo -p2p r": PEERS, "--query-gpu=index,uuid,name,m": KNOWN})
+    machine = gpu_info.look(Path("outputs"), {})
+    text = gpu_info.lines(machine)
+    assert text[:2] == ["This machine: GPUs as nvidia-smi shows them", "Number of GPUs: 2"]
+    one, two = machine.seen.gpus
+    assert (one.total_bytes, one.used_bytes, one.reserved_bytes) == (81_920 * MIB, 1_200 * MIB, 635 * MIB)
+    assert (one.compute_capability, one.bf16, one.fp8) == ("8.0", True, False)
+    assert (one.power_cap_watts, one.power_watts, one.temperature_celsius) == (400.0, 61.2, 35)
+    assert one.pcie == Pcie(4, 4, 8, 16)
+    assert [(item.pid, item.name, item.used_bytes) for item in one.processes] == [(4_194_999, "python3", 1_100 * MIB)]
+    assert (two.used_bytes, two.free_bytes, two.temperature_celsius, two.processes) == (None, None, None, None)
+    assert two.power_cap_watts == 400.0  # where older drivers put it
+    assert machine.seen.topology.links == (("X", "NV12"), ("NV12", "X"))
+    assert machine.seen.topology.peer == ((None, True), (True, None))
+    assert "Driver: 550.54.15, which runs CUDA up to 12.4" in text
+    assert "GPU 0: MIG will be on after its next reset" in text
+    assert "Processes: nvidia-smi lists none for GPU 1 (n/a)" in text
+
+
+def test_nvidia_smi_without_xml_is_asked_field_by_field(bare):
+    row = "0, GPU-a, NVIDIA A100-SXM4-80GB, 00000000:07:00.0, 81920, 1200, 80085, 400.00, [N/A], 35, 4, 4, 16, 16, "
+    bare("nvidia-smi", {"pci.bus_id": f"{row}[N/A], [N/A], 550.54.15\n", "--query-gpu=index": KNOWN.splitlines()[0]})
+    gpu = gpu_info.look(Path("outputs"), {}).seen.gpus[0]
+    assert (gpu.used_bytes, gpu.power_cap_watts, gpu.power_watts, gpu.mig_enabled) == (1_200 * MIB, 400.0, None, None)
+    assert (gpu.compute_capability, gpu.pcie) == ("8.0", Pcie(4, 4, 16, 16))
+
+
+def test_an_nvidia_smi_that_knows_little_still_shows_what_it_knows(bare):
+    bare("nvidia-smi", {"--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap": KNOWN})
+    machine = gpu_info.look(Path("outputs"), {"CUDA_VISIBLE_DEVICES": "1"})
+    assert [gpu.index for gpu in machine.seen.gpus] == [0, 1]
+    assert machine.visible == (1,)
+    assert machine.seen.gpus[1].used_bytes == 1_920 * MIB
+    assert "Number of GPUs: 1" in gpu_info.lines(machine)
+
+
+def test_programs_that_hang_or_fail_are_no_answer(bare, tmp_path):
+    slow = tmp_path / "bin" / "rocm-smi"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o755)
+    assert ask.answer_of("rocm-smi", timeout_s=0.3) == ""
+    bare("nvidia-smi", {"nothing": ""})
+    assert ask.answer_of("nvidia-smi", "-L") == ""
+    assert nvidia.through_smi([]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("81920 MiB", 81_920 * MIB),
+        ("1 GB", GIB),
+        ({"value": 12, "unit": "MB"}, 12 * MIB),
+        ("512", 512 * MIB),
+        ("N/A", None),
+        ("[Not Supported]", None),
+        (None, None),
+    ],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert ask.size(text) == size
+
+
+# --- MIG --------------------------------------------------------------------------------------------------------------
+
+
+def test_instances_of_a_split_gpu_are_listed(nvml):
+    class Split(FakeNvml):
+        def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+            return 7
+
+        def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> Any:
+            if place > 1:
+                raise NotSupported
+            return (handle, place)
+
+        def nvmlDeviceGetName(self, handle: Any) -> bytes:
+            return b"NVIDIA A100 MIG 3g.20gb" if isinstance(handle, tuple) else b"NVIDIA A100-SXM4-40GB"
+
+        def nvmlDeviceGetUUID(self, handle: Any) -> str:
+            return f"MIG-{handle[1]}" if isinstance(handle, tuple) else "GPU-a"
+
+        def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
+            total = 19_968 if isinstance(handle, tuple) else 40_960
+            return SimpleNamespace(total=total * MIB, free=(total - 13) * MIB, used=13 * MIB)
+
+        def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+            return []
+
+    fake = Split(Fake(mig=(1, 1), capability=(8, 0)))
+    sys.modules["pynvml"] = fake  # type: ignore[assignment]
+    try:
+        machine = gpu_info.look(Path("outputs"), {})
+    finally:
+        del sys.modules["pynvml"]
+    text = gpu_info.lines(machine)
+    assert "Number of GPUs: 1" in text  # CUDA sees one instance
+    assert "GPU 0 instance 3g.20gb: 19.5 GiB, 19.5 free, MIG-1" in text
+    assert any("sees one instance only, MIG-0" in line for line in text)
+
+
+# --- AMD and Apple ----------------------------------------------------------------------------------------------------
+
+
+def test_amds_gpus_are_read_through_their_package(monkeypatch, bare):
+    def unsupported(*_: Any) -> Any:
+        raise RuntimeError("AMDSMI_STATUS_NOT_SUPPORTED")
+
+    def temperature(handle: int, sensor: str, metric: str) -> int:
+        return 41 if sensor == "hotspot" else unsupported()
+
+    fake = SimpleNamespace(
+        amdsmi_init=lambda: None,
+        amdsmi_shut_down=lambda: None,
+        amdsmi_get_processor_handles=lambda: [0, 1],
+        amdsmi_get_gpu_asic_info=lambda h: {
+            "market_name": "AMD Instinct MI300X",
+            "target_graphics_version": "gfx942",
+        },
+        amdsmi_get_gpu_vram_usage=lambda h: {"vram_total": 196_592, "vram_used": 300},
+        amdsmi_get_power_cap_info=lambda h: {"power_cap": 750_000_000},
+        amdsmi_get_power_info=lambda h: {"current_socket_power": "N/A", "average_socket_power": 142},
+        amdsmi_get_temp_metric=temperature,
+        AmdSmiTemperatureType=SimpleNamespace(EDGE="edge", HOTSPOT="hotspot"),
+        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT="current"),
+        amdsmi_get_pcie_info=lambda h: {
+            "pcie_static": {"max_pcie_width": 16, "max_pcie_speed": 32_000},
+            "pcie_metric": {"pcie_width": 16, "pcie_speed": 32_000},
+        },
+        amdsmi_get_gpu_process_list=lambda h: [{"pid": os.getpid(), "memory_usage": {"vram_mem": 5 * MIB}}],
+        amdsmi_get_gpu_driver_info=lambda h: {"driver_version": "6.12.12"},
+        amdsmi_get_gpu_device_uuid=unsupported,
+        amdsmi_get_gpu_device_bdf=lambda h: f"0000:0{h}:00.0",
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", fake)
+    machine = gpu_info.look(Path("outputs"), {"HIP_VISIBLE_DEVICES": "1"})
+    gpu = machine.seen.gpus[0]
+    assert (gpu.total_bytes, gpu.free_bytes) == (196_592 * MIB, 196_292 * MIB)
+    assert (gpu.compute_capability, gpu.bf16, gpu.fp8) == ("gfx942", True, True)
+    assert (gpu.power_cap_watts, gpu.power_watts, gpu.temperature_celsius) == (750.0, 142.0, 41)
+    assert gpu.pcie == Pcie(5, 5, 16, 16)
+    assert gpu.processes[0].used_bytes == 5 * MIB
+    text = gpu_info.lines(machine)
+    assert text[:2] == ["This machine: GPUs as amdsmi shows them", "Number of GPUs: 1"]
+    assert "HIP_VISIBLE_DEVICES=1: GPU 1 is cuda:0; hidden: GPU 0" in text
+    assert any(line.startswith("Planning and training find NVIDIA's GPUs alone") for line in text)
+
+
+ROCM = {
+    "--showproductname": {
+        "card0": {"Card Series": "AMD Instinct MI250X", "GFX Version": "gfx90a"},
+        "card1": {"Card series": "AMD Instinct MI250X", "GFX Version": "gfx90a"},
+    },
+    "--showmeminfo": {
+        f"card{n}": {"VRAM Total Memory (B)": str(64 * GIB), "VRAM Total Used Memory (B)": str(GIB)} for n in (0, 1)
+    },
+    "--showtemp": {
+        "card0": {"Temperature (Sensor edge) (C)": "32.0", "Max Graphics Package Power (W)": "560.0"},
+        "card1": {"Temperature (Sensor edge) (C)": "N/A"},
+        "system": {"Driver version": "6.8.5"},
+    },
+    "--showtopotype": {"system": {"(Topology) Link type between DRM devices 0 and 1": "XGMI"}},
+}
+
+
+def test_rocm_smi_is_amds_second_way(bare):
+    answers = {words: json.dumps(answer) for words, answer in ROCM.items()}
+    answers["--showproductname"] = (
+        f"WARNING: AMD GPU device(s) is/are in a low-power state\n{answers['--showproductname']}"
+    )
+    bare("rocm-smi", answers)
+    machine = gpu_info.look(Path("outputs"), {})
+    one, two = machine.seen.gpus
+    assert (one.name, one.total_bytes, one.used_bytes) == ("AMD Instinct MI250X", 64 * GIB, GIB)
+    assert (one.temperature_celsius, two.temperature_celsius) == (32, None)
+    assert (one.power_cap_watts, two.power_cap_watts) == (560.0, None)
+    assert (one.bf16, one.fp8) == (True, False)
+    text = "\n".join(gpu_info.lines(machine))
+    assert "Number of GPUs: 2" in text
+    assert "XGMI" in text
+    assert "Driver: 6.8.5" in text
+
+
+def test_amd_smi_is_the_third(bare):
+    static = {
+        "gpu": 0,
+        "asic": {"market_name": "AMD Radeon PRO W7900", "target_graphics_version": "gfx1100"},
+        "bus": {"bdf": "0000:03:00.0", "max_pcie_width": 16, "max_pcie_speed": {"value": 16, "unit": "GT/s"}},
+        "limit": {"max_power": {"value": 241, "unit": "W"}},
+        "driver": {"version": "6.12.12"},
+    }
+    metric = {
+        "gpu": 0,
+        "temperature": {"edge": {"value": 40, "unit": "C"}},
+        "mem_usage": {"total_vram": {"value": 46_064, "unit": "MB"}, "used_vram": {"value": 64, "unit": "MB"}},
+    }
+    bare("amd-smi", {"static": json.dumps({"gpu_data": [static]}), "metric": json.dumps([metric])})
+    seen = amd.through_any()
+    assert seen is not None
+    assert seen.source == "amd-smi"
+    gpu = seen.gpus[0]
+    assert (gpu.total_bytes, gpu.used_bytes, gpu.power_cap_watts) == (46_064 * MIB, 64 * MIB, 241.0)
+    assert (gpu.bf16, gpu.fp8, gpu.pcie.max_generation, gpu.temperature_celsius) == (True, False, 4, 40)
+
+
+def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, nvml):
+    listed = json.dumps({"SPDisplaysDataType": [{"sppci_model": "Apple M3 Max", "sppci_cores": "40"}]})
+    memory = SimpleNamespace(total=64 * GIB, available=48 * GIB)
+    seen = apple.seen_of("Apple M3 Max", listed, memory)
+    assert seen.gpus[0].name == "Apple M3 Max, 40 GPU cores"
+    assert (seen.gpus[0].total_bytes, seen.gpus[0].free_bytes, seen.gpus[0].unified) == (64 * GIB, 48 * GIB, True)
+    assert apple.seen_of("", "not JSON", memory).gpus[0].name == "Apple GPU"
+    machine = Hardware((), "Apple M3 Max", 16, 64 * GIB, 48 * GIB)
+    monkeypatch.setattr(gpu_info, "detect", lambda *_: machine)
+    monkeypatch.setattr(gpu_info, "all_gpus", lambda **_: seen)
+    text = seen_text()
+    assert "Number of GPUs: 1" in text
+    assert "it shares the machine's" in text
+    assert "for this machine they use the CPU" in text
+
+
+# --- no GPU, host, software -------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_a_gpu_says_what_still_works(bare):
+    machine = gpu_info.look(Path("outputs"), {})
+    text = gpu_info.lines(machine)
+    assert "Number of GPUs: 0" in text
+    assert "Without a GPU this works:" in text
+    assert any("make plan HARDWARE=2xH200" in line for line in text)
+    assert any("CPU ranks" in line for line in text)
+    answer = machine.as_json()
+    assert answer["number_of_gpus"] == 0
+    assert len(answer["without_a_gpu"]) == 4
+
+
+def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
+    there = gpu_info.look(tmp_path, {})
+    assert there.host.disk_folder == str(tmp_path)
+    assert there.host.disk_bytes >= there.host.disk_free_bytes > 0
+    assert f"GiB free at {tmp_path}" in gpu_info.lines(there)[-7]
+    missing = gpu_info.look(tmp_path / "no" / "outputs", {})
+    assert missing.host.disk_folder == str(tmp_path)
+    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_info.lines(missing))
+
+
+def test_versions_are_read_without_importing(monkeypatch):
+    assert version_of("pydantic")
+    assert version_of("no-such-distribution") is None
+    assert torch_cuda() is None or torch_hip() is None
+    asked = {"nvidia-nccl-cu12": "2.27.5"}
+    monkeypatch.setattr("sft_play.facts.installed.version_of", asked.get)
+    assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")
+
+
+TOLD = {
+    "version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "sees_gpus": True, "built_for": ["sm_90"], "nccl": "2.28.9",
+    "gpus": [{"name": "NVIDIA H200", "total_bytes": 140 * GIB, "compute_capability": "9.0"}],
+}  # fmt: skip
+
+
+def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu_info, "ask_torch", lambda environment: asked.append(environment) or TOLD)
+    assert "FULL=1 asks it what it sees" in seen_text()
+    assert not asked
+    text = seen_text(full=True)
+    assert len(asked) == 1
+    for part in ("torch, asked: 2.13.0+cu130, built for CUDA 13.0", "with NCCL 2.28.9", "cuda:0: NVIDIA H200, 140.0"):
+        assert part in text
+
+
+@pytest.mark.build
+def test_torch_answers_from_a_process_of_its_own():
+    told = gpu_info.ask_torch(dict(os.environ))
+    assert told["version"] == version_of("torch")
+    assert told["sees_gpus"] is bool(told["gpus"])
+
+
+def test_a_torch_that_does_not_answer_is_said():
+    assert "did not answer within 0.01 s" in gpu_info.ask_torch(dict(os.environ), timeout_s=0.01)["trouble"]
+    broken = gpu_info.ask_torch({"PYTHONHOME": "/nowhere"})
+    assert "exit code" in broken["trouble"]
+
+
+def test_nothing_heavy_is_imported_for_it():
+    heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes", "numpy"}
+    code = (
+        "import os, sys; from pathlib import Path; from sft_play.seeing import gpu_info, memory_check; "
+        "gpu_info.lines(gpu_info.look(Path('outputs'), os.environ)); "
+        "memory_check.lines(memory_check.look(Path('outputs'), os.environ)); "
+        f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+
+
+# --- a named machine --------------------------------------------------------------------------------------------------
+
+
+def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
+    machine = named("2xH200,ram=1TiB,cores=64")
+    text = gpu_info.assumed_lines(machine, "2xH200")
+    assert text[0].startswith("Assumed, not found: HARDWARE=2xH200")
+    assert text[1] == "Number of GPUs: 2"
+    assert "  memory bandwidth: 4,800 GB/s" in text
+    assert "Link between GPUs, per GPU and one way: 450 GB/s" in text
+    assert any("bf16 989.4 TFLOPS" in line for line in text)
+    assert max(map(len, text)) <= 100
+    answer = gpu_info.assumed_json(machine)
+    assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
+    assert answer["gpus"][1]["bandwidth_bytes_per_s"] == 4800e9
+    assert answer["gpus"][0]["usable_bytes"] == machine.gpus[0].total_bytes
+    assert (answer["ram_bytes"], answer["ram_given"]) == (2**40, True)
+
+
+def test_a_named_cluster_shows_its_network_and_what_is_not_known():
+    text = gpu_info.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
+    assert "Number of GPUs: 16 on 2 nodes of 8" in text
+    assert "Network between nodes, per node and one way: 50 GB/s" in text
+    assert "  memory bandwidth: n/a" in text
+    assert "Price: 2.5 per GPU-hour" in text
+    assert any("this machine's; ram= says another" in line for line in text)
+    assert gpu_info.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_one_object_and_writes_it(nvml, command, monkeypatch, tmp_path):
+    nvml(Fake(), Fake())
+    code, printed = command("gpu-info")
+    assert code == 0
+    assert "Number of GPUs: 2" in printed.splitlines()
+    out = tmp_path / "gpus.json"
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setenv("JSON", "1")
+    code, printed = command("gpu-info")
+    assert code == 0
+    assert json.loads(printed)["gpus"][1]["total_bytes"] == 143_771 * MIB
+    assert json.loads(out.read_text())["number_of_gpus"] == 2
+    monkeypatch.setenv("HARDWARE", "8xH100")
+    code, printed = command("gpu-info")
+    assert (code, json.loads(printed)["assumed"], json.loads(printed)["number_of_gpus"]) == (0, True, 8)
+
+
+def test_a_machine_that_means_nothing_is_refused(command):
+    code, printed = command("gpu-info", "--hardware", "2xH2000")
+    assert code == 2
+    assert "H2000 is not in the catalogue" in printed

@@ -1,0 +1,566 @@
+"""make memory-check: which processes train, what they hold of GPUs and RAM, what was predicted, who eats the margin."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sft_play import runs
+from sft_play.errors import RunFolderError
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.runs import FORMAT, RunFolder
+from sft_play.seeing import memory_check, processes
+from sft_play.seeing.gpu import GpuProcess, Seen, SeenGpu
+from sft_play.seeing.memory_check import Check, Peaks, find_run, lines, look, watch
+from sft_play.seeing.processes import Group, Rank, command_of, lock_holder
+from tests.conftest import ROOT, VARIABLES
+from tests.models import uneven_run
+
+GIB = 2**30
+CPU = Hardware((), "CPU", 8, 64 * GIB, 60 * GIB)
+NOWHERE = 2**22 + 1
+"""Above every pid that Linux gives out."""
+
+
+# --- fakes ------------------------------------------------------------------------------------------------------------
+
+
+def plan_json(*, on_gpu: bool = True, **peak: int) -> dict[str, Any]:
+    """The part of a plan that is read: 60 GiB at the peak, a margin of 5."""
+    sizes = {
+        "allocated": 55 * GIB,
+        "reserved": 59 * GIB,
+        "margin": 5 * GIB,
+        "outside_allocator": GIB,
+        "host": 0,
+        **peak,
+    }
+    sizes["required"] = sizes["reserved"] + sizes["margin"] + sizes["outside_allocator"]
+    terms = {"weights": 40 * GIB, "loss_head": sizes["allocated"] - 40 * GIB, "adapters": 0}
+    return {
+        "layout": "ddp" if on_gpu else "single",
+        "ranks": 2,
+        "micro_batch": 4,
+        "grad_accum": 2,
+        "peak_bytes": {**sizes, "terms": terms},
+        "hardware": {"gpus": [{"index": 0}, {"index": 1}] if on_gpu else []},
+    }
+
+
+def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00", **plan: Any) -> RunFolder:
+    """A run folder as a run leaves it while it goes on."""
+    folder = RunFolder(output / name)
+    folder.path.mkdir(parents=True)
+    manifest = {"format": FORMAT, "status": "running", "started": started}
+    folder.manifest_path.write_text(json.dumps(manifest))
+    (folder.path / "plan.json").write_text(json.dumps(plan_json(**plan)))
+    return folder
+
+
+def rank(number: int, pid: int, **fields: Any) -> Rank:
+    environment = {"WORLD_SIZE": "2"}
+    return Rank(**{"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB, "peak_rss_bytes": 4 * GIB,
+                   "environment": environment, **fields})  # fmt: skip
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A function that sets what there is: GPUs, the run's processes; it returns the folder of the runs."""
+
+    def install(*gpus: SeenGpu, group: Group | None = None, hardware: Hardware | None = None) -> Path:
+        found = hardware or Hardware(
+            tuple(Gpu(gpu.index, "NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0)) for gpu in gpus),
+            "CPU", 8, 64 * GIB, 60 * GIB,
+        )  # fmt: skip
+        monkeypatch.setattr(memory_check, "detect", lambda environment: found)
+        monkeypatch.setattr(memory_check, "all_gpus", lambda **_: Seen(gpus, "NVML"))
+        monkeypatch.setattr(memory_check, "groups", lambda: [group] if group else [])
+        return tmp_path
+
+    return install
+
+
+def gpu(index: int, *held: GpuProcess, used: int, listed: bool = True) -> SeenGpu:
+    free = 80 * GIB - used
+    return SeenGpu(index, "NVIDIA H100", "NVIDIA", total_bytes=80 * GIB, used_bytes=used, free_bytes=free,
+                   processes=held if listed else None)  # fmt: skip
+
+
+OTHER = os.getpid()
+"""A process that lives, and is no rank."""
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    ranks = (rank(0, 11, workers=(12,), workers_rss_bytes=GIB), rank(1, 21))
+    output = machine(
+        gpu(0, GpuProcess(11, "python", 30 * GIB), GpuProcess(12, "python", GIB), used=32 * GIB),
+        gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
+        group=Group(ranks, folder.path, 1.0),
+    )
+    check = look(output, {})
+    one, two = check.gpus
+    assert (one.ranks, one.run_bytes, one.others_bytes, one.unlisted_bytes) == ((0,), 31 * GIB, 0, GIB)
+    assert (two.ranks, two.run_bytes, two.others_bytes, two.unlisted_bytes) == ((1,), 30 * GIB, 4 * GIB, GIB)
+    assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
+    text = lines(check)
+    assert text[0] == f"Run {folder.path}: 2 ranks on this machine, pid 11, 21"
+    row = next(line for line in text if line.startswith("  1 "))
+    assert row.split()[:8] == ["1", "1", "80.0", "30.00", "4.00", "1.00", "45.00", "30.00"]
+    joined = "\n".join(text)
+    for term in ("weights           40.00 GiB", "loss head         15.00 GiB", "= allocated       55.00 GiB",
+                 "+ margin           5.00 GiB", "= needed          65.00 GiB"):  # fmt: skip
+        assert " ".join(term.split()) in " ".join(joined.split()), term
+    assert "adapters" not in joined  # a term of no bytes
+    assert max(map(len, text)) <= 120
+    assert max(len(line) for line in text[1:-3]) <= 100
+    assert check.ram.run_bytes == 7 * GIB
+    assert json.loads(json.dumps(check.as_json()))["gpus"][1]["others"][0]["pid"] == OTHER
+
+
+def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    output = machine(
+        gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
+        gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
+        group=Group((rank(0, 11), rank(1, 21)), folder.path, 1.0),
+    )
+    check = look(output, {})
+    # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
+    assert "3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
+    assert f"pid {OTHER} (jupy\\x1bter) 17.00 GiB" in check.warnings[0]
+    assert "the plan's margin of 5.00 GiB is gone, and 2.00 more" in check.warnings[1]
+    assert sum(line.startswith("warning: GPU") for line in lines(check)) == 2
+
+
+def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    output = machine(
+        gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
+        gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
+        group=Group((rank(0, 11),), folder.path, 1.0),
+    )
+    assert not look(output, {}).warnings
+
+
+def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
+    check = look(output, {})
+    for use in check.gpus:  # pids of the host on the first, none listed on the second
+        assert (use.run_bytes, use.others_bytes, use.unlisted_bytes, use.peak_bytes) == (None, None, None, None)
+        assert use.used_bytes == 71 * GIB
+    assert not check.warnings
+    assert any("the driver names no process of this run there" in line for line in lines(check))
+
+
+def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), folder.path, 1.0))
+    assert look(output, {}).gpus[0].run_bytes is None
+
+
+def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
+    def detect(environment: dict[str, str]) -> Hardware:
+        indices = [int(text) for text in environment.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")]
+        return Hardware(tuple(Gpu(n, "GPU", GIB, GIB, (9, 0)) for n in indices), "CPU", 8, GIB, GIB)
+
+    monkeypatch.setattr(memory_check, "detect", detect)
+    ranks = tuple(rank(n, n + 10, environment={"CUDA_VISIBLE_DEVICES": "3,1"}) for n in range(2))
+    assert memory_check._gpus_of(Group(ranks, None, 1.0)) == {3: [0], 1: [1]}
+    alone = rank(0, 9, rank=None, local_rank=None, environment={})
+    assert memory_check._gpus_of(Group((alone,), None, 1.0)) == {0: [0]}
+
+
+def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    group, peaks = Group((rank(0, 11),), folder.path, 1.0), Peaks()
+    found = []
+    for held in (20, 50, 30):
+        output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
+        found.append(look(output, {}, peaks=peaks).gpus[0].peak_bytes)
+    assert found == [20 * GIB, 50 * GIB, 50 * GIB]
+    later = Group((rank(0, 11),), folder.path, 2.0)  # the run was started again
+    output = machine(gpu(0, GpuProcess(11, "python", 5 * GIB, peak_bytes=9 * GIB), used=5 * GIB), group=later)
+    assert look(output, {}, peaks=peaks).gpus[0].peak_bytes == 9 * GIB  # by the driver's own accounts
+
+
+# --- RAM --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
+    output = machine(group=Group(ranks, folder.path, 1.0, beside=(9,), beside_bytes=GIB), hardware=CPU)
+    check = look(output, {})
+    assert [(use.rank, use.rss_bytes, use.peak_rss_bytes, use.workers) for use in check.ranks] == [
+        (0, 3 * GIB, 4 * GIB, 2),
+        (1, 2 * GIB, 4 * GIB, 0),
+    ]
+    assert check.ram.run_bytes == 7 * GIB
+    text = "\n".join(lines(check))
+    assert "this run holds 7.00; no GPU here" in text
+    assert "= resident" in text
+    assert "on top of what a process holds after its imports" in text
+
+
+def test_ram_below_the_margin_is_warned_of_with_the_biggest_others(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
+    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    (warning,) = look(machine(group=group, hardware=scarce), {}).warnings
+    assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
+    assert "the biggest others: pid " in warning
+
+
+def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine", host=40 * GIB)
+    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
+    (warning,) = look(machine(*seen, group=group), {}).warnings
+    assert "the plan counts on 80.0 GiB" in warning  # 60 are free, 6 held
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
+
+
+def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
+    output = machine(hardware=CPU)
+    check = look(output / "nothing", {})
+    assert not check.running
+    text = lines(check)
+    assert text[0].startswith(f"No run is going on in {output / 'nothing'}")
+    assert text[-1] == "RAM: 64.0 GiB, 60.0 free; no GPU here"
+
+
+def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
+    output = machine(hardware=CPU)
+    run_folder(output, "killed")
+    assert not find_run(output).running
+    found = find_run(output, named="killed")
+    assert not found.running
+    assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
+    assert "40.00 GiB" in "\n".join(lines(look(output, {}, named=str(output / "killed"))))
+
+
+def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
+    output = machine(hardware=CPU)
+    run_folder(output, "other")
+    with pytest.raises(RunFolderError, match=r"there is no such run; the runs in .*: other"):
+        find_run(output, named="missing")
+    (output / "plain").mkdir()
+    with pytest.raises(RunFolderError, match="holds no manifest"):
+        find_run(output, named="plain")
+
+
+def test_a_run_elsewhere_is_shown_where_the_output_folder_has_none(machine, tmp_path):
+    folder = run_folder(tmp_path / "elsewhere", "run")
+    output = machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU)
+    found = find_run(output / "outputs")
+    assert found.running
+    assert f"this one is: {folder.path}" in found.said[0]
+    starting = machine(group=Group((rank(0, 11, rank=None),), None, 1.0), hardware=CPU)
+    assert "a training has no run folder yet" in find_run(starting / "outputs").said[0]
+
+
+def test_a_damaged_plan_is_said(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine")
+    (folder.path / "plan.json").write_text('{"peak_bytes": []}')
+    check = look(machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU), {})
+    assert check.prediction is None
+    assert any("its plan.json cannot be read" in line for line in lines(check))
+    assert not check.warnings
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("/v/bin/python -m sft_play train --config a.yaml", "train"),
+        ("/v/bin/python -u -m sft_play --json train-distributed", "train-distributed"),
+        ("/v/bin/python /v/bin/sft-play resume", "resume"),
+        ("/v/bin/python scripts/train.py --config a.yaml", "train"),
+        ("/v/bin/python /p/scripts/resume.py", "resume"),
+        ("/v/bin/python -m sft_play plan", "plan"),
+        ("/v/bin/python other/train.py", None),
+        ("/v/bin/python -m pytest sft_play", None),
+        ("vim sft_play/train", None),
+    ],
+)
+def test_command_lines_that_train_are_known(words, command):
+    assert command_of(words.split()) == command
+
+
+PROGRAM = """
+import fcntl, os, sys, time
+folder, forks = sys.argv[1:3]
+file = open(os.path.join(folder, "train.log"), "a")
+if os.environ.get("RANK", "0") == "0":
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+else:
+    file.close()
+for _ in range(int(forks)):
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def training(tmp_path) -> Iterator[Any]:
+    """A function that starts a process whose command line is that of `scripts/train.py`, and which holds a run."""
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text(PROGRAM)
+    with contextlib.ExitStack() as stack:
+
+        def begin(folder: RunFolder, *, forks: int = 0, **environment: str) -> subprocess.Popen[str]:
+            kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+            words = [sys.executable, str(script), str(folder.path), str(forks)]
+            started = subprocess.Popen(words, env=kept | environment, stdout=subprocess.PIPE, text=True,
+                                       start_new_session=True)  # fmt: skip
+            stack.callback(end, started)
+            assert started.stdout is not None
+            assert started.stdout.readline() == "ready\n"
+            return started
+
+        yield begin
+
+
+def end(started: subprocess.Popen[str]) -> None:
+    """End a process that a test started, with what it started: they are a session of their own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+    if started.stdout is not None:
+        started.stdout.close()
+
+
+def test_a_single_process_is_found_by_the_log_that_it_has_open(training, tmp_path):
+    folder = run_folder(tmp_path / "out", "alone")
+    process = training(folder, forks=2)
+    found = find_run(tmp_path / "out")
+    assert found.running
+    assert found.group is not None
+    (one,) = found.group.ranks
+    assert (one.pid, one.rank, len(one.workers)) == (process.pid, None, 2)
+    assert 0 < one.rss_bytes <= (one.peak_rss_bytes or 0)
+    assert found.said[0] == f"Run {folder.path}: one process, pid {process.pid}"
+    end(process)
+    assert not find_run(tmp_path / "out", named="alone").running
+
+
+def test_ranks_that_name_the_folder_are_one_run_and_their_workers_no_ranks(training, tmp_path):
+    folder = run_folder(tmp_path / "out", "spread")
+    common = {"SFT_PLAY_RUN": str(folder.path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    started = [training(folder, forks=1, RANK=str(n), LOCAL_RANK=str(n), **common) for n in range(2)]
+    group = find_run(tmp_path / "out").group
+    assert group is not None
+    assert [(one.rank, one.pid, len(one.workers)) for one in group.ranks] == [
+        (0, started[0].pid, 1),
+        (1, started[1].pid, 1),
+    ]
+    assert group.rss_bytes >= sum(one.rss_bytes for one in group.ranks)
+
+
+def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp_path):
+    """torchrun by hand names no folder: rank 0 has the log open, and the others have its parent."""
+    folder = run_folder(tmp_path / "out", "by-hand")
+    started = [training(folder, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE="2") for n in range(2)]
+    group = find_run(tmp_path / "out").group
+    assert group is not None
+    assert [one.pid for one in group.ranks] == [process.pid for process in started]
+
+
+def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
+    folder = run_folder(tmp_path / "out", "locked")
+    assert lock_holder(folder) is None  # no log yet
+    folder.log_path.touch()
+    assert lock_holder(folder) is None
+    process = training(folder)
+    assert lock_holder(folder) == process.pid
+    with pytest.raises(RunFolderError, match="is being written by another process"):
+        runs.lock(folder)
+    end(process)
+    assert lock_holder(folder) is None
+    runs.lock(folder).close()
+
+
+def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
+    folder = run_folder(tmp_path, "far")
+    output = machine(hardware=CPU)
+    monkeypatch.setattr(memory_check, "lock_holder", lambda folder: 0)
+    check = look(output, {})
+    assert check.running
+    assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
+    assert check.prediction is not None
+
+
+def test_the_newest_of_several_runs_is_shown_and_the_others_named(training, tmp_path):
+    older = run_folder(tmp_path / "out", "b", started="2026-11-20T10:00:00")
+    newer = run_folder(tmp_path / "out", "a", started="2026-11-21T10:00:00")
+    training(newer)
+    training(older)
+    found = find_run(tmp_path / "out")
+    assert found.folder == newer
+    assert f"also running: {older.path}" in found.said[1]
+    assert find_run(tmp_path / "out", named="b").folder == older
+
+
+def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training, tmp_path):
+    folder = run_folder(tmp_path / "out", "script")
+    (tmp_path / "scripts" / "train.py").rename(tmp_path / "scripts" / "mine.py")
+    words = [sys.executable, str(tmp_path / "scripts" / "mine.py"), str(folder.path), "0"]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert started.stdout is not None
+        started.stdout.readline()
+        group = find_run(tmp_path / "out").group
+        assert group is not None
+        assert [one.pid for one in group.ranks] == [started.pid]
+    finally:
+        end(started)
+
+
+def test_what_waits_for_a_training_is_no_training(training, tmp_path):
+    folder = run_folder(tmp_path / "out", "waited")
+    script = str(tmp_path / "scripts" / "train.py")
+    words = ["timeout", "60", sys.executable, script, str(folder.path), "0"]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert started.stdout is not None
+        started.stdout.readline()
+        group = find_run(tmp_path / "out").group
+        assert group is not None
+        assert [one.pid for one in group.ranks] != [started.pid]
+        assert processes.peak_resident(group.ranks[0].pid) is not None
+    finally:
+        end(started)
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path):
+    output, written, pauses = machine(hardware=CPU), [], []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    last = watch(lambda: look(output, {}), write=written.append, pause=pause)
+    assert len(written) == 3
+    assert isinstance(last, Check)
+    assert pauses == [memory_check.BLOCK_S] * 3
+
+
+def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
+    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    output = machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU)
+    screen, pauses = io.StringIO(), []
+    console = Console(file=screen, force_terminal=True, width=110, height=50)
+    watch(lambda: look(output, {}), write=lambda _: pytest.fail("written"), console=console, rounds=2,
+          pause=pauses.append)  # fmt: skip
+    assert "\x1b[1A" in screen.getvalue()  # the cursor goes up over the first table
+    assert screen.getvalue().count("Ctrl-C ends this") >= 2
+    assert pauses == [memory_check.REFRESH_S]
+    assert memory_check.terminal(io.StringIO()) is None
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{name: a/b}}\ndata: {{train_path: x.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n")
+    return path
+
+
+def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatch):
+    monkeypatch.setattr(memory_check, "groups", list)
+    code, printed = command("memory-check", "--config", str(config))
+    assert code == 0
+    assert "No run is going on in" in printed
+    monkeypatch.setenv("JSON", "1")
+    code, printed = command("memory-check", "--config", str(config))
+    assert (code, json.loads(printed)["running"]) == (0, False)
+    code, printed = command("memory-check", "--config", str(config), "--run", "none")
+    assert code == 2
+    assert "RUN=none: there is no such run" in printed
+
+
+def test_ctrl_c_ends_a_live_table_with_0(config):
+    words = [sys.executable, "-m", "sft_play", "memory-check", "--watch", "--config", str(config)]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    started = subprocess.Popen(words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert started.stdout is not None
+        assert "[memory-check]" in started.stdout.readline()
+        started.send_signal(signal.SIGINT)
+        assert started.wait(timeout=30) == 0
+    finally:
+        end(started)
+
+
+@pytest.mark.build
+def test_the_ranks_of_a_real_run_are_shown_with_their_rss(tmp_path, tiny_llama, command):
+    path = uneven_run(tmp_path, tiny_llama)
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", "NPROC": "2", "STRATEGY": "ddp"}
+    words = ["train-distributed", "--config", str(path), "tuning.mode=lora", "train.max_steps=100000"]
+    with (tmp_path / "out.txt").open("w") as out:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "sft_play", *words, "output.name=long"], cwd=ROOT, env=kept, stdout=out, stderr=out
+        )  # fmt: skip
+    try:
+        metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
+        deadline = time.monotonic() + 200
+        while not metrics.exists() and started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert metrics.exists(), (tmp_path / "out.txt").read_text()
+        code, printed = command("memory-check", "--config", str(path), "--json")
+        assert code == 0
+        found = json.loads(printed)
+        assert found["running"]
+        assert found["folder"] == str(tmp_path / "outputs" / "long")
+        assert [use["rank"] for use in found["ranks"]] == [0, 1]
+        for use in found["ranks"]:  # torch and its libraries alone are more than 100 MiB
+            assert 100 * 2**20 < use["rss_bytes"] <= use["peak_rss_bytes"]
+        assert found["ram"]["run_bytes"] > sum(use["rss_bytes"] for use in found["ranks"])  # the launcher beside them
+        assert (found["prediction"]["layout"], found["prediction"]["ranks"]) == ("ddp", 2)
+        assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
+        folder = RunFolder(tmp_path / "outputs" / "long")
+        assert lock_holder(folder) == found["ranks"][0]["pid"]
+    finally:
+        started.send_signal(signal.SIGINT)
+        try:
+            started.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            started.send_signal(signal.SIGINT)  # a second one ends everything at once
+            started.wait(timeout=60)
+    code, printed = command("memory-check", "--config", str(path), "--run", "long")
+    assert code == 0
+    assert "is not running (status: stopped)" in printed
