@@ -245,6 +245,21 @@ def test_gpus_are_read_from_nvml_with_their_free_memory(nvml):
     assert not fake.open
 
 
+def test_a_gpu_that_fell_off_the_bus_hides_no_other(nvml, monkeypatch, caplog):
+    fake = nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920) for n in range(3)))
+    monkeypatch.setattr(FakeNvml, "NVMLError", Unsupported, raising=False)
+    real = fake.nvmlDeviceGetUUID
+
+    def lost(handle):
+        if handle.uuid == "GPU-1":
+            raise Unsupported("GPU is lost")
+        return real(handle)
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetUUID", lost)
+    assert [gpu.index for gpu in detect({}).gpus] == [0, 2]
+    assert "GPU 1 does not answer its driver (GPU is lost)" in caplog.text
+
+
 def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
     nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA A100-SXM4-80GB", 81_920, links=0) for n in range(2)))
     assert detect({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4

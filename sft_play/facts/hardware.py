@@ -7,6 +7,7 @@ and no whole GPU beside it (NVIDIA Multi-Instance GPU user guide, "Device Enumer
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -21,6 +22,8 @@ from sft_play.errors import HardwareError
 from sft_play.facts.gpu_catalog import MIB, CatalogEntry, find, key_of, nearest
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 BF16_CAPABILITY = (8, 0)
@@ -357,8 +360,14 @@ def _probe_nvml() -> tuple[_Found, ...]:
     pynvml.nvmlInit()
     try:
         found: list[_Found] = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            found += _nvml_gpu(pynvml, index)
+        count = pynvml.nvmlDeviceGetCount()
+        for index in range(count):
+            try:
+                found += _nvml_gpu(pynvml, index)
+            except getattr(pynvml, "NVMLError", ()) as error:  # a GPU that fell off the bus hides no other
+                if index == count - 1 and not found:
+                    raise
+                logger.warning("GPU %d does not answer its driver (%s) and is left out", index, error)
         return tuple(found)
     finally:
         pynvml.nvmlShutdown()
