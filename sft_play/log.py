@@ -6,13 +6,14 @@ WARNING with their rank in the prefix.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TextIO
@@ -96,6 +97,33 @@ class _Once(logging.Filter):
         return True
 
 
+class _OnceOverRanks(logging.Filter):
+    """Lets a warning through on the first rank of a node that has it; the others would say the same."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        digest = hashlib.sha256(record.getMessage().encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        try:
+            os.close(os.open(self._folder / f"said-{digest}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+def _folder_of_ranks(environment: Mapping[str, str]) -> Path | None:
+    """A folder that the ranks of this node share: torch's launcher gives each a folder of its own below it."""
+    file = environment.get("TORCHELASTIC_ERROR_FILE")
+    folder = Path(file).parent.parent if file else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
 class _OutputHandler(logging.StreamHandler[TextIO]):
     """Writes to what `sys.stdout` is at the time, so that lines stand above a progress bar that redirects it."""
 
@@ -110,6 +138,9 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
+    shared = _folder_of_ranks(os.environ)
+    if shared is not None:
+        handler.addFilter(_OnceOverRanks(shared))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import signal
@@ -243,3 +244,19 @@ def test_paths_that_can_be_none_are_one_message(tmp_path, tiny_llama, sums, comm
     assert message in printed
     assert printed.count("error:") == 1
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_warning_of_several_ranks_is_said_once(tmp_path, monkeypatch, capsys):
+    from sft_play.log import set_up_logging
+
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        set_up_logging("train", rank=rank)
+        logging.getLogger("sft_play.x").warning("the disk is nearly full")
+        logging.getLogger("sft_play.x").warning("rank %d alone", rank)
+        logging.getLogger("sft_play.x").error("an error stands as often as it is said")
+    said = capsys.readouterr().out
+    assert said.count("the disk is nearly full") == 1
+    assert said.count("alone") == 2
+    assert said.count("an error stands") == 2
