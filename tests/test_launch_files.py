@@ -1,18 +1,14 @@
-"""The launchers' files: accelerate's and DeepSpeed's configurations, and TensorBoard beside a run."""
+"""The launchers' files: accelerate's and DeepSpeed's configurations."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sft_play.errors import ConfigError
@@ -20,7 +16,6 @@ from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.launch import accelerate_config as accel
 from sft_play.launch import deepspeed_config as ds
 from sft_play.launch import deepspeed_keys as keys
-from sft_play.launch import tensorboard as board
 from tests.conftest import ROOT
 
 
@@ -597,175 +592,3 @@ def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
     assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
     assert any("sub_group_size" in line for line in lines)
-
-
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def record(tmp_path):
-    """A record's place; whatever it still names at the end is stopped."""
-    path = tmp_path / "cache" / "board.json"
-    yield path
-    board.stop(path)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def family(pid: int) -> list[psutil.Process]:
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
-def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path, record):
-    logs = tmp_path / "tb"
-    taken = socket.create_server(("127.0.0.1", 0))
-    port = taken.getsockname()[1]
-    first, words = board.start(logs, port=port, record=record)
-    assert first is not None, words
-    assert first.port > port
-    assert f"port {port} is taken" in words
-    taken.close()
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(first.url, timeout=20) as page:
-        assert page.status == 200
-    assert json.loads(record.read_text())["pid"] == first.pid
-    again, words = board.start(logs, port=port, record=record)
-    assert again == replace(first, reused=True)
-    assert "already" in words
-    members = family(first.pid)
-    assert "stopped" in board.stop(record)
-    assert not [member for member in members if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
-    assert not record.exists()
-    assert "no TensorBoard is recorded" in board.stop(record)
-
-
-def test_a_record_whose_pid_is_another_programs_ends_nothing(tmp_path, record):
-    record.parent.mkdir(parents=True)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        process = psutil.Process(other.pid)
-        for created, command in [
-            (process.create_time(), ("python", "-m", "tensorboard.main")),
-            (process.create_time() - 60, tuple(process.cmdline())),
-        ]:
-            noted = board.Sidecar("http://x/", other.pid, created, command, "127.0.0.1", 1, "/x", str(record))
-            board._write_record(noted)
-            assert "not running" in board.stop(record)
-            assert not record.exists()
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, record, monkeypatch):
-    broken = tmp_path / "broken.sh"
-    broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
-    broken.chmod(0o755)
-    for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
-        sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=python, record=record)
-        assert sidecar is None
-        assert expected in words
-        assert not record.exists()
-    assert board.start(tmp_path / "tb", port=70000, record=record)[0] is None
-    (tmp_path / "file").write_text("")
-    assert board.start(tmp_path / "file", port=free_port(), record=record)[0] is None
-
-
-def test_a_sidecar_that_hangs_is_ended(tmp_path, record):
-    hanging = tmp_path / "hang.sh"
-    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
-    hanging.chmod(0o755)
-    sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=str(hanging), record=record, timeout_s=1.5)
-    assert sidecar is None
-    assert "did not answer" in words
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-
-
-FAKE = """#!{python}
-import http.server, json, sys
-options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({{"data_location": options["logdir"]}}).encode())
-    def log_message(self, *words):
-        pass
-http.server.HTTPServer((options["host"], int(options["port"])), Handler).serve_forever()
-"""
-
-
-@pytest.fixture
-def fake(tmp_path):
-    """A program that answers as TensorBoard does, in a tenth of the time."""
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE.format(python=sys.executable))
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, record, fake):
-    options = {"port": 0, "python": fake, "record": record}
-    sidecar = None
-
-    def fail() -> None:
-        nonlocal sidecar
-        with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
-            assert psutil.pid_exists(sidecar.pid)
-            raise KeyError("the training fails")
-
-    with pytest.raises(KeyError):
-        fail()
-    assert not board._process_of(sidecar)
-    with board.beside(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
-        pass
-    with board.beside(tmp_path / "tb", environment={}, **options) as reused:
-        assert (reused.pid, reused.reused) == (kept.pid, True)
-    assert board._process_of(kept)
-    assert "stopped" in board.stop(record)
-
-
-def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
-    port, found = free_port(), []
-
-    def begin(name: str) -> None:
-        found.append(board.start(tmp_path / name, port=port, python=fake, record=tmp_path / f"{name}.json")[0])
-
-    threads = [threading.Thread(target=begin, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        assert len({sidecar.port for sidecar in found}) == 3
-        assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
-    finally:
-        assert all("stopped" in board.stop(sidecar) for sidecar in found if sidecar)
-
-
-def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tmp_path, record, fake):
-    first, words = board.start(tmp_path / "tb", port=0, python=fake, record=record)
-    assert "password" not in words
-    second, words = board.start(tmp_path / "tb", host="0.0.0.0", port=0, python=fake, record=record)
-    assert "has no password" in words
-    assert second.url.startswith("http://127.0.0.1:")
-    assert board._process_of(first) is None
-    assert "stopped" in board.stop(record)
-
-
-def test_loopback_needs_no_warning():
-    assert [board.password_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
-    assert "0.0.0.0" in board.password_warning("0.0.0.0")
-
-
-def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("MASTER_ADDR", "x")
-    environment = board._environment()
-    assert not {"RANK", "MASTER_ADDR"} & set(environment)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""

@@ -116,13 +116,13 @@ def open_page(base: Path, run: str | None, environment: Mapping[str, str]) -> No
     inside = [one for one in running if _is_in(one, logdir)]
     exact = [one for one in inside if Path(one.logdir) == logdir.absolute().resolve()]
     sidecar = next(iter([*exact, *inside]), None) or show(base, run, environment)
-    if _has_display(environment) and webbrowser.open(sidecar.url):
-        logger.info("Opened %s in the browser", sidecar.url)
+    if _has_display(environment) and webbrowser.open(sidecar.page):
+        logger.info("Opened %s in the browser", sidecar.page)
         return
-    logger.info("No browser can be shown here; open this address yourself: %s", sidecar.url)
+    logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
     if environment.get("SSH_CONNECTION"):
-        logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then http://127.0.0.1:%d/",
-                    sidecar.port, sidecar.port, socket.gethostname(), sidecar.port)  # fmt: skip
+        logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then the same address",
+                    sidecar.port, sidecar.port, socket.gethostname())  # fmt: skip
 
 
 def _is_in(sidecar: Sidecar, folder: Path) -> bool:
@@ -146,7 +146,7 @@ def stop(base: Path | None, run: str | None = None) -> bool:
         found = [one for one in found if _is_in(one, logdir)]
     if not found:
         where = f" over {logdir}" if base is not None else ""
-        logger.info("No TensorBoard of this project's runs%s", where)
+        logger.info("No TensorBoard of this project is running%s", where)
     for one in found:
         logger.info("%s: %s, over %s", tensorboard.stop(one), one.url, one.logdir)
     return not [one for one in found if one in tensorboard.recorded()]
@@ -236,6 +236,9 @@ def _remove(one: Removable) -> list[int]:
             mark = runs.lock(one.run)
         except RunFolderError:
             logger.warning("kept: %s is being written", one.run.path)
+            return []
+        except OSError as error:
+            logger.warning("kept: %s cannot be written: %s", one.run.log_path, error.strerror)
             return []
         with mark:
             return _remove_files(one)

@@ -10,7 +10,6 @@ https://github.com/tensorflow/tensorboard: `tensorboard/program.py`, `tensorboar
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import http.client
@@ -53,7 +52,7 @@ _TURN_S = 5.0
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A TensorBoard that answers: `url` for a browser, the process (pid and start time), and where that is recorded.
+    """A TensorBoard that answers: `url` of its server, the process (pid and start time), and where that is recorded.
 
     `reused`: it was there before, and whoever started it stops it.
     """
@@ -71,6 +70,11 @@ class Sidecar:
     """The process that it ends with; None for one that stays until it is stopped."""
     owner_created: float | None = None
     reused: bool = False
+
+    @property
+    def page(self) -> str:
+        """What a browser is to open: the page of the run's own layout, not every curve by the alphabet."""
+        return f"{self.url}#custom_scalars"
 
 
 def record_path(logdir: Path) -> Path:
@@ -143,7 +147,12 @@ def beside(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> I
         yield sidecar
     finally:
         if sidecar is not None and not sidecar.reused:
-            logger.info("%s", f"TensorBoard stays at {sidecar.url} (TB_KEEP is set)" if keep else _release(sidecar))
+            logger.info(
+                "%s",
+                f"TensorBoard stays at {sidecar.page} (TB_KEEP is set; make tb-stop ends it)"
+                if keep
+                else _release(sidecar),
+            )
 
 
 def say_started(sidecar: Sidecar, words: str) -> None:
@@ -161,7 +170,7 @@ def _release(sidecar: Sidecar) -> str:
         with contextlib.suppress(OSError):
             stack.enter_context(_alone(record, time.monotonic() + _TURN_S))
         if is_left_alone(record, sidecar.pid):
-            return f"TensorBoard stays at {sidecar.url}: it was asked for while the run went on (make tb-stop ends it)"
+            return f"TensorBoard stays at {sidecar.page}: it was asked for while the run went on (make tb-stop ends it)"
         return stop(sidecar)
 
 
@@ -193,6 +202,9 @@ def start(
     try:
         logdir = logdir.absolute().resolve()
         record = record_path(logdir) if record is None else record
+        obstacle = _obstacle(host, 0)  # before one that runs is stopped for it
+        if obstacle is not None:
+            return None, f"{one_line(host)} cannot be listened on: {obstacle.strerror} (TB_HOST=)"
         with _alone(record, deadline):
             present = _settled(record, deadline)
             if present is not None and present.host == host and Path(present.logdir) == logdir:
@@ -212,7 +224,7 @@ def start(
 def _runs_already(present: Sidecar, port: int, *, stays: bool) -> str:
     asked = f" (not on port {port}: make tb-stop first)" if port not in (0, DEFAULT_PORT, present.port) else ""
     later = "; it was to end with its run, and stays now" if stays else ""
-    return f"TensorBoard runs already: {present.url}{asked}{later}"
+    return f"TensorBoard runs already: {present.page}{asked}{later}"
 
 
 @dataclass(frozen=True)
@@ -278,15 +290,13 @@ def _start_new(wish: _Wish, port: int, deadline: float) -> tuple[Sidecar | None,
     reason, last = "", min(65535, port + PORTS_TRIED - 1)
     for candidate in [_any_port(wish.host)] if port == 0 else range(port, last + 1):
         obstacle = _obstacle(wish.host, candidate)
-        if obstacle is not None and obstacle.errno in (errno.EADDRINUSE, errno.EACCES):
+        if obstacle is not None:
             reason = reason or f"no free port from {port} to {last} on {one_line(wish.host)} ({obstacle.strerror})"
             continue
-        if obstacle is not None:
-            return None, f"{one_line(wish.host)} cannot be listened on: {obstacle.strerror} (TB_HOST=)"
         sidecar, reason = _try_port(wish, candidate, deadline)
         if sidecar is not None:
             moved = f" (port {port} is taken)" if port not in (0, candidate) else ""
-            return sidecar, f"TensorBoard: {sidecar.url}{moved}"
+            return sidecar, f"TensorBoard: {sidecar.page}{moved}"
         if _obstacle(wish.host, candidate) is None or time.monotonic() > deadline:
             break  # it failed for another reason than the port, which would fail again
     return None, reason

@@ -1,0 +1,814 @@
+"""TensorBoard beside a run: started, found again, shown, stopped however the run ends, and never in its way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sft_play import runs
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.launch import board_commands as commands
+from sft_play.launch import tensorboard as board
+from sft_play.runs import RunFolder
+from tests.conftest import ROOT, VARIABLES
+from tests.models import uneven_run
+
+WAIT_S = 120
+END_S = 30
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture
+def record(tmp_path):
+    """A record's place; whatever it still names at the end is stopped."""
+    path = tmp_path / "cache" / "board.json"
+    yield path
+    board.stop(path)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A cache of this test's own; the boards that are recorded in it at the end are stopped."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "own-cache"))
+    yield tmp_path / "own-cache"
+    for one in board.recorded():
+        board.stop(one)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(holds: Callable[[], Any], *, within_s: float = WAIT_S, said: Callable[[], str] = str) -> Any:
+    """What `holds` answers once it is true; fails where that takes longer."""
+    deadline = time.monotonic() + within_s
+    while not (answer := holds()):
+        assert time.monotonic() < deadline, f"waited {within_s} s in vain; {said()}"
+        time.sleep(0.1)
+    return answer
+
+
+def fetch(url: str) -> bytes:
+    """A page of this machine's own; no proxy is asked."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=20) as page:
+        content: bytes = page.read()
+        return content
+
+
+def scalars(url: str, run: str, tag: str) -> dict[int, float]:
+    """Step and value of a curve, as TensorBoard's own HTTP interface gives them; empty where there is none yet."""
+    if tag not in json.loads(fetch(f"{url}data/plugin/scalars/tags")).get(run, {}):
+        return {}
+    rows = json.loads(
+        fetch(f"{url}data/plugin/scalars/scalars?run={urllib.request.quote(run)}&tag={urllib.request.quote(tag)}")
+    )
+    return {int(step): value for _, step, value in rows}
+
+
+# --- start, find, stop ------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path, record):
+    logs = tmp_path / "tb"
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    first, words = board.start(logs, port=port, record=record)
+    assert first is not None, words
+    assert first.port > port
+    assert f"port {port} is taken" in words
+    taken.close()
+    assert b"<html" in fetch(first.url).lower()
+    assert not logs.exists()  # a run makes its folder itself
+    assert json.loads(record.read_text())["pid"] == first.pid
+    again, words = board.start(logs, port=port, record=record)
+    assert again == replace(first, reused=True)
+    assert "already" in words
+    assert f"not on port {port}" in words
+    members = family(first.pid)
+    assert "stopped" in board.stop(record)
+    assert not [member for member in members if is_alive(member.pid)]
+    assert not record.exists()
+    assert "no TensorBoard is recorded" in board.stop(record)
+
+
+def noted(pid: int, record: Path, **changes: Any) -> board.Sidecar:
+    """A record of a process."""
+    process = psutil.Process(pid)
+    facts: dict[str, Any] = {
+        "url": "http://x/", "pid": pid, "created": process.create_time(), "command": tuple(process.cmdline()),
+        "host": "127.0.0.1", "port": 1, "logdir": "/x", "record": str(record), "machine": socket.gethostname(),
+    }  # fmt: skip
+    return board.Sidecar(**{**facts, **changes})
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """Somebody else's process."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_record_whose_pid_is_another_programs_ends_nothing(record, other):
+    record.parent.mkdir(parents=True)
+    started = psutil.Process(other.pid).create_time()
+    for changes in ({"command": ("python", "-m", "tensorboard.main")}, {"created": started - 60}):
+        board._write_record(noted(other.pid, record, **changes))
+        assert "not running" in board.stop(record)
+        assert not record.exists()
+    assert other.poll() is None
+
+
+def test_a_record_of_another_machine_is_left_to_it(record, other):
+    record.parent.mkdir(parents=True)
+    board._write_record(noted(other.pid, record, machine="elsewhere"))
+    assert "runs on elsewhere: stop it there" in board.stop(record)
+    assert board.find(record) is None
+    assert record.exists()
+    assert other.poll() is None
+
+
+@pytest.mark.parametrize("ends_with_me", [False, True])
+def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, record, ends_with_me):
+    broken = tmp_path / "broken.sh"
+    broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
+    broken.chmod(0o755)
+    for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
+        sidecar, words = board.start(
+            tmp_path / "tb", port=free_port(), python=python, record=record, ends_with_me=ends_with_me
+        )
+        assert sidecar is None
+        assert expected in words
+        assert not record.exists()
+    assert board.start(tmp_path / "tb", port=70000, record=record)[0] is None
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert board.start(tmp_path / "tb", port=free_port(), record=blocked / "board.json")[0] is None
+
+
+@pytest.mark.parametrize("ends_with_me", [False, True])
+def test_a_sidecar_that_hangs_is_ended(tmp_path, record, ends_with_me):
+    hanging = tmp_path / "hang.sh"
+    hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    sidecar, words = board.start(
+        tmp_path / "tb", port=free_port(), python=str(hanging), record=record, timeout_s=2, ends_with_me=ends_with_me
+    )
+    assert sidecar is None
+    assert "did not answer" in words
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+FAKE = """#!{python}
+import http.server, json, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"data_location": options["logdir"]}}).encode())
+    def log_message(self, *words):
+        pass
+http.server.HTTPServer((options["host"], int(options["port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A program that answers as TensorBoard does, in a tenth of the time."""
+    path = tmp_path / "fake.py"
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, record, fake):
+    options = {"port": 0, "python": fake, "record": record}
+    sidecar = None
+
+    def fail() -> None:
+        nonlocal sidecar
+        with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
+            assert is_alive(sidecar.pid)
+            raise KeyError("the training fails")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not is_alive(sidecar.pid)
+    assert not psutil.Process().children()  # the watch is gone too
+    with board.beside(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
+        pass
+    with board.beside(tmp_path / "tb", environment={}, **options) as reused:
+        assert (reused.pid, reused.reused) == (kept.pid, True)
+    assert board._process_of(kept)
+    assert "stopped" in board.stop(record)
+
+
+def test_one_that_is_asked_for_while_a_run_goes_on_stays_after_it(tmp_path, record, fake, caplog):
+    caplog.set_level(logging.INFO)
+    options = {"port": 0, "python": fake, "record": record}
+    with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
+        again, words = board.start(tmp_path / "tb", **options)
+        assert again.pid == sidecar.pid
+        assert "stays now" in words
+    assert is_alive(sidecar.pid)
+    assert "it was asked for while the run went on" in caplog.text
+
+
+def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, record, fake, caplog):
+    caplog.set_level(logging.INFO)
+    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake, record=record) as sidecar:
+        psutil.Process(sidecar.pid).kill()
+        wait_for(lambda: not is_alive(sidecar.pid), within_s=END_S)
+    assert "is not running any more" in caplog.text
+    assert not record.exists()
+
+
+def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
+    port, found = free_port(), []
+
+    def begin(name: str) -> None:
+        found.append(board.start(tmp_path / name, port=port, python=fake, record=tmp_path / f"{name}.json")[0])
+
+    threads = [threading.Thread(target=begin, args=(name,)) for name in "aabbc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len(found) == 5
+        assert len({(sidecar.port, sidecar.pid) for sidecar in found}) == 3
+        assert len({sidecar.port for sidecar in found}) == 3
+        assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
+        assert sum(sidecar.reused for sidecar in found) == 2
+    finally:
+        assert all("stopped" in board.stop(sidecar) for sidecar in found if sidecar and not sidecar.reused)
+
+
+def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tmp_path, record, fake, caplog):
+    first, _ = board.start(tmp_path / "tb", port=0, python=fake, record=record)
+    assert "password" not in caplog.text
+    with board.beside(
+        tmp_path / "tb", environment={"TB_HOST": "0.0.0.0"}, port=0, python=fake, record=record
+    ) as second:
+        assert second.url == f"http://127.0.0.1:{second.port}/"
+        warning = next(line for line in caplog.records if line.levelno == logging.WARNING)
+        assert "TensorBoard listens on 0.0.0.0 and has no password" in warning.getMessage()
+        assert f"ssh -L {second.port}:127.0.0.1:{second.port}" in warning.getMessage()
+        assert not is_alive(first.pid)
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"TB_PORT": "80x"}, "TB_PORT=80x is no port; ports go from 1 to 65535"),
+        ({"TB_PORT": "65536"}, "TB_PORT=65536 is no port"),
+        ({"TB_HOST": "192.0.2.1"}, "192.0.2.1 cannot be listened on: Cannot assign requested address"),
+        ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
+    ],
+)
+def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, record, fake, caplog, environment, why):
+    went_on = False
+    with board.beside(tmp_path / "tb", environment=environment, python=fake, record=record) as sidecar:
+        went_on = sidecar is None
+    assert went_on
+    assert len(caplog.records) == 1
+    assert f"no TensorBoard: {why}" in caplog.text
+    assert "training goes on without it" in caplog.text
+
+
+def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, record, fake):
+    first, _ = board.start(tmp_path / "tb", port=0, python=fake, record=record)
+    assert board.start(tmp_path / "tb", host="192.0.2.1", python=fake, record=record)[0] is None
+    assert board.find(record) == replace(first, reused=True)
+
+
+def test_loopback_needs_no_warning():
+    assert [board.password_warning(host) for host in ("127.0.0.1", "localhost", "::1")] == [None, None, None]
+    assert "0.0.0.0" in board.password_warning("0.0.0.0")
+
+
+def test_the_rank_of_a_run_does_not_reach_the_sidecar(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"):  # the last: whatever carries it is ended with the ranks
+        monkeypatch.setenv(name, "1")
+    environment = board._environment()
+    assert not {"RANK", "MASTER_ADDR", "SFT_PLAY_AGENT"} & set(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# --- the end of whoever started it ------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from sft_play.launch import tensorboard as board
+logs, python, record, options = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), {}
+with board.beside(logs, environment={}, port=0, python=python, record=record) as sidecar:
+    (logs.parent / "pid").write_text(str(sidecar.pid))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path, record, fake) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
+    """A process with a sidecar beside it, the sidecar's pid, and its record."""
+    words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake, str(record)]
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    yield process, int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())), record
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number):
+    process, pid, record = owner
+    watch = psutil.Process(pid).ppid()
+    process.send_signal(number)
+    process.wait(END_S)
+    wait_for(lambda: not is_alive(pid) and not is_alive(watch), within_s=END_S)
+    assert "not running" in board.stop(record) or not record.exists()
+
+
+def test_a_terminals_ctrl_c_reaches_neither_the_sidecar_nor_its_watch(owner):
+    process, pid, _ = owner
+    watch = psutil.Process(pid).ppid()
+    assert psutil.Process(watch).ppid() == process.pid
+    assert os.getsid(process.pid) not in (os.getsid(pid), os.getsid(watch))
+
+
+def test_one_that_was_asked_for_meanwhile_survives_a_kill_of_the_run(owner, tmp_path, fake):
+    process, pid, record = owner
+    watch = psutil.Process(pid).ppid()
+    assert board.start(tmp_path / "tb", port=0, python=fake, record=record)[0].pid == pid
+    process.kill()
+    process.wait()
+    wait_for(lambda: not is_alive(watch), within_s=END_S)
+    assert is_alive(pid)
+    assert "stopped" in board.stop(record)
+
+
+def test_one_whose_run_and_watch_were_killed_is_replaced(owner, tmp_path, fake):
+    process, pid, record = owner
+    psutil.Process(psutil.Process(pid).ppid()).kill()
+    process.kill()
+    process.wait()
+    assert is_alive(pid)
+    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake, record=record) as mine:
+        assert mine.pid != pid
+        assert not is_alive(pid)
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> RunFolder:
+    """A run folder with event files of 1,000 bytes, and a manifest unless `status` is None."""
+    folder = RunFolder(base / name)
+    folder.tensorboard.mkdir(parents=True)
+    for number in range(files):
+        (folder.tensorboard / f"events.out.tfevents.{number}.host").write_bytes(b"x" * 1000)
+    (folder.tensorboard / "notes.txt").write_text("mine")
+    if status is not None:
+        folder.log_path.write_text("")
+        folder.manifest_path.write_text(json.dumps({"format": runs.FORMAT, "status": status}))
+    return folder
+
+
+def events(base: Path) -> set[str]:
+    """The runs that have event files."""
+    return {path.parents[1].name for path in base.rglob("events.out.tfevents.*")}
+
+
+@pytest.fixture
+def several(tmp_path) -> Path:
+    """Runs of every state, one of somebody else's, and one behind a link."""
+    base = tmp_path / "outputs"
+    for status in ("finished", "running", "stopped", "failed"):
+        make_run(base, status, status, files=2)
+    make_run(base, "foreign", None)
+    make_run(tmp_path / "far", "away", "finished")
+    (base / "link").symlink_to(tmp_path / "far" / "away")
+    linked = make_run(base, "linked-tb", "finished")
+    shutil.rmtree(linked.tensorboard)
+    linked.tensorboard.symlink_to(tmp_path / "far" / "away" / "tb")
+    return base
+
+
+def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    asked = []
+
+    def ask(question: str) -> str:
+        asked.append(question)
+        return "y"
+
+    commands.clean(several, None, yes=False, ask=ask)
+    assert asked == ["Remove 2 event files of 1 finished run, 2.0 KiB? [y/N] "]
+    assert f"2.0 KiB  {several}/finished/tb, 2 event files" in caplog.text
+    assert f"kept: {several}/running is not finished (running)" in caplog.text
+    assert events(several) == {"running", "stopped", "failed", "foreign"}
+    assert events(tmp_path / "far") == {"away"}
+    assert (several / "finished" / "tb" / "notes.txt").exists()
+
+
+def test_clean_without_a_yes_removes_nothing(several, caplog):
+    caplog.set_level(logging.INFO)
+    before = events(several)
+    for answer in ("", "n", "no", "yess"):
+        commands.clean(several, None, yes=False, ask=lambda _, answer=answer: answer)
+    assert caplog.text.count("Nothing was removed") == 4
+    with pytest.raises(ConfigError, match=r"would remove 2 event files of 1 finished run, 2.0 KiB; .* YES=1 removes"):
+        commands.clean(several, None, yes=False, ask=None)
+    for name in ("running", "stopped"):
+        with pytest.raises(RunFolderError, match=f"is not finished .its manifest says {name}"):
+            commands.clean(several, name, yes=True, ask=None)
+    with pytest.raises(RunFolderError, match="holds no manifest"):
+        commands.clean(several, "foreign", yes=True, ask=None)
+    assert events(several) == before
+    commands.clean(several, None, yes=True, ask=None)
+    assert "finished" not in events(several)
+    commands.clean(several, None, yes=False, ask=None)  # there is nothing to ask about
+    assert "There are no event files of finished runs" in caplog.text
+
+
+def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog):
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    words = [sys.executable, "-c", hold, str(several / "finished" / "train.log")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        commands.clean(several, None, yes=True, ask=None)
+        assert "finished" in events(several)
+        assert "is being written" in caplog.text
+        holder.kill()
+
+
+def test_stop_ends_those_of_a_folder_or_all(tmp_path, own_cache, fake, caplog):
+    caplog.set_level(logging.INFO)
+    base = tmp_path / "outputs"
+    one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
+    away = tmp_path / "elsewhere"
+    first, second, third, fourth = (
+        board.start(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
+    )
+    assert {item.pid for item in board.recorded()} == {first.pid, second.pid, third.pid, fourth.pid}
+    assert commands.stop(base, "one")
+    assert [is_alive(item.pid) for item in (first, second, third, fourth)] == [False, True, True, True]
+    assert commands.stop(base)
+    assert [is_alive(item.pid) for item in (second, third, fourth)] == [False, False, True]
+    assert commands.stop(None)
+    assert not is_alive(fourth.pid)
+    caplog.clear()
+    assert commands.stop(None)
+    assert "No TensorBoard of this project is running" in caplog.text
+
+
+def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, own_cache, fake, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    base = tmp_path / "outputs"
+    of_run, _ = board.start(make_run(base, "one", "running").tensorboard, port=0, python=fake)
+    opened: list[str] = []
+    monkeypatch.setattr(commands.webbrowser, "open", lambda url: not opened.append(url))
+    commands.open_page(base, None, {"DISPLAY": ":0"})
+    assert opened == [of_run.page]  # nobody shows the whole folder, and this one is in it
+    of_all, _ = board.start(base, port=0, python=fake)
+    commands.open_page(base, None, {"WAYLAND_DISPLAY": "wayland-0"})
+    assert opened == [of_run.page, of_all.page]
+    monkeypatch.setattr(commands.sys, "platform", "linux")
+    commands.open_page(base, "one", {"SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"})
+    assert len(opened) == 2
+    assert f"open this address yourself: {of_run.url}#custom_scalars" in caplog.text
+    assert f"ssh -L {of_run.port}:127.0.0.1:{of_run.port} {socket.gethostname()}" in caplog.text
+    with pytest.raises(RunFolderError, match=r"there is no run two in .*; the runs there: one"):
+        commands.open_page(base, "two", {})
+
+
+def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
+    caplog.set_level(logging.INFO)
+    path = uneven_run(tmp_path, tiny_llama)  # report_to: []
+    loaded = commands.with_curves(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
+    assert loaded.config.train.report_to == ("tensorboard",)
+    assert loaded.config.output.name == "one"
+    assert 'train.report_to=["tensorboard"], in place of []' in caplog.text
+    assert commands.with_curves(loaded) is loaded
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A command that trains, with what it prints in a file."""
+
+    process: subprocess.Popen[bytes]
+    printed_to: Path
+    run: Path
+    url: str = ""
+
+    @property
+    def printed(self) -> str:
+        return self.printed_to.read_text()
+
+    def end(self) -> int:
+        """Its exit code; fails where it takes longer than a step and a checkpoint."""
+        try:
+            return self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not ended; it printed:\n{self.printed}")
+
+
+@dataclass(frozen=True)
+class World:
+    """A folder with a run YAML, and how its commands are started."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def command(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """A command that has ended."""
+        line = [sys.executable, "-m", "sft_play", *words, "--config", f"{self.folder}/run.yaml"]
+        environment = self.environment | variables
+        return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+
+    def train(self, name: str, *words: str, command: str = "train", **variables: str) -> Training:
+        """A run with TensorBoard beside it, just started."""
+        line = [sys.executable, "-u", "-m", "sft_play", command, "--tensorboard", "--config", f"{self.folder}/run.yaml"]
+        line += [f"output.name={name}", "tuning.mode=lora", "train.logging_steps=1", *words]
+        to = self.folder / f"{name}.txt"
+        with to.open("wb") as file:
+            process = subprocess.Popen(
+                line, cwd=ROOT, env=self.environment | variables, stdout=file, stderr=subprocess.STDOUT
+            )
+        return Training(process, to, self.folder / "outputs" / name)
+
+
+def make_world(folder: Path, model: Path) -> World:
+    uneven_run(folder, model)
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", "SFT_PLAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    return World(folder, kept)
+
+
+def until_curves(training: Training, *, points: int = 3) -> dict[int, float]:
+    """The loss as the run's own TensorBoard shows it, once it has so many steps."""
+
+    def see() -> dict[int, float]:
+        assert training.process.poll() is None, training.printed
+        line = next((line for line in training.printed.splitlines() if "TensorBoard: http" in line), "")
+        training.url = line.partition("TensorBoard: ")[2].partition("#")[0]
+        found = scalars(training.url, ".", "train/loss") if training.url else {}
+        return found if len(found) >= points else {}
+
+    found: dict[int, float] = wait_for(see, said=lambda: training.printed)
+    return found
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def board_of(world: World, run: Path) -> dict[str, Any]:
+    """The record of a run's sidecar."""
+    found = [json.loads(path.read_text()) for path in (world.folder / "cache" / "tensorboard").glob("*.json")]
+    record: dict[str, Any] = next(item for item in found if item["logdir"] == str(run / "tb"))
+    return record
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Two runs that went on at the same time, and were ended: what was to be seen of them."""
+
+    world: World
+    stopped: Training
+    killed: Training
+    curves: dict[str, dict[int, float]]
+    boards: dict[str, dict[str, Any]]
+    port: int
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, tiny_llama) -> Iterator[Seen]:
+    """`train-tb` twice at the same time on the same TB_PORT; then Ctrl-C for one, kill -9 for the other."""
+    world = make_world(tmp_path_factory.mktemp("side-by-side"), tiny_llama)
+    port = str(free_port())
+    trainings: list[Training] = []
+    try:
+        for name, rate in (("stopped", "1e-3"), ("killed", "3e-2")):
+            words = ("train.max_steps=100000", f"train.learning_rate={rate}", "train.warmup_steps=0")
+            trainings.append(world.train(name, *words, TB_PORT=port))
+            said = trainings[-1]
+            wait_for(lambda said=said: "TensorBoard: " in said.printed, said=lambda said=said: said.printed)
+        curves = {one.run.name: until_curves(one, points=12) for one in trainings}
+        boards = {one.run.name: board_of(world, one.run) for one in trainings}
+        trainings[0].process.send_signal(signal.SIGINT)
+        trainings[1].process.kill()
+        for one in trainings:
+            one.end()
+        yield Seen(world, trainings[0], trainings[1], curves, boards, int(port))
+    finally:
+        for one in trainings:
+            one.process.kill()
+            one.process.wait()
+        world.command("tb-stop")
+
+
+@pytest.mark.build
+def test_a_run_shows_its_curves_while_it_goes_on(seen):
+    for training in (seen.stopped, seen.killed):
+        shown, logged = seen.curves[training.run.name], losses(training.run)
+        assert set(range(1, 13)) <= set(shown)
+        assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
+
+
+@pytest.mark.build
+def test_two_runs_at_the_same_time_have_a_port_each(seen):
+    first, second = (seen.boards[name] for name in ("stopped", "killed"))
+    assert first["port"] == seen.port
+    assert f"TensorBoard: http://127.0.0.1:{seen.port}/#custom_scalars\n" in seen.stopped.printed
+    assert second["port"] > seen.port
+    assert f"http://127.0.0.1:{second['port']}/#custom_scalars (port {seen.port} is taken)" in seen.killed.printed
+    assert [item["logdir"] for item in (first, second)] == [str(seen.stopped.run / "tb"), str(seen.killed.run / "tb")]
+
+
+@pytest.mark.build
+def test_ctrl_c_saves_at_the_end_of_the_step_before_tensorboard_is_stopped(seen):
+    assert seen.stopped.process.returncode == 130, seen.stopped.printed
+    assert list((seen.stopped.run / "checkpoints").iterdir())
+    pid = seen.boards["stopped"]["pid"]
+    assert not is_alive(pid)
+    printed = seen.stopped.printed
+    assert printed.index("saving at the end of this step") < printed.index(f"TensorBoard (pid {pid}) stopped")
+    assert json.loads((seen.stopped.run / "manifest.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.build
+def test_kill_9_of_the_trainer_ends_its_tensorboard_too(seen):
+    assert seen.killed.process.returncode == -signal.SIGKILL
+    wait_for(lambda: not is_alive(seen.boards["killed"]["pid"]), within_s=END_S)
+    assert json.loads((seen.killed.run / "manifest.json").read_text())["status"] == "running"  # it could not say more
+
+
+@pytest.fixture(scope="module")
+def page(seen) -> Iterator[str]:
+    """The address of `make tensorboard` over both runs."""
+    answer = seen.world.command("tensorboard", TB_PORT=str(free_port()))
+    assert answer.returncode == 0, answer.stderr
+    line = next(line for line in answer.stdout.splitlines() if "TensorBoard: " in line)
+    yield line.partition("TensorBoard: ")[2].partition("#")[0]
+    answer = seen.world.command("tb-stop")
+    assert " stopped: http://" in answer.stdout, answer.stdout + answer.stderr
+
+
+@pytest.mark.build
+def test_two_runs_are_seen_side_by_side(seen, page):
+    names = [f"{training.run.name}/tb" for training in (seen.stopped, seen.killed)]
+    for name, training in zip(names, (seen.stopped, seen.killed), strict=True):
+        shown = wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
+        logged = losses(training.run)
+        assert shown == pytest.approx({step: logged[step] for step in shown}, rel=1e-5)
+        assert len(shown) >= 3
+    again = seen.world.command("tensorboard")
+    assert f"TensorBoard runs already: {page}" in again.stdout
+    assert page in seen.world.command("tb-open").stdout
+
+
+def screenshot(url: str, to: Path, profile: Path) -> Path:
+    """A picture of a page in headless Chromium; a skip where there is none."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"there is no browser here ({', '.join(BROWSERS)})")
+    words = [browser, "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    words += ["--disable-component-update", "--disable-sync", "--disable-quic", "--disable-dev-shm-usage"]
+    words += ["--no-proxy-server", f"--user-data-dir={profile}", "--window-size=1500,1100", "--hide-scrollbars"]
+    words += ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses to run as root with its sandbox
+    words += ["--virtual-time-budget=15000", f"--screenshot={to}", url]
+    answer = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S)
+    assert to.exists(), answer.stderr
+    return to
+
+
+RUN_COLOURS = {"orange": (255, 112, 67), "blue": (0, 119, 187)}
+"""What TensorBoard draws the first two runs in."""
+
+
+def drawn(picture: Path, box: tuple[int, int, int, int]) -> dict[str, int]:
+    """How many pixels of a part of the picture have the colour of each run."""
+    image = pytest.importorskip("PIL.Image").open(picture).convert("RGB").crop(box)
+    found = image.getcolors(1_000_000)
+    return {
+        name: sum(n for n, colour in found if max(abs(a - b) for a, b in zip(colour, wanted, strict=True)) < 8)
+        for name, wanted in RUN_COLOURS.items()
+    }
+
+
+@pytest.mark.build
+def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, tmp_path):
+    for name in ("stopped/tb", "killed/tb"):
+        wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
+    picture = screenshot(f"{page}#custom_scalars", tmp_path / "curves.png", tmp_path / "profile")
+    charts = (365, 110, 1500, 1100)  # right of the list of runs, which has their colours too
+    assert min(drawn(picture, charts).values()) > 100, drawn(picture, charts)
+    loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
+    assert drawn(picture, loss)["orange"] > 100, drawn(picture, loss)
+    beside = (1090, 150, 1420, 345)  # the third: exact match, which these runs do not measure
+    assert set(drawn(picture, beside).values()) == {0}
+
+
+@pytest.fixture
+def world(tmp_path, tiny_llama) -> Iterator[World]:
+    """A folder with a run YAML; its boards are stopped at the end."""
+    made = make_world(tmp_path, tiny_llama)
+    yield made
+    made.command("tb-stop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, number):
+    words = ("train.max_steps=100000", "distributed.timeout_s=60")
+    training = world.train(
+        "two", *words, command="train-distributed", NPROC="2", STRATEGY="ddp", TB_PORT=str(free_port())
+    )
+    shown = until_curves(training)
+    logged = losses(training.run)
+    assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
+    assert training.printed.count("TensorBoard: http") == 1
+    pid = board_of(world, training.run)["pid"]
+    assert len(board_of_all(world)) == 1
+    training.process.send_signal(number)
+    assert training.end() == (130 if number == signal.SIGTERM else -number)
+    wait_for(lambda: not is_alive(pid), within_s=END_S)
+    wait_for(lambda: any((training.run / "checkpoints").glob("*/complete.json")), said=lambda: training.printed)
+    wait_for(lambda: "stopped at step " in training.printed, said=lambda: training.printed)
+    if number == signal.SIGTERM:
+        printed = training.printed
+        assert printed.index("stopped at step ") < printed.index(f"TensorBoard (pid {pid}) stopped")
+
+
+def board_of_all(world: World) -> list[Path]:
+    return list((world.folder / "cache" / "tensorboard").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command(world):
+    training = world.train("kept", TB_KEEP="1", TB_PORT=str(free_port()))
+    assert training.end() == 0, training.printed
+    url = training.printed.partition("TensorBoard: ")[2].partition("#")[0]
+    assert f"TensorBoard stays at {url}" in training.printed
+    wait_for(lambda: len(scalars(url, ".", "train/loss")) == 5, within_s=END_S)
+    assert scalars(url, ".", "train/loss") == pytest.approx(losses(training.run), rel=1e-5)
+    assert f"TensorBoard runs already: {url}" in world.command("tensorboard", "--run", "kept").stdout
+    assert f"stopped: {url}" in world.command("tb-stop", "--run", "kept").stdout
+    refused = world.command("tb-clean")
+    assert refused.returncode == 2
+    assert "there is no terminal to ask at" in refused.stderr
+    cleaned = world.command("tb-clean", YES="1")
+    assert cleaned.returncode == 0
+    assert not events(world.folder / "outputs")
+    assert (training.run / "adapter").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_whose_tensorboard_breaks_is_trained_all_the_same(world):
+    (world.folder / "broken" / "sitecustomize.py").parent.mkdir()
+    (world.folder / "broken" / "sitecustomize.py").write_text(
+        "import sys\nif 'tensorboard.main' in sys.orig_argv: raise SystemExit('broken here')\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(world.folder / "broken")])
+    training = world.train("alone", PYTHONPATH=path)
+    assert training.end() == 0, training.printed
+    assert training.printed.count("no TensorBoard: it ended with exit code 1: SystemExit: broken here") == 1
+    assert len(losses(training.run)) == 5
