@@ -46,6 +46,9 @@ lock: ## Renew requirements.lock with the newest versions (torch moves only by T
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
 	@$(PROGRAM) train
+train-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+	@$(PROGRAM) train --tensorboard
+train-and-watch: train-tb ## Another name of train-tb
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
 	@$(PROGRAM) resume
 
@@ -74,6 +77,16 @@ gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch
 	@$(PROGRAM) gpu-info
 memory-check: setup ## Show what a run holds of each GPU beside what was predicted (WATCH=1, RUN=NAME)
 	@$(PROGRAM) memory-check
+
+##@ See
+tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop
+	@$(PROGRAM) tensorboard
+tb-open: setup ## Open that page in a browser, or say its address
+	@$(PROGRAM) tb-open
+tb-stop: setup ## Stop this project's TensorBoards (CONFIG=FILE, RUN=NAME: those of that folder)
+	@$(PROGRAM) tb-stop
+tb-clean: setup ## Remove the event files of finished runs; asks first (YES=1: does not)
+	@$(PROGRAM) tb-clean
 
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
@@ -112,6 +125,8 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: NPROC=2  GPUS=0,1       processes on this node; the GPUs to use
 #: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
 #: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
+#: TB_PORT=6006 TB_HOST=127.0.0.1 TB_KEEP=1   TensorBoard's address; let it live on after the run
+#: YES=1                   tb-clean: remove without asking
 #: ACCELERATE_CONFIG=FILE  your accelerate configuration
 #: RUN=NAME                the run that resume continues, or that consolidate writes out
 #: HARDWARE=2xH200         plan for this machine instead of the present one
@@ -135,4 +150,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean
+.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean

@@ -23,7 +23,7 @@ from sft_play.doctor.check import Planned, examine
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
-from sft_play.launch import accelerate_config
+from sft_play.launch import accelerate_config, board_commands
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of, with_accelerate
@@ -50,6 +50,10 @@ COMMANDS = {
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
+    "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
+    "tb-open": "open that page in a browser, or say its address",
+    "tb-stop": "stop this project's TensorBoards: all, or those of CONFIG's output.dir or of RUN",
+    "tb-clean": "remove the event files of finished runs, after asking (YES=1)",
     "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
     "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
     "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
@@ -82,6 +86,7 @@ VARIABLES = (
     "STEPS",
     "FULL",
     "WATCH",
+    "YES",
 )
 """What make passes in the environment; each is a flag too."""
 
@@ -119,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", help="verify-layouts: optimizer steps of each run (make: STEPS)")
     made.add_argument("--full", action="store_true", default=None, help="gpu-info: ask torch what it sees (FULL=1)")
     made.add_argument("--watch", action="store_true", default=None, help="memory-check: renew until Ctrl-C (WATCH=1)")
+    made.add_argument("--yes", action="store_true", default=None, help="tb-clean: remove without asking (make: YES=1)")
     made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
     made.add_argument("--nproc", help="processes on this node (make: NPROC)")
     made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
@@ -150,6 +156,7 @@ class Request:
     price: float | None = None
     peaks: Path | None = None
     config_given: bool = False
+    yes: bool = False
     layouts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     steps: int | None = None
@@ -186,6 +193,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         max=question(largest) if (largest := value(given.max, "MAX")) else None,
         price=_price(value(given.price, "PRICE")),
         config_given=value(given.config, "CONFIG") is not None,
+        yes=bool(given.yes) or environment.get("YES", "") not in ("", "0"),
         layouts=_names(value(given.layouts, "LAYOUTS")),
         modes=_names(value(given.modes, "MODES")),
         steps=_steps(value(given.steps, "STEPS")),
@@ -540,7 +548,7 @@ def _train(request: Request) -> int:
     resume = runs.goes_on(folder, output)
     if resume and runs.is_finished(folder):
         return 0
-    return start_here(loaded, folder, resume=resume)
+    return start_here(loaded, folder, resume=resume, board=request.spread.board)
 
 
 def _launched(request: Request) -> Ranks | None:
@@ -611,6 +619,31 @@ def _resume(request: Request) -> int:
     return go_on(loaded, find()[0], request.spread)
 
 
+def _output_dir(request: Request) -> Path:
+    return runs.output_dir(load_config(request.config, overrides=request.overrides).config.output)
+
+
+def _tensorboard(request: Request) -> int:
+    board_commands.show(_output_dir(request), request.run, os.environ)
+    return 0
+
+
+def _tb_open(request: Request) -> int:
+    board_commands.open_page(_output_dir(request), request.run, os.environ)
+    return 0
+
+
+def _tb_stop(request: Request) -> int:
+    is_named = request.config_given or request.run or request.overrides
+    return 0 if board_commands.stop(_output_dir(request) if is_named else None, request.run) else 1
+
+
+def _tb_clean(request: Request) -> int:
+    ask = input if sys.stdin is not None and sys.stdin.isatty() else None
+    board_commands.clean(_output_dir(request), request.run, yes=request.yes, ask=ask)
+    return 0
+
+
 def _generate(request: Request) -> int:
     from sft_play.config.reference import write_generated
     from sft_play.starter.files import write
@@ -632,6 +665,10 @@ _COMMANDS = {
     "plan": _plan,
     "memory-model-score": _memory_model_score,
     "verify-layouts": _verify_layouts,
+    "tensorboard": _tensorboard,
+    "tb-open": _tb_open,
+    "tb-stop": _tb_stop,
+    "tb-clean": _tb_clean,
     "doctor": _doctor,
     "consolidate": _consolidate,
     "generate": _generate,

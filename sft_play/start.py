@@ -30,6 +30,7 @@ from sft_play.facts.architecture import (
 )
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
+from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import Launch, require_free_port, torchrun
 from sft_play.launch.meeting import card_of, choose_interface, meet
 from sft_play.launch.ranks import Ranks
@@ -133,9 +134,10 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
     )
 
 
-def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
-    """The run in this process, on one GPU or the CPU."""
+def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: bool = False) -> int:
+    """The run in this process, on one GPU or the CPU; `board`: with TensorBoard beside it."""
     buffer = start_log_buffer()
+    loaded = with_curves(loaded) if board else loaded
     whole = detect()
     hardware = _one_gpu(whole)
     stopped = stopped_run(folder) if resume else None
@@ -152,9 +154,17 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool) -> int:
     _quiet_libraries(loaded.config.model.name, hardware)
     from sft_play.train.run import Job, run
 
-    summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
+    with _beside(folder, wanted=board):
+        summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
     _remember(planned, plan, summary)
     return 0
+
+
+def _beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """TensorBoard over a run's curves while it goes on, where it was asked for."""
+    if not wanted:
+        return contextlib.nullcontext()
+    return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
 
 
 def _say_plan(plan: Plan, config: RunConfig) -> None:
@@ -208,6 +218,7 @@ def start_rank(
     """
     buffer = start_log_buffer() if ranks.is_first else None
     choose_interface(ranks, os.environ)
+    loaded = with_curves(loaded) if spread.board else loaded
     handed = _handed(loaded, ranks, spread, find)
     if handed.finished:
         return 0
@@ -219,12 +230,12 @@ def start_rank(
     from sft_play.train.run import Job, run
 
     folder = RunFolder(Path(handed.folder))
-    summary = run(
-        Job(
-            loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
-            made=handed.made, deepspeed=handed.deepspeed, timeout_s=timeout_of(loaded.config, os.environ),
-        )
+    job = Job(
+        loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
+        made=handed.made, deepspeed=handed.deepspeed, timeout_s=timeout_of(loaded.config, os.environ),
     )  # fmt: skip
+    with _beside(folder, wanted=spread.board and ranks.is_first):
+        summary = run(job)
     if ranks.is_first:
         _remember(loaded.config, plan, summary)
     return 0
@@ -377,12 +388,13 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
         and spread.strategy in (None, "single")
         and not spread.deepspeed
     ):
-        return start_here(loaded, folder, resume=True)
+        return start_here(loaded, folder, resume=True, board=spread.board)
     return launch(loaded, spread, going_on=folder)
 
 
 def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None = None) -> int:
     """Plan, write the run folder, start the ranks and wait for them; the exit code is sft-play's."""
+    loaded = with_curves(loaded) if spread.board else loaded
     file = accelerate_config.find_config(os.environ)
     if file is not None:
         accelerate = accelerate_config.read_config(file)
@@ -423,9 +435,10 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
         card = card_of(loaded.config, hardware, spread)
         met = meet(spread.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
         made = dataclasses.replace(made, environment={**made.environment, **met.variables(os.environ)})
-        return _run_ranks(made, None, board=spread.board)
-    _write_launch(folder, loaded, plan, resolved, resume=resume)
-    return _run_ranks(made, folder, board=spread.board)
+        return _run_ranks(made, None)
+    with _beside(folder, wanted=spread.board):
+        _write_launch(folder, loaded, plan, resolved, resume=resume)
+        return _run_ranks(made, folder)
 
 
 def _rank_words(loaded: LoadedConfig, spread: Spread, plan: Plan, going_on: RunFolder | None) -> list[str]:
@@ -435,6 +448,7 @@ def _rank_words(loaded: LoadedConfig, spread: Spread, plan: Plan, going_on: RunF
         return words
     words += ["--strategy", plan.layout]
     words += ["--run", going_on.path.name] if going_on else []
+    words += ["--tensorboard"] if spread.board else []  # rank 0 starts it, since it alone knows the run's folder
     if spread.deepspeed is not None:
         words += ["--deepspeed", *(["--deepspeed_config", str(spread.deepspeed.file)] if spread.deepspeed.file else [])]
     return words
@@ -481,7 +495,7 @@ def _write_launch(
         runs.write_json(folder.path / DEEPSPEED_FILE, resolved)
 
 
-def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
+def _run_ranks(made: Launch, folder: RunFolder | None) -> int:
     """Start the ranks under the agent, pass signals on, leave nothing behind; the exit code as sft-play's.
 
     The first signal goes to the agent, which hands it on to the ranks and waits for what they save. A second one ends
@@ -490,10 +504,6 @@ def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
     require_free_port(made)
     seen: list[int] = []
     with contextlib.ExitStack() as stack:
-        if board and folder is not None:
-            stack.enter_context(
-                tensorboard.beside(folder.tensorboard, environment=os.environ, **_board_options(os.environ))
-            )
         environment = {**os.environ, **made.environment, failures.PARENT_VARIABLE: str(os.getpid())}
         process = subprocess.Popen(made.watched, env=environment, start_new_session=True)
 
@@ -513,19 +523,6 @@ def _run_ranks(made: Launch, folder: RunFolder | None, *, board: bool) -> int:
         if code < 0:  # without the agent, its ranks have been told to save and stop
             failures.end_leftovers(process.pid, patience_s=0 if len(seen) > 1 else failures.ORPHAN_S)
     return _exit_code(code, folder, stopped=bool(seen))
-
-
-def _board_options(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Host and port of TensorBoard; raises ConfigError for a port that is none."""
-    options: dict[str, Any] = {}
-    if environment.get("TB_HOST"):
-        options["host"] = environment["TB_HOST"]
-    port = environment.get("TB_PORT", "")
-    if port:
-        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
-            raise ConfigError(f"TB_PORT={one_line(port)} is no port; ports go from 1 to 65535")
-        options["port"] = int(port)
-    return options
 
 
 def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:

@@ -19,11 +19,13 @@ NEED_ENVIRONMENT = [
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
     *("benchmark-logging", "gpu-info", "memory-check"),
+    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
     *("verify-layouts", "gpu-info", "memory-check"),
+    *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
 ]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
@@ -38,6 +40,8 @@ VARIABLES = [
         "DEEPSPEED_CONFIG",
         "TB_PORT",
         "TB_HOST",
+        "TB_KEEP",
+        "YES",
         "TESTS",
         "TORCH",
         "PYTHON",

@@ -626,7 +626,7 @@ def _next_lines(job: Job) -> list[str]:
     """What to try next."""
     lines = []
     if "tensorboard" in job.loaded.config.train.report_to:
-        lines.append(f"See the curves: tensorboard --logdir {job.folder.tensorboard}")
+        lines.append(f"See the curves: make tensorboard RUN={job.folder.path}")
     lines.append('Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET="data.train_path=…")')
     return lines
 
