@@ -64,9 +64,9 @@ def alone(world) -> dict[str, list[float]]:
 ENGINES = [
     ("ddp", "lora", "DistributedDataParallel"),
     ("fsdp", "full", "FSDPLlamaForCausalLM"),
-    ("fsdp", "qlora", "FSDPPeftModelForCausalLM"),
+    pytest.param("fsdp", "qlora", "FSDPPeftModelForCausalLM", marks=pytest.mark.slow),
     pytest.param("zero2", "qlora", "DeepSpeedEngine", marks=needs_deepspeed),
-    pytest.param("zero3", "full", "DeepSpeedEngine", marks=needs_deepspeed),
+    pytest.param("zero3", "full", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
 ]
 
 

@@ -721,6 +721,7 @@ def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world):
 
 
 @pytest.mark.build
+@pytest.mark.slow
 def test_two_nodes_on_loopback_reduce_together(world):
     port, found = free_port(), {}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -791,6 +792,7 @@ def test_the_sum_is_compared_element_by_element(tmp_path):
 
 
 @pytest.mark.build
+@pytest.mark.slow
 def test_a_written_checkpoint_is_as_large_as_was_said(world):
     """Full fine-tuning of the tiny model in one process: the files, less those of a fixed size, are the prediction."""
     words = ["train", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=size", "train.max_steps=1"]

@@ -246,7 +246,7 @@ def test_a_rank_that_hangs_ends_the_run_by_the_timeout_and_is_named(training):
     started.require_nobody_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, number):
     started, run = training(f"told-{number.name}")
     started.process.send_signal(number)
@@ -307,6 +307,7 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
     assert not [noise for noise in NOISE if noise in printed], printed
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
     started = probe("loop", timeout_s=6)
     assert started.end(WAIT_S) == 1
@@ -345,6 +346,7 @@ def test_ranks_leave_when_their_agent_is_killed(probe, tmp_path):
     started.require_nobody_left()
 
 
+@pytest.mark.slow
 def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
     (tmp_path / "probe_ranks.py").write_text(PROBE)
     with socket.socket() as free:

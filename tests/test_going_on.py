@@ -129,6 +129,7 @@ def tensors(folder: Path):
     return load_file(folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
     """Random states of a checkpoint with dropout differ by rank; DDP's ranks would diverge if the weights did."""
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "tuning.lora.dropout=0.3", "output.name=dropout"]

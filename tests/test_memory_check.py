@@ -515,7 +515,10 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
 def test_ctrl_c_ends_a_live_table_with_0(config):
     words = [sys.executable, "-m", "sft_play", "memory-check", "--watch", "--config", str(config)]
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    started = subprocess.Popen(words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    started = subprocess.Popen(
+        words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )  # fmt: skip
     try:
         assert started.stdout is not None
         assert "[memory-check]" in started.stdout.readline()

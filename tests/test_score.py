@@ -362,6 +362,7 @@ def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
         score(path, tmp_path / "no" / "out.json", trace=fixed, config_of=config_of)
 
 
+@pytest.mark.slow
 def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "long", "seq_len": "256"}])

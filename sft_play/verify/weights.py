@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def apart(start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: d
     """Largest over tensors of |dw - dw1| / |dw1| (2-norms; d from the start, 1 = the single process).
 
     A tensor that the single process did not move counts as infinitely far where the other run moved it. Names or
-    shapes that differ are infinitely far too.
+    shapes that differ, and numbers that are none, are infinitely far too.
     """
     if set(one) != set(other):
         return Apart(float("inf"), sorted(set(one) ^ set(other))[0])
@@ -42,6 +43,7 @@ def apart(start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: d
         difference = float((other[name].double() - after.double()).norm())
         size = float(moved.norm())
         relative = difference / size if size else (float("inf") if difference else 0.0)
-        if not relative <= worst.largest:  # NaN is worse than any number
+        relative = float("inf") if math.isnan(relative) else relative
+        if relative > worst.largest:
             worst = Apart(relative, name)
     return worst
