@@ -33,6 +33,8 @@ from sft_play.log import one_line, redact
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+DEEPSPEED_FILE = "deepspeed.json"
+"""In a run folder: DeepSpeed's config, every value resolved."""
 FORMAT = "sft_play run 1"
 """What the manifest's `format` says: only a folder that holds it is ours to resume, replace or discard."""
 

@@ -204,8 +204,6 @@ class Handed:
 
 LAUNCH_FILE = "launch.json"
 """In a run folder that a parent made: what it hands to its ranks."""
-DEEPSPEED_FILE = "deepspeed.json"
-"""In a run folder: DeepSpeed's config, every value resolved."""
 
 
 def start_rank(
@@ -326,8 +324,8 @@ def plan_ranks(
     strategy, deepspeed = spread.strategy, spread.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
         strategy = stopped.layout if stopped.ranks == hardware.ranks or stopped.layout in DEEPSPEED else None
-    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedWish(going_on.path / DEEPSPEED_FILE)
+    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
     raw = None
     if deepspeed is not None:
         wanted = strategy or "zero2"
@@ -379,15 +377,11 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
     """Go on with a run that was stopped, over as many ranks as before where no other number is asked for."""
     stopped = stopped_run(folder)
     is_asked = bool(spread.processes or spread.gpus or spread.nodes.count > 1)
-    if not is_asked and stopped is not None:
-        gpus = len(detect().gpus)
-        spread = dataclasses.replace(spread, processes=min(stopped.ranks, gpus) if gpus else stopped.ranks)
-    if (
-        spread.processes == 1
-        and spread.nodes.count == 1
-        and spread.strategy in (None, "single")
-        and not spread.deepspeed
-    ):
+    if not is_asked:
+        gpus, ranks = len(detect().gpus), stopped.ranks if stopped else 1
+        spread = dataclasses.replace(spread, processes=min(ranks, gpus) if gpus else ranks)
+    is_single = spread.processes == 1 and spread.nodes.count == 1 and not spread.deepspeed
+    if is_single and spread.strategy in (None, "single"):
         return start_here(loaded, folder, resume=True, board=spread.board)
     return launch(loaded, spread, going_on=folder)
 
@@ -492,7 +486,7 @@ def _write_launch(
     handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved)
     runs.write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
-        runs.write_json(folder.path / DEEPSPEED_FILE, resolved)
+        runs.write_json(folder.path / runs.DEEPSPEED_FILE, resolved)
 
 
 def _run_ranks(made: Launch, folder: RunFolder | None) -> int:
@@ -614,16 +608,30 @@ def _one_gpu(hardware: Hardware) -> Hardware:
 
 
 def stopped_run(folder: RunFolder) -> Stopped | None:
-    """How a run was spread when it was stopped, by its manifest; None where that does not say."""
+    """How a run was spread when it was stopped: by its manifest, or by its plan where it broke before a rank wrote.
+
+    None where neither says.
+    """
     manifest = folder.manifest()
-    batch = manifest.get("batch")
-    batch = batch if isinstance(batch, dict) else {}
+    batch, layout = manifest.get("batch"), manifest.get("layout", "single")
+    if not isinstance(batch, dict):
+        batch = _planned_batch(folder)
+        layout = batch.get("layout")
     numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
     micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
     if min(micro, accum, ranks) < 1:
         return None
-    layout = manifest.get("layout", "single")
     return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks)
+
+
+def _planned_batch(folder: RunFolder) -> dict[str, Any]:
+    """Batch and layout of the plan in a run folder; empty where it cannot be read."""
+    try:
+        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
+        names = {"ranks": "data_parallel_ranks", "micro_batch": "micro_batch", "grad_accum": "grad_accum"}
+        return {name: plan[key] for name, key in names.items()} | {"layout": plan["layout"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunConfig:

@@ -279,6 +279,8 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
         job.folder.update_manifest(**manifest)
         return runs.lock(job.folder)
     runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    if job.deepspeed is not None:
+        job.folder.write_json(runs.DEEPSPEED_FILE, job.deepspeed)
     return runs.lock(job.folder)
 
 
