@@ -55,6 +55,7 @@ def test_what_cannot_be_compared_is_one_message(command, monkeypatch, variables,
     assert message in printed
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_another_model_is_found(monkeypatch, tmp_path, command):
     """Two ranks that train with another learning rate than the single process differ, and the exit code says so."""
     honest = _Bench.settings
