@@ -263,7 +263,10 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
     report = score(write(tmp_path / "peaks.csv", rows), out, trace=trace, config_of=config_of)
     assert len(asked) == 1  # three rows of equal settings
     answer = json.loads(out.read_text())
-    assert answer == json.loads(json.dumps(report.as_json()))
+    again = json.loads(json.dumps(report.as_json()))
+    for one in (answer, again):
+        del one["machine"]["ram_free_bytes"]  # moves between two looks
+    assert answer == again
     assert [row["id"] for row in answer["rows"]] == ["someone/run-1", "c", "b"]
     first, third = answer["rows"][0], answer["rows"][2]
     assert first["predicted_allocated_bytes"] == first["measured_allocated_bytes"] == 2**30
