@@ -43,6 +43,24 @@ setup: ## Build .venv from requirements.lock (only when it is missing or the pin
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
 	@$(call ANY_PYTHON,scripts/lock.py)
 
+##@ Data
+process: setup ## Raw files (data/raw) to checked conversations in data/processed, split, with a report
+	@$(PROGRAM) process
+style: setup ## Give processed conversations a system prompt (STYLE="…"), into data/processed_with_style
+	@$(PROGRAM) style
+dapt-docx: setup ## Documents (data/documents: .docx, .pdf, .html, .md, .rst, .txt) to clean text in data/processed_text
+	@$(PROGRAM) dapt-docx
+render: setup ## Write the text that the model will see, one row per example, with its mask as spans (OUT=FILE)
+	@$(PROGRAM) render
+preview: setup ## Show the tokens of examples, the trained part in colour, here and as a page (N=5, ROW=12, OUT=FILE)
+	@$(PROGRAM) preview
+check: setup ## Check config, model, template, data, masks, disk and memory before training; the exit code tells
+	@$(PROGRAM) check
+full-pipeline: setup ## process, style where asked (STYLE="…"), render and check
+	@$(PROGRAM) full-pipeline
+mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TOKENIZER=FOLDER OUT=FILE)
+	@$(PROGRAM) mask-score
+
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
 	@$(PROGRAM) train
@@ -112,6 +130,8 @@ benchmark-engines: setup ## Predicted against real peaks of each engine with one
 	@$(PATHS) && exec "$(PY)" benchmarks/engines.py
 benchmark-logging: setup ## What logging costs: steps with it and without, in turns (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/logging_cost.py
+bench-data: setup ## Rows per second and memory of data preparation beside TRL's (OUT=FILE ROWS=10000,1000000)
+	@$(PATHS) && exec "$(PY)" benchmarks/data.py
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/speed.py
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
@@ -126,6 +146,11 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
 #: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
 #: TB_PORT=6006 TB_HOST=127.0.0.1 TB_KEEP=1   TensorBoard's address; let it live on after the run
+#: STYLE='You are terse.'  style, full-pipeline: the system prompt
+#: N=5  ROW=12             preview: how many examples; or this row of the training file
+#: FORCE=1                 process, style, dapt-docx, render: write over files that were edited by hand
+#: TEMPLATES=FOLDER  TOKENIZER=FOLDER   mask-score: chat templates, and the tokenizer to score them with
+#: ROWS=10000,1000000      bench-data: how many rows
 #: YES=1                   tb-clean: remove without asking
 #: ACCELERATE_CONFIG=FILE  your accelerate configuration
 #: RUN=NAME                the run that resume continues, or that consolidate writes out
@@ -150,4 +175,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-speed clean
+.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging bench-data benchmark-speed clean

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
@@ -58,6 +58,14 @@ COMMANDS = {
     "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
     "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
     "memory-check": "show what the ranks of a run hold of each GPU (or of the RAM) beside what was predicted",
+    "process": "raw files to checked conversations in train, val and test, with a report of every row left out",
+    "style": "give processed conversations a system prompt (STYLE=), into data/processed_with_style",
+    "dapt-docx": "documents (.docx, .pdf, .html, .md, .rst, .txt) to clean plain text for task_mode cpt",
+    "render": "write the text that the model will see, one row per example, with its mask as spans",
+    "preview": "show the tokens of N examples (or of ROW) with the trained part in colour, here and as a page",
+    "check": "check everything that can be checked before training, on one page; the exit code tells",
+    "full-pipeline": "process, style where asked, render and check",
+    "mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -87,6 +95,12 @@ VARIABLES = (
     "FULL",
     "WATCH",
     "YES",
+    "FORCE",
+    "STYLE",
+    "N",
+    "ROW",
+    "TEMPLATES",
+    "TOKENIZER",
 )
 """What make passes in the environment; each is a flag too."""
 
@@ -125,6 +139,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--full", action="store_true", default=None, help="gpu-info: ask torch what it sees (FULL=1)")
     made.add_argument("--watch", action="store_true", default=None, help="memory-check: renew until Ctrl-C (WATCH=1)")
     made.add_argument("--yes", action="store_true", default=None, help="tb-clean: remove without asking (make: YES=1)")
+    made.add_argument(
+        "--force", action="store_true", default=None, help="write over files that were edited by hand (make: FORCE=1)"
+    )
+    made.add_argument("--style", help="style, full-pipeline: the system prompt (make: STYLE)")
+    made.add_argument("--n", help="preview: how many examples (make: N)")
+    made.add_argument("--row", help="preview: this row, counted from 1 (make: ROW)")
+    made.add_argument("--templates", help="mask-score: folder of chat templates (make: TEMPLATES)")
+    made.add_argument("--tokenizer", help="mask-score: folder or hub id of a tokenizer (make: TOKENIZER)")
     made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
     made.add_argument("--nproc", help="processes on this node (make: NPROC)")
     made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
@@ -162,6 +184,12 @@ class Request:
     steps: int | None = None
     full: bool = False
     watch: bool = False
+    force: bool = False
+    style: str | None = None
+    n: int | None = None
+    row: int | None = None
+    templates: Path | None = None
+    tokenizer: str | None = None
     spread: Spread = dataclasses.field(default_factory=Spread)
 
 
@@ -196,7 +224,13 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         yes=bool(given.yes) or environment.get("YES", "") not in ("", "0"),
         layouts=_names(value(given.layouts, "LAYOUTS")),
         modes=_names(value(given.modes, "MODES")),
-        steps=_steps(value(given.steps, "STEPS")),
+        steps=_count(value(given.steps, "STEPS"), "STEPS", "optimizer steps"),
+        force=bool(given.force) or environment.get("FORCE", "") not in ("", "0"),
+        style=value(given.style, "STYLE"),
+        n=_count(value(given.n, "N"), "N", "examples"),
+        row=_count(value(given.row, "ROW"), "ROW", "a row, counted from 1"),
+        templates=Path(templates).expanduser() if (templates := value(given.templates, "TEMPLATES")) else None,
+        tokenizer=value(given.tokenizer, "TOKENIZER"),
         full=bool(given.full) or environment.get("FULL", "") not in ("", "0"),
         watch=bool(given.watch) or environment.get("WATCH", "") not in ("", "0"),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
@@ -243,12 +277,12 @@ def _names(text: str | None) -> tuple[str, ...]:
     return tuple(part for part in re.split(r"[\s,]+", text or "") if part)
 
 
-def _steps(text: str | None) -> int | None:
-    """A number of steps; raises ConfigError for what is none."""
+def _count(text: str | None, name: str, what: str) -> int | None:
+    """A whole number from 1; raises ConfigError for what is none."""
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000):
-        raise ConfigError(f"STEPS={one_line(text)} is no number of optimizer steps, such as STEPS=4")
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000_000):
+        raise ConfigError(f"{name}={one_line(text)} is no number of {what}, such as {name}=4")
     return int(text)
 
 
@@ -644,6 +678,91 @@ def _tb_clean(request: Request) -> int:
     return 0
 
 
+class _Answer(Protocol):
+    """What a command came to: in words, as JSON, and whether it is what was wanted."""
+
+    @property
+    def ok(self) -> bool: ...
+
+    def lines(self) -> list[str]: ...
+
+    def as_json(self) -> Any: ...
+
+
+def _say(request: Request, answer: _Answer, *, out: bool = True) -> int:
+    """Say an answer, write it to OUT; the exit code."""
+    if out and request.out is not None:
+        _write_out(request.out, answer.as_json())
+    if request.json:
+        sys.stdout.write(json.dumps(answer.as_json()) + "\n")
+    else:
+        logger.info("%s", "\n".join(answer.lines()))
+    return 0 if answer.ok else ConfigError.exit_code
+
+
+def _process(request: Request) -> int:
+    from sft_play.data.process import process
+
+    return _say(request, process(load_config(request.config, overrides=request.overrides).config, force=request.force))
+
+
+def _style(request: Request) -> int:
+    from sft_play.data.style import style
+
+    config = load_config(request.config, overrides=request.overrides).config
+    return _say(request, style(config, request.style, force=request.force))
+
+
+def _dapt_docx(request: Request) -> int:
+    from sft_play.data.documents import documents
+
+    config = load_config(request.config, overrides=request.overrides).config
+    return _say(request, documents(config, force=request.force))
+
+
+def _render(request: Request) -> int:
+    from sft_play import pipeline
+
+    loaded = load_config(request.config, overrides=request.overrides)
+    return _say(request, pipeline.render(loaded, out=request.out, force=request.force), out=False)
+
+
+def _preview(request: Request) -> int:
+    from sft_play import pipeline
+
+    loaded = load_config(request.config, overrides=request.overrides)
+    answer = pipeline.preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
+    return _say(request, answer, out=False)
+
+
+def _check(request: Request) -> int:
+    from sft_play import pipeline
+
+    hardware = _machine(request)
+    return _say(request, pipeline.check(request.config, request.overrides, hardware))
+
+
+def _full_pipeline(request: Request) -> int:
+    from sft_play import pipeline
+
+    hardware = _machine(request)
+    answer = pipeline.full_pipeline(
+        request.config, request.overrides, hardware, style=request.style, force=request.force
+    )
+    return _say(request, answer)
+
+
+def _mask_score(request: Request) -> int:
+    if request.templates is None or request.tokenizer is None:
+        raise ConfigError(
+            "mask-score needs both: make mask-score TEMPLATES=FOLDER TOKENIZER=FOLDER OUT=score.json (a folder of "
+            ".jinja files, and the folder or hub id of a tokenizer)"
+        )
+    from sft_play.data.score import score
+
+    return _say(request, score(request.templates, request.tokenizer))
+
+
 def _generate(request: Request) -> int:
     from sft_play.config.reference import write_generated
     from sft_play.starter.files import write
@@ -671,5 +790,13 @@ _COMMANDS = {
     "tb-clean": _tb_clean,
     "doctor": _doctor,
     "consolidate": _consolidate,
+    "process": _process,
+    "style": _style,
+    "dapt-docx": _dapt_docx,
+    "render": _render,
+    "preview": _preview,
+    "check": _check,
+    "full-pipeline": _full_pipeline,
+    "mask-score": _mask_score,
     "generate": _generate,
 }

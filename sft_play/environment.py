@@ -9,7 +9,7 @@ from pathlib import Path
 OF_MAKE = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "STRATEGY"),
     *("NPROC", "GPUS", "NNODES", "NODE_RANK", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "LAYOUTS", "MODES", "STEPS"),
-    "YES",
+    *("YES", "FORCE", "STYLE", "N", "ROW", "TEMPLATES", "TOKENIZER", "ROWS", "FULL", "WATCH"),
 )
 """What make passes to a command."""
 OF_LAUNCHERS = (

@@ -48,7 +48,7 @@ VARIABLES = (
     *("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "TB_KEEP", "TB_PORT", "TB_HOST", "YES", "INTERACTIVE"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
     *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "TORCHELASTIC_ERROR_FILE"),
-    *("GLOO_SOCKET_IFNAME", "FULL", "WATCH"),
+    *("GLOO_SOCKET_IFNAME", "FULL", "WATCH", "STYLE", "N", "ROW", "TEMPLATES", "TOKENIZER", "ROWS"),
 )
 """Variables of make and of launchers, which a test sets for itself."""
 

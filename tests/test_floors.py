@@ -35,8 +35,9 @@ FLOORS = {
     "failures": 1,
     "dist": 4,
     "start": 5,
-    "cli": 6,
-    "__main__": 7,
+    "pipeline": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 """Room or module of the package: floor. `sft_play/__init__.py` itself holds the version and nothing else."""
 

@@ -19,18 +19,20 @@ NEED_ENVIRONMENT = [
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
     *("benchmark-logging", "gpu-info", "memory-check"),
-    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
+    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data"),
+    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
     *("verify-layouts", "gpu-info", "memory-check"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
+    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
 ]
 VARIABLES = [
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "RUN", "NPROC", "GPUS", "STRATEGY"),
     *("WHATIF", "MAX", "PRICE", "PEAKS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH"),
+    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH", "STYLE", "N", "ROW", "FORCE", "TEMPLATES", "TOKENIZER", "ROWS"),
     *(
         "ACCELERATE_CONFIG",
         "NUM_MACHINES",
@@ -51,7 +53,7 @@ VARIABLES = [
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
     *("TORCH", "PYTHON", "VENV", "STRATEGY", "NPROC", "GPUS", "NNODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"),
-    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH"),
+    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH", "STYLE", "N", "ROW", "FORCE", "TEMPLATES", "TOKENIZER", "ROWS"),
 )
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 

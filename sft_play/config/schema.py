@@ -104,11 +104,73 @@ class TuningConfig(Section):
     """The adapters."""
 
 
+class ProcessConfig(Section):
+    """`make process`: raw files become checked conversations, split."""
+
+    raw_path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf("data/raw", owner="data.process")
+    """Raw files: a file, a folder, a glob, a hub id (`hub:owner/name`, `hub:owner/name:config`), or a list of these;
+    JSONL, JSON, CSV, Parquet, Arrow, plain or gzipped."""
+
+    out_dir: Name = leaf("data/processed", owner="data.process")
+    """Folder that train.jsonl, val.jsonl, test.jsonl and report.json are written to."""
+
+    val_fraction: float = leaf(0.05, owner="data.process", ge=0.0, le=0.5)
+    """Share of the rows for validation, by content hash: a row never moves when others are added."""
+
+    test_fraction: float = leaf(0.05, owner="data.process", ge=0.0, le=0.5)
+    """Share of the rows for the final test, by content hash."""
+
+    drop_duplicates: bool = leaf(False, owner="data.process")
+    """Keep only the first of rows with the same content; they are counted either way."""
+
+    drop_leaks: bool = leaf(False, owner="data.process")
+    """Leave training rows out that stand in val or test too (files that bring their own splits)."""
+
+
+class StyleConfig(Section):
+    """`make style`: the system prompt of processed conversations."""
+
+    system: Name | None = leaf(None, owner="data.style")
+    """System prompt to give to every conversation; STYLE= replaces it."""
+
+    how: Literal["prepend", "replace", "keep"] = leaf("prepend", owner="data.style")
+    """What it does to a system prompt that is there: stand before it, replace it, or leave it alone."""
+
+    per_source: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.style"})
+    """System prompts by raw file, as `{glob: prompt}`; the first glob that fits a row's source counts."""
+
+    out_dir: Name = leaf("data/processed_with_style", owner="data.style")
+    """Folder that the styled splits are written to."""
+
+
+class DocumentsConfig(Section):
+    """`make dapt-docx`: documents become clean plain text."""
+
+    path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf("data/documents", owner="data.documents")
+    """Documents: a file, a folder, a glob, or a list of these; .docx, .txt, .md, .rst, .html, .pdf."""
+
+    out_dir: Name = leaf("data/processed_text", owner="data.documents")
+    """Folder that train.jsonl, val.jsonl and report.json are written to."""
+
+    val_fraction: float = leaf(0.05, owner="data.documents", ge=0.0, le=0.5)
+    """Share of the documents for validation, by content hash."""
+
+    chunk_chars: int = leaf(20_000, owner="data.documents", ge=200)
+    """Longest text row in characters; longer documents are cut between paragraphs."""
+
+    headers: bool = leaf(False, owner="data.documents")
+    """Take page headers and footers of .docx files too."""
+
+    drop_repeated: bool = leaf(True, owner="data.documents")
+    """Leave out boilerplate and paragraphs that stand in an earlier document; they are counted either way."""
+
+
 class DataConfig(Section):
     """What it learns from."""
 
     train_path: Name = leaf("data/processed/train.jsonl", owner="data.files")
-    """Training rows: JSONL or JSON, plain text, a folder of either, or one saved by `datasets`."""
+    """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or one saved by
+    `datasets`."""
 
     val_path: Name | None = leaf("data/processed/val.jsonl", owner="data.files")
     """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any."""
@@ -131,11 +193,60 @@ class DataConfig(Section):
     chat_template: Name | None = leaf(None, owner="train.tokenizer")
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template."""
 
+    chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.render"})
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
+
+    template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = leaf(None, owner="data.render")
+    """Day that a template which writes the date is given (YYYY-MM-DD); null takes the day of the run's start."""
+
     loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.dataset")
     """assistant: every assistant turn; completion: the last one; all: every token."""
 
-    on_bad_row: Literal["error", "skip"] = leaf("error", owner="data.dataset")
+    multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.dataset")
+    """whole: a conversation is one row; split: every assistant turn ends a row of its own, rendered as the last turn,
+    so that think text stays and nothing of it is trained in another form than it is generated."""
+
+    on_inexact_mask: Literal["fail", "train"] = leaf("fail", owner="data.render")
+    """What to do where no exact mask can be found for a template or row: stop and say what would be trained, or train
+    that."""
+
+    special_tokens_in_text: Literal["plain", "control", "fail"] = leaf("plain", owner="data.render")
+    """The tokenizer's special tokens inside texts of the data: tokenised as plain text, as the control tokens that
+    they spell, or a bad row."""
+
+    system_into_user: bool = leaf(False, owner="data.render")
+    """Put a system prompt before the first user turn where the template has no place for it."""
+
+    merge_consecutive: bool = leaf(False, owner="data.formats")
+    """Join turns of the same role that follow each other, with a blank line between them."""
+
+    drop_empty: bool = leaf(False, owner="data.formats")
+    """Leave rows out whose answer is empty or white space; otherwise they are counted and named."""
+
+    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.dataset")
     """What a row that cannot be used does: stop with the list of them, or be left out and counted."""
+
+    truncate: Literal["end", "prompt", "drop"] = leaf("end", owner="data.render")
+    """Rows longer than max_seq_len: cut at the end, cut from the beginning (the answer stays), or left out."""
+
+    max_lost_fraction: float = leaf(0.05, owner="data.dataset", ge=0.0, le=1.0)
+    """Largest share of the trained tokens that may be lost to max_seq_len before a run stops and says which length
+    would keep how much."""
+
+    packing: Literal["none", "best_fit"] = leaf("none", owner="data.packing")
+    """best_fit: several chats in one row of max_seq_len, none of them cut, none seeing another."""
+
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.build")
+    """Processes that render and tokenise; auto takes one per core, up to 16, where there is enough to do."""
+
+    process: ProcessConfig = ProcessConfig()
+    """`make process`: raw files become checked conversations, split."""
+
+    style: StyleConfig = StyleConfig()
+    """`make style`: the system prompt of processed conversations."""
+
+    documents: DocumentsConfig = DocumentsConfig()
+    """`make dapt-docx`: documents become clean plain text."""
 
 
 class TrainConfig(Section):
@@ -220,6 +331,9 @@ class TrainConfig(Section):
         ("tensorboard",), owner="train.trainer"
     )
     """Trackers, through transformers' own integrations; `[]` for none."""
+
+    group_by_length: bool = leaf(True, owner="train.trainer")
+    """Within each optimizer step, put rows of like length into the same micro-batch: less padding, the same rows."""
 
     dataloader_num_workers: int = leaf(0, owner="train.trainer", ge=0)
     """Processes that prepare batches; 0 prepares them in the training process."""

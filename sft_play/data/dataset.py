@@ -252,7 +252,7 @@ class _Builder:
     def _judge(self, bad: Sequence[BadRow], read: _Read, split: str, *, kept: int) -> None:
         """Raises DataError for bad rows that may not be skipped; rows lost to length are always counted only."""
         broken = [row for row in bad if row.reason != LOST_TO_LENGTH]
-        if broken and self._config.data.on_bad_row == "error":
+        if broken and self._config.data.on_bad_row == "fail":
             raise DataError(_bad_rows_message(broken, read, split))
         if kept == 0:
             raise DataError(_nothing_left_message(bad, read, split, self._max_seq_len))

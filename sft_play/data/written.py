@@ -1,0 +1,123 @@
+"""Files that a command writes again and again, and that a person may have edited meanwhile.
+
+A folder keeps a record of what was written into it. A file that is not as it was left, or that the record does not
+know, is somebody's: it is overwritten only with FORCE=1. Everything is written aside first and renamed at the end, so
+that a run that breaks leaves the old files as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+RECORD = ".sft_play_written.json"
+"""Name of a folder's record: digests of the files as they were left."""
+
+
+class OutputFolder:
+    """A folder of written files; use it as a context: what was opened appears when the context ends well.
+
+    Raises (when it is entered):
+        DataError: a file of `names` was edited, or was not written by this project, and `force` is false; or the
+            folder cannot be written to.
+    """
+
+    def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
+        self.path = path
+        self._names, self._force, self._command = names, force, command
+        self._aside: dict[str, Path] = {}
+        self._open: list[TextIO] = []
+
+    def __enter__(self) -> OutputFolder:
+        foreign = [] if self._force else [name for name in self._names if self._is_foreign(name)]
+        if foreign:
+            raise DataError(
+                f"{', '.join(str(self.path / name) for name in foreign)}: edited since make {self._command} wrote it, "
+                f"or not written by it; move it away, or write over it with make {self._command} FORCE=1"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be made: {error.strerror}") from None
+        return self
+
+    def open(self, name: str) -> TextIO:
+        """A text file that takes its name when the context ends; `name` must be one of those announced."""
+        assert name in self._names, name
+        aside = self.path / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.part"
+        try:
+            file = aside.open("w", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise DataError(f"{self.path / name} cannot be written: {error.strerror}") from None
+        self._aside[name] = aside
+        self._open.append(file)
+        return file
+
+    def write_json(self, name: str, answer: Any) -> None:
+        """A JSON file."""
+        self.open(name).write(json.dumps(answer, indent=2, ensure_ascii=False) + "\n")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            for file in self._open:
+                file.close()
+            if kind is None:
+                self._keep()
+        except OSError as problem:
+            raise DataError(f"{self.path} cannot be written: {problem.strerror}") from None
+        finally:
+            for aside in self._aside.values():
+                with contextlib.suppress(OSError):
+                    aside.unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        """Rename what was written, take away announced files that were not written this time, renew the record."""
+        record = self._record()
+        for name in self._names:
+            aside = self._aside.get(name)
+            if aside is None:
+                (self.path / name).unlink(missing_ok=True)
+                record.pop(name, None)
+            else:
+                record[name] = _digest(aside)
+                aside.replace(self.path / name)
+        part = self.path / f"{RECORD}.{os.getpid()}.part"
+        part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        part.replace(self.path / RECORD)
+
+    def _is_foreign(self, name: str) -> bool:
+        path = self.path / name
+        return path.exists() and (not path.is_file() or self._record().get(name) != _digest(path))
+
+    def _record(self) -> dict[str, str]:
+        try:
+            found = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.path / RECORD} cannot be read ({one_line(str(error))}); remove it, or write over with FORCE=1"
+            ) from None
+        return found if isinstance(found, dict) else {}
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _blocks(file: Any) -> Iterator[bytes]:
+    while block := file.read(1 << 20):
+        yield block
