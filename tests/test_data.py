@@ -88,7 +88,6 @@ def test_a_folder_of_files_is_read_in_order(tmp_path):
         (b"PAR1xxxx", "is Parquet"),
         ("{}".encode("utf-32"), "is UTF-32"),
         (b"\x1f\x8b\x08\x00garbage", "cannot be read"),
-        (b'[{"a": 1, "a": 2}]', 'the key "a" stands twice'),
     ],
 )
 def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path, content, message):
@@ -182,7 +181,7 @@ def test_content_parts_are_joined_and_reasoning_and_calls_kept_apart():
     ("data", "reason"),
     [
         ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "ends with a user turn"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, 'unknown role "asistant"'),
         ({"messages": [{"content": "a"}]}, "a message has no role"),
         ({"messages": [{"role": "assistant", "content": None}]}, "content is not text"),

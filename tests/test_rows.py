@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+
+from tests.conftest import chat
+from tests.models import uneven_run
 
 pytestmark = pytest.mark.build
 
@@ -17,26 +25,38 @@ def dataset(count: int):
     )
 
 
-def steps_of(count: int, *, micro: int, accum: int, ranks: int, epoch: int = 0) -> list[list[int]]:
-    """Rows of each optimizer step, as accelerate hands batches to ranks."""
+LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
+
+
+def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
+    """Micro-batches of each rank, as accelerate hands them out, in steps of 8 rows; rows above `count` are masked."""
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
-    from sft_play.train.rows import EpochOrder, filled
+    from sft_play.train.rows import EpochOrder, TrainingRows
 
-    rows = filled(dataset(count), unit=micro * ranks if ranks > 1 else 1)
+    rows = TrainingRows(dataset(count), unit=micro * ranks if ranks > 1 else 1)
     per_rank = []
     for rank in range(ranks):
-        order = EpochOrder(count, total=len(rows), seed=42)
+        lengths = LENGTHS[:count] if by_length else None
+        order = EpochOrder(count, total=len(rows), seed=42, lengths=lengths, window=8)
         order.set_epoch(epoch)
         batches = BatchSampler(order, micro, drop_last=False)
         per_rank.append(list(BatchSamplerShard(batches, ranks, rank) if ranks > 1 else batches))
     assert len({len(batches) for batches in per_rank}) == 1
-    trained = [[[n for n in batch if rows[n]["labels"][1] != -100] for batch in batches] for batches in per_rank]
-    passes = len(per_rank[0])
+    masked = [n for batches in per_rank for batch in batches for n in batch if n >= count]
+    assert all(set(rows[n]["labels"].tolist()) == {-100} for n in masked)
+    return per_rank
+
+
+def steps_of(
+    count: int, *, micro: int, accum: int, ranks: int, epoch: int = 0, by_length: bool = False
+) -> list[list[int]]:
+    """Rows that are trained on in each optimizer step."""
+    per_rank = batches_of(count, micro=micro, ranks=ranks, epoch=epoch, by_length=by_length)
     return [
-        sorted(n for rank in trained for batch in rank[first : first + accum] for n in batch)
-        for first in range(0, passes, accum)
+        sorted(n for rank in per_rank for batch in rank[first : first + accum] for n in batch if n < count)
+        for first in range(0, len(per_rank[0]), accum)
     ]
 
 
@@ -44,12 +64,23 @@ def steps_of(count: int, *, micro: int, accum: int, ranks: int, epoch: int = 0) 
 @pytest.mark.parametrize(
     ("micro", "accum", "ranks"), [(2, 4, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 4)]
 )
-def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(count, micro, accum, ranks):
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(count, micro, accum, ranks, by_length):
     for epoch in (0, 3):
-        steps = steps_of(count, micro=micro, accum=accum, ranks=ranks, epoch=epoch)
+        steps = steps_of(count, micro=micro, accum=accum, ranks=ranks, epoch=epoch, by_length=by_length)
         assert sorted(n for step in steps for n in step) == list(range(count))
         assert len(steps) == math.ceil(count / 8)
-        assert steps == steps_of(count, micro=8, accum=1, ranks=1, epoch=epoch)
+        assert steps == steps_of(count, micro=8, accum=1, ranks=1, epoch=epoch)  # ungrouped, in one pass
+
+
+@pytest.mark.parametrize(("micro", "accum", "ranks"), [(2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 4)])
+def test_rows_that_ranks_have_at_the_same_time_are_of_like_length(micro, accum, ranks):
+    per_rank = batches_of(37, micro=micro, ranks=ranks, by_length=True)
+    passes = [[n for batch in batches for n in batch] for batches in zip(*per_rank, strict=True)]
+    lengths = [[LENGTHS[n] if n < 37 else 0 for n in rows] for rows in passes]  # masked rows come last
+    for first in range(0, len(passes), accum):
+        for longer, shorter in itertools.pairwise(lengths[first : first + accum]):
+            assert min(longer) >= max(shorter)
 
 
 def test_the_order_is_that_of_accelerates_seedable_sampler():
@@ -75,3 +106,228 @@ def test_masked_rows_hold_no_token_that_is_trained_on():
     assert rows[:5] == dataset(5)[:]
     assert all(set(labels) == {-100} for labels in rows[5:]["labels"])
     assert filled(dataset(8), unit=4)[:] == dataset(8)[:]
+
+
+def test_a_filled_data_set_keeps_its_other_columns():
+    from datasets import Dataset, Features, List, Value
+
+    from sft_play.train.rows import filled
+
+    tokens = List(Value("int32"))
+    columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
+    one = {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]], "source": [1], "where": ["a.jsonl:1"]}
+    rows = filled(Dataset.from_dict(one, features=Features(columns)), unit=2)
+    assert rows.features == Features(columns)
+    assert rows[1] == {"input_ids": [1, 2], "labels": [-100, -100], "source": 1, "where": "a.jsonl:1"}
+
+
+def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
+    from sft_play.data.render import TokenRow
+    from sft_play.train.rows import lengths_of, to_dataset, trained_tokens
+
+    made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
+    assert made[:] == {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]], "source": [0, 0]}
+    assert to_dataset(made) is made
+    assert lengths_of(made).tolist() == [3, 2]
+    assert trained_tokens(made) == 2  # the first token of a row is never predicted
+    assert trained_tokens(made.select([])) == 0
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def series(run: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(run) if name in line]
+
+
+def test_grouping_by_length_changes_no_step(tmp_path, tiny_llama, command):
+    """Losses and weights of a run over an epoch with an uneven end equal those of the ungrouped one."""
+    from safetensors.torch import load_file
+
+    path = uneven_run(tmp_path, tiny_llama)
+    runs = {}
+    for value in ("true", "false"):
+        name = f"grouped-{value}"
+        code, said = command(
+            "train", "--config", str(path), "tuning.mode=full", f"output.name={name}", f"train.group_by_length={value}"
+        )
+        assert code == 0, said
+        runs[value] = tmp_path / "outputs" / name
+    grouped, plain = runs["true"], runs["false"]
+    assert series(grouped, "loss") == pytest.approx(series(plain, "loss"), rel=1e-5)
+    assert series(grouped, "grad_norm") == pytest.approx(series(plain, "grad_norm"), rel=1e-4)
+    assert sum(series(grouped, "padding_share")) < 0.7 * sum(series(plain, "padding_share"))
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (grouped, plain))
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+
+
+def mixed_run(folder: Path, model: Path) -> Path:
+    """Chats and text, and a run YAML that trains on both."""
+    rows = [json.dumps(chat(f"what is {n}?", "it is " * (n % 5 + 1))) + "\n" for n in range(20)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"the light {n} is on. " * 9}) + "\n" for n in range(12))
+    )
+    path = folder / "mixed.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, text_path: {folder}/text.jsonl,\n"
+        "       val_fraction: 0.2, text_fraction: 0.5}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, max_steps: 4, report_to: [tensorboard], logging_steps: 2,\n"
+        "        learning_rate: 1e-3}\n"
+        f"eval: {{steps: 2}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return path
+
+
+def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
+    """A trainer on rows of our own, in this process."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sft_play.config.load import config_from_text
+    from sft_play.data.dataset import Report, Split
+    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.hardware import Hardware
+    from sft_play.plan.plan import make_plan
+    from sft_play.runs import RunFolder
+    from sft_play.train.trainer import build_trainer
+
+    text = (
+        f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
+        "data: {text_path: none.txt}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
+    )
+    config = config_from_text(text, name="run.yaml", overrides=overrides)
+    machine = Hardware((), "CPU", 2, 2**34, 2**34)
+    split = Split(rows, Report("rows", "rows"))
+    return build_trainer(
+        config, make_plan(config, shape_of(str(model)), machine), RunFolder(folder / "run"), peft_config=None,
+        model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),
+        train=split, evaluation=split, callbacks=[],
+    )  # fmt: skip
+
+
+def sourced(lengths: list[int], sources: list[int]) -> Any:
+    from datasets import Dataset
+
+    draw = np.random.default_rng(1)
+    ids = [draw.integers(3, 300, size=length).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": sources})
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_losses_of_chats_and_texts_are_means_over_their_own_tokens(tmp_path, tiny_llama, packing):
+    """Against each row's loss by the model itself; all eight rows are seen in the two steps that are logged once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rows = sourced([9, 30, 20, 12, 5, 40, 17, 3], [0, 1, 0, 1, 0, 1, 0, 0])
+    trainer = trainer_of(
+        tmp_path, tiny_llama, rows, f"data.packing={packing}", "train.logging_steps=2", "train.learning_rate=1e-9",
+        "train.effective_batch_size=8", "train.max_steps=2",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    lost: dict[int, list[float]] = {0: [], 1: []}
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            scores = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
+            lost[row["source"]] += (-scores.gather(1, ids[0, 1:, None])).flatten().tolist()
+    of_chats, of_text = (sum(losses) / len(losses) for losses in (lost[0], lost[1]))
+    trainer.train()
+    step = next(line for line in trainer.state.log_history if "loss" in line and line["step"] == 2)
+    assert step["loss_chat"] == pytest.approx(of_chats, rel=1e-4)
+    assert step["loss_text"] == pytest.approx(of_text, rel=1e-4)
+    tokens = {source: len(losses) for source, losses in lost.items()}
+    whole = (step["loss_chat"] * tokens[0] + step["loss_text"] * tokens[1]) / sum(tokens.values())
+    assert step["loss"] == pytest.approx(whole, rel=1e-4)
+    found = trainer.evaluate()
+    assert found["eval_loss_chat"] == pytest.approx(of_chats, rel=1e-4)
+    assert found["eval_loss_text"] == pytest.approx(of_text, rel=1e-4)
+    assert found["eval_loss"] == pytest.approx(whole, rel=1e-4)
+    assert any("eval_loss_text" in line and "eval_loss" in line for line in trainer.state.log_history)
+
+
+def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_path, tiny_llama):
+    chats_only = trainer_of(tmp_path, tiny_llama, sourced([9, 30, 20, 12], [0, 0, 0, 0]))
+    chats_only.train()
+    logged = [line for line in chats_only.state.log_history if "loss" in line]
+    assert all("loss_chat" in line and "loss_text" not in line for line in logged)
+    sft = trainer_of(
+        tmp_path, tiny_llama, sourced([9, 30, 20, 12], [0, 1, 0, 1]), "task_mode=sft", "data.text_path=null"
+    )
+    sft.train()
+    assert not any("loss_chat" in line or "loss_text" in line for line in sft.state.log_history)
+
+
+def test_the_sources_of_every_rank_count():
+    from sft_play.train.monitor import source_losses
+
+    # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
+    assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
+        "eval_loss_chat": 2.0,
+        "eval_loss_text": 4.0,
+    }
+    assert source_losses([[6.0, 3, 0.0, 0]]) == {"loss_chat": 2.0}
+
+
+def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, command):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    path = mixed_run(tmp_path, tiny_llama)
+    code, said = command("train", "--config", str(path), "output.name=mixed")
+    assert code == 0, said
+    run = tmp_path / "outputs" / "mixed"
+    assert len(series(run, "loss_chat")) == len(series(run, "loss_text")) == len(series(run, "loss"))
+    assert len(series(run, "eval_loss_chat")) == len(series(run, "eval_loss")) > 0
+    events = EventAccumulator(str(run / "tb"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert {"train/loss_chat", "train/loss_text", "eval/loss_chat"} <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strategy):
+    from tests.test_distributed import start
+
+    path = mixed_run(tmp_path, tiny_llama)
+    words = ["--config", str(path), "data.packing=best_fit", "train.logging_steps=1"]
+    for name, command, given in (
+        ("one", "train", {}),
+        ("two", "train-distributed", {"STRATEGY": strategy, "NPROC": "2"}),
+    ):
+        answer = start(tmp_path, command, *words, f"output.name={name}", **given)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, two = (tmp_path / "outputs" / name for name in ("one", "two"))
+    for name in ("loss", "loss_chat", "loss_text", "eval_loss", "eval_loss_chat", "num_tokens", "samples_seen"):
+        assert series(two, name) == pytest.approx(series(one, name), rel=1e-4), name
+        assert series(one, name)
+
+
+def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
+    from sft_play.config.load import config_from_text
+    from sft_play.data.dataset import build_splits
+    from sft_play.data.files import data_paths
+    from sft_play.data.render import end_of_text_id
+    from sft_play.train.rows import to_dataset
+    from sft_play.train.tokenizer import load_tokenizer
+
+    texts = [f"document {n}: " + "yes no " * n for n in range(1, 9)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = config_from_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 16}}\ntask_mode: cpt\n"
+        f"data: {{train_path: {tmp_path}/text.jsonl, val_path: null, test_path: null}}\n",
+        name="run.yaml",
+    )
+    tokenizer = load_tokenizer(config).tokenizer
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=16)
+    blocks = to_dataset(splits.train.rows)["input_ids"]
+    assert all(len(block) == 16 for block in blocks)
+    stream = [token for block in blocks for token in block]
+    end, wanted = end_of_text_id(tokenizer), []
+    for text in texts:
+        wanted += [*tokenizer(text)["input_ids"], end]
+    assert stream == wanted[: len(stream)]
+    assert len(wanted) - len(stream) < 16

@@ -1,90 +1,120 @@
-"""Bytes → rows that know their file and line. What the content is decides, not the file's name.
+"""What `data.*_path` names → files → rows that know their file and line. The content decides, not the name.
 
-JSON arrays, one object per line, objects printed over several lines, plain text, folders of these, and folders
-saved by `datasets` are read. A file that cannot be read says where and why.
+JSON lists, one object per line, objects printed over several lines, CSV, Parquet, Arrow, plain text, gzipped or not;
+folders and globs of these, folders saved by `datasets`, data sets of the hub. Everything is streamed. Work can be
+split: the rows of a file's parts, one part after the other, are the file's rows.
 """
 
 from __future__ import annotations
 
-import gzip
+import dataclasses
+import glob
+import hashlib
 import json
+import os
 import re
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.schema import DataConfig
+from sft_play.data import json_rows, tables
+from sft_play.data.raw import BOM, GZIP_MARK, BadRow, RawRow, blocks, head, is_gzipped, whole_text, wide_encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
+
+__all__ = ["BadRow", "DataPaths", "Part", "RawRow", "Source", "data_files", "data_paths", "file_parts", "read_rows"]
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
 """Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
+DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+PART_BYTES = 8 << 20
+"""Size of the pieces that a file of lines is split into."""
+NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})
+"""What lies beside data in folders and is none."""
 
 
 @dataclass(frozen=True)
-class RawRow:
-    """One object of a data file with the place it came from."""
+class Source:
+    """What a path option names: a file, a folder, a glob or `hub:owner/name`."""
 
-    where: str
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used, where it stands, and why; `reason` is what rows are counted by."""
-
-    where: str
-    reason: str
-    detail: str = ""
+    given: str
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+        return self.given
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether it is a data set of the hub."""
+        return self.given.startswith(tables.HUB)
+
+
+AnySource = Source | Path | str
 
 
 @dataclass(frozen=True)
 class DataPaths:
     """Where each split is read from; None where there is none. `notes` are choices to say aloud."""
 
-    train: Path
-    val: Path | None
-    test: Path | None
-    text: Path | None
+    train: Path | Source
+    val: Path | Source | None
+    test: Path | Source | None
+    text: Path | Source | None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or a piece of one, that one process can read: picklable.
+
+    `kind` is "auto" until the file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first`
+    is the number of the first line or row. `split` picks one of a data set that has several.
+    """
+
+    name: str
+    kind: str = "auto"
+    split: str = "train"
+    text_wanted: bool = False
+    start: int = 0
+    end: int | None = None
+    first: int = 1
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.name).expanduser()
 
 
 def data_paths(data: DataConfig) -> DataPaths:
     """The files that a run reads, all of them there.
 
-    The default `val_path` and `test_path` belong to the default `train_path`: with a train file of one's own they
-    may be missing, which is said aloud.
+    The default `val_path` and `test_path` belong to the default `train_path`: with a train file of one's own, or
+    where `make process` had no rows for them, they may be missing, which is said aloud.
 
     Raises:
         DataError: naming every file that is missing.
     """
     defaults = DataConfig()
-    own_train = data.train_path != defaults.train_path
+    may_miss = data.train_path != defaults.train_path or _existing(data.train_path) is not None
     missing: list[str] = []
     notes: list[str] = []
     unwritten: list[str] = []
 
-    def find(key: str, value: str | None, default: str | None) -> Path | None:
+    def find(key: str, value: str | None, default: str | None) -> Path | Source | None:
         if value is None:
             return None
-        path = _existing(value)
-        if path is not None:
-            return path
-        if own_train and value == default:
+        found = _found(value)
+        if found is not None:
+            return found
+        if value == default and may_miss and key != "train_path":
             notes.append(f"data.{key}: there is no {value}; going on without it")
-            return None
-        if value == default:
+        elif value == default:
             unwritten.append(f"data.{key}={value}")
         else:
-            missing.append(f"data.{key}: {one_line(value)} does not exist{_hint(value)}")
+            missing.append(f"data.{key}: {_absent(value)}")
         return None
 
     train = find("train_path", data.train_path, defaults.train_path)
@@ -101,249 +131,358 @@ def data_paths(data: DataConfig) -> DataPaths:
     return DataPaths(train, val, test, text, tuple(notes))
 
 
+def find_source(value: str) -> Path | Source:
+    """What a path option names.
+
+    Raises:
+        DataError: nothing of that name is there; with what lies beside it.
+    """
+    found = _found(value)
+    if found is None:
+        raise DataError(f"{_absent(value)}; looked from {Path.cwd()}")
+    return found
+
+
+def _found(value: str) -> Path | Source | None:
+    if value.startswith(tables.HUB):
+        tables.hub_parts(value)
+        return Source(value)
+    path = _existing(value)
+    if path is not None:
+        return path
+    return Source(value) if glob.has_magic(value) and _glob(value) else None
+
+
 def _existing(value: str) -> Path | None:
     try:
         path = Path(value).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # a name too long for the file system; ~someone who does not exist
+    except (OSError, RuntimeError, ValueError):  # too long for the file system; ~someone who does not exist; a NUL
         return None
+
+
+def _glob(pattern: str) -> list[Path]:
+    try:
+        found = glob.glob(os.path.expanduser(pattern), recursive=True)  # noqa: PTH111, PTH207 - absolute patterns too
+    except (OSError, ValueError, re.error):
+        return []
+    return sorted(Path(item) for item in found)
+
+
+_HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _absent(value: str) -> str:
+    shown = one_line(value)
+    if glob.has_magic(value):
+        return f"no file fits {shown}"
+    first, _, last = value.partition("/")
+    is_data_name = Path(last.removesuffix(".gz")).suffix.lower() in DATA_SUFFIXES | TEXT_SUFFIXES
+    if _HUB_LIKE.fullmatch(value) and not is_data_name and _existing(first) is None:
+        return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
+    return f"{shown} does not exist{_hint(value)}"
 
 
 def _hint(value: str) -> str:
     parent = Path(value).parent
     try:
         names = sorted(one_line(item.name, limit=60) for item in parent.expanduser().iterdir())[:12]
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):
         names = []
     if not names and _existing(str(parent)) is not None:
         return ""
     return f"; {parent} holds {', '.join(names)}" if names else f"; the folder {one_line(str(parent))} does not exist"
 
 
-def read_rows(path: Path, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
-    """The rows of a file or folder, bad ones among them as `BadRow`.
+def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
+    """The rows of a file, folder, glob or data set of the hub, bad ones among them as `BadRow`.
 
-    `split` picks one of several in a folder saved by `datasets`. With `text_wanted`, files that are not JSON are
-    plain text: each one is a row `{"text": …}`.
+    `split` picks one of several in a folder saved by `datasets` or on the hub. With `text_wanted`, files that are
+    not JSON or tables are plain text: each one is a row `{"text": …}`.
 
     Raises:
         DataError: a whole file that cannot be read: not UTF-8, not JSON, empty.
     """
-    if path.is_dir():
-        yield from _read_folder(path, split, text_wanted)
-    elif _is_text(path, text_wanted):
-        yield RawRow(str(path), {"text": decode(_bytes(path), path)})
-    else:
-        yield from _read_json(path)
+    for part in data_files(source, split=split, text_wanted=text_wanted):
+        yield from read_part(part)
 
 
-def _is_text(path: Path, text_wanted: bool) -> bool:
-    name = path.name.removesuffix(".gz")
-    suffix = Path(name).suffix.lower()
-    if suffix in TEXT_SUFFIXES:
-        return True
-    return text_wanted and suffix not in JSON_SUFFIXES
+def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = False) -> list[Part]:
+    """The files of a source in their order (folders sorted), each as one part; nothing is opened.
+
+    Raises:
+        DataError: there are none.
+    """
+    given = str(source)
+    if given.startswith(tables.HUB):
+        tables.hub_parts(given)
+        return [Part(given, "hub", split)]
+    path = source if isinstance(source, Path) else _existing(given)
+    if path is not None:
+        return _files_at(path, split, text_wanted)
+    parts = [part for found in _glob(given) for part in _files_at(found, split, text_wanted, is_one_of=True)]
+    if not parts:
+        raise DataError(_absent(given) if not _glob(given) else f"what fits {one_line(given)} holds no data files")
+    return list(dict.fromkeys(parts))
 
 
-def _read_folder(path: Path, split: str, text_wanted: bool) -> Iterator[RawRow | BadRow]:
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        yield from _read_saved_dataset(path, split)
-        return
-    wanted = JSON_SUFFIXES | (TEXT_SUFFIXES if text_wanted else frozenset())
-    files = sorted(
-        item
-        for item in path.rglob("*")
-        if item.is_file() and Path(item.name.removesuffix(".gz")).suffix.lower() in wanted
-    )
-    if not files:
+def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
+    if not path.is_dir():
+        return [Part(str(path), "auto", split, text_wanted)]
+    wanted = DATA_SUFFIXES | (TEXT_SUFFIXES if text_wanted else frozenset())
+    found = [
+        Part(str(item), "saved" if item.is_dir() else "auto", split, text_wanted)
+        for item in walk(path)
+        if item.is_dir() or suffix_of(item) in wanted
+    ]
+    if not found and not is_one_of:
         raise DataError(f"{path} holds no data files; looked for {', '.join(sorted(wanted))} and a saved dataset")
-    for file in files:
-        yield from read_rows(file, split=split, text_wanted=text_wanted)
-
-
-def _read_saved_dataset(path: Path, split: str) -> Iterator[RawRow | BadRow]:
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # datasets and pyarrow raise many kinds for a folder that is damaged
-        raise DataError(f"{path} cannot be loaded by datasets.load_from_disk: {one_line(str(error))}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        names = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}[split]
-        found = next((name for name in names if name in loaded), None)
-        if found is None:
-            raise DataError(f"{path} has the splits {', '.join(map(str, loaded))}; none of them is {names[0]}")
-        loaded = loaded[found]
-    for index, row in enumerate(loaded):
-        yield RawRow(f"{path}:row {index + 1}", {key: value for key, value in row.items() if value is not None})
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        raw = path.read_bytes()
-        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-
-
-def decode(raw: bytes, path: Path) -> str:
-    """UTF-8 text without a byte order mark; raises DataError with the line, the byte and what to run."""
-    if raw[:4] == b"PAR1":
-        raise DataError(f"{path} is Parquet; rows are JSONL or JSON, or a folder saved by datasets (save_to_disk)")
-    if raw[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
-        raise DataError(f"{path} is UTF-32, not UTF-8. Convert it: iconv -f utf-32 -t utf-8 {path} > new.jsonl")
-    if raw[:2] in _UTF16_MARKS:
-        raise DataError(f"{path} is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8 {path} > new.jsonl")
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        raise DataError(
-            f"{path}:{line}: byte 0x{raw[error.start]:02X} at column {column} is not UTF-8; find its encoding "
-            "(latin1, gbk, …) and convert: iconv -f latin1 -t utf-8"
-        ) from None
-
-
-class _RefusedJson(ValueError):
-    """JSON that parses but would lose something."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _RefusedJson(f'the key "{one_line(key)}" stands twice in one object')
-        found[key] = value
     return found
 
 
-def _constant(name: str) -> Any:
-    raise _RefusedJson(f"{name} is not JSON")
+def walk(folder: Path) -> list[Path]:
+    """The files below a folder, sorted, without hidden ones; a folder saved by `datasets` is one item."""
+    if is_saved(folder):
+        return [folder]
+    found: list[Path] = []
+    seen: set[str] = set()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        here = Path(at)
+        real = os.path.realpath(at)
+        if real in seen or (here != folder and is_saved(here)):
+            folders[:] = []
+            found += [] if real in seen else [here]
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_DATA]
+        found += [here / name for name in names if not name.startswith(".") and name not in NOT_DATA]
+    return sorted(item for item in found if item.is_file() or is_saved(item))
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant)
+def is_saved(path: Path) -> bool:
+    """Whether a folder was saved by `datasets`."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    )
 
 
-def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
-    text = decode(_bytes(path), path)
-    start = len(text) - len(text.lstrip())
-    if start == len(text):
-        raise DataError(f"{path} has no rows: the file is {'empty' if not text else 'blank'}")
-    if text[start] == "[":
-        yield from _read_array(text, start, path)
-    elif text[start] == "{":
-        yield from _read_objects(text, path)
+def suffix_of(path: Path) -> str:
+    """What a file's name ends in, `.gz` left out, in lower case."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def read_part(part: Part) -> Iterator[RawRow | BadRow]:
+    """The rows of a part in their order.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    kind = part.kind if part.kind != "auto" else kind_of(part.path, text_wanted=part.text_wanted)
+    name, path = one_line(part.name, limit=4_000), part.path
+    if kind == "lines":
+        yield from json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
+    elif kind == "array":
+        yield from json_rows.read_array(path, name)
+    elif kind == "objects":
+        yield from json_rows.read_objects(path, name)
+    elif kind == "csv":
+        yield from tables.read_csv(path, name)
+    elif kind == "parquet":
+        yield from tables.read_parquet(path, name, start=part.start, end=part.end, first_row=part.first)
+    elif kind in ("arrow", "arrow stream"):
+        yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
+    elif kind == "saved":
+        yield from tables.read_saved(path, name, part.split)
+    elif kind == "hub":
+        yield from tables.read_hub(part.name, part.split)
     else:
-        shown = one_line(text[start : start + 40])
-        raise DataError(f'{path} is not JSON: it begins with "{shown}"; rows are JSON objects, one a line, or a list')
+        assert kind == "text", kind
+        yield RawRow(name, {"text": whole_text(path)})
 
 
-def _line_number(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
+def split_names(part: Part) -> list[str]:
+    """The names of the splits that a part's data set has; none for plain files."""
+    if part.kind == "saved":
+        return tables.saved_splits(part.path)
+    return tables.hub_splits(part.name) if part.kind == "hub" else []
 
 
-def _read_array(text: str, start: int, path: Path) -> Iterator[RawRow | BadRow]:
-    """Rows of a JSON list; each knows the line on which it begins."""
-    position, line, last = _skip(text, start + 1), _line_number(text, start + 1), start + 1
-    if position < len(text) and text[position] == "]":
-        raise DataError(f"{path} has no rows: the list is empty")
-    while True:
-        line, last = line + text.count("\n", last, position), position
-        if position < len(text) and text[position] == "]":
-            raise DataError(f"{path}:{line}: remove the comma before `]`")
-        value, position = _decode_at(text, position, lambda error: _syntax(text, path, error))
-        yield _as_row(value, f"{path}:{line}")
-        position = _skip(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip(text, position + 1)
-        elif position < len(text) and text[position] == "]":
-            break
-        else:
-            found = f"`{one_line(text[position])}`" if position < len(text) else "the end of the file"
-            raise DataError(f"{path}:{_line_number(text, position)}: expected `,` or `]` after a row, found {found}")
-    rest = _skip(text, position + 1)
-    if rest < len(text):
-        raise DataError(f"{path}:{_line_number(text, rest)}: text after the end of the list")
+def file_parts(source: AnySource, *, split: str, text_wanted: bool = False, part_bytes: int = PART_BYTES) -> list[Part]:
+    """Parts of a source that can be read by different processes; their rows in order are those of `read_rows`.
+
+    Files of lines are split at line ends into about `part_bytes`, Parquet by row groups, others not at all.
+
+    Raises:
+        DataError: a file that is empty, missing or of no known kind.
+    """
+    return [
+        piece
+        for part in data_files(source, split=split, text_wanted=text_wanted)
+        for piece in split_part(part, part_bytes=part_bytes)
+    ]
 
 
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+def split_part(part: Part, *, part_bytes: int = PART_BYTES) -> list[Part]:
+    """A file's part as smaller ones."""
+    if part.kind != "auto":
+        return [part]
+    path = part.path
+    kind = kind_of(path, text_wanted=part.text_wanted)
+    whole = dataclasses.replace(part, kind=kind)
+    if kind == "parquet":
+        return _row_groups(whole)
+    if kind == "lines" and not is_gzipped(path) and path.stat().st_size > part_bytes:
+        return _line_ranges(whole, part_bytes)
+    return [whole]
 
 
-def _decode_at(text: str, position: int, fail: Callable[[ValueError], DataError]) -> tuple[Any, int]:
-    try:
-        return _DECODER.raw_decode(text, position)
-    except (ValueError, RecursionError) as error:
-        raise fail(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
+def _row_groups(part: Part) -> list[Part]:
+    made, first = [], 1
+    for index, rows in enumerate(tables.parquet_groups(part.path)):
+        made.append(dataclasses.replace(part, start=index, end=index + 1, first=first))
+        first += rows
+    return made or [part]
 
 
-def _syntax(text: str, path: Path, error: ValueError) -> DataError:
-    if isinstance(error, json.JSONDecodeError):
-        line = text.split("\n")[error.lineno - 1]
-        return DataError(f"{path}:{error.lineno}: not valid JSON: {_why(error)}. Line: {one_line(line, limit=60)}")
-    return DataError(f"{path}: {error}")
+def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
+    """Ranges that begin at line beginnings, from one scan that counts line ends."""
+    made: list[Part] = []
+    start, first, line, at = 0, 1, 1, 0
+    for block in blocks(part.path):
+        done = 0
+        while at + len(block) - start > part_bytes:
+            cut = block.find(b"\n", max(done, start + part_bytes - at)) + 1
+            if cut == 0:
+                break
+            line += block.count(b"\n", done, cut)
+            made.append(dataclasses.replace(part, start=start, end=at + cut, first=first))
+            start, first, done = at + cut, line, cut
+        line += block.count(b"\n", done)
+        at += len(block)
+    if start < at:
+        made.append(dataclasses.replace(part, start=start, end=at, first=first))
+    return made
 
 
-def _why(error: json.JSONDecodeError) -> str:
-    if "Unterminated string" in error.msg:
-        return f"the string that starts at column {error.colno} is not closed"
-    return f"{error.msg} at column {error.colno}"
+_MARKS = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow stream",
+}
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive or an Office file: unpack it, or save the sheet as CSV (UTF-8)",
+    b"BZh": "packed by bzip2: bunzip2",
+    b"\xfd7zXZ": "packed by xz: unxz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: unzstd",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"FEA1": "Feather 1, which nothing reads any more: write it with pyarrow.feather.write_feather(version=2)",
+    b"%PDF": "a PDF document: make dapt-docx turns documents into text",
+    b"SQLite format 3": "an SQLite database: write the table as CSV or JSONL",
+    b"\x89HDF": "HDF5: write it as Parquet (pandas: to_parquet)",
+    b"\x80\x04\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"\x80\x05\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: git lfs pull",
+    GZIP_MARK: "gzipped twice: gunzip it once",
+}
 
 
-def _read_objects(text: str, path: Path) -> Iterator[RawRow | BadRow]:
-    """One object per line; where the first line is not one by itself, objects printed over several lines."""
-    lines = text.split("\n")
-    first = next(line for line in lines if line.strip())
-    try:
-        _DECODER.decode(first.strip())
-    except _RefusedJson:
-        pass
-    except (ValueError, RecursionError):
-        if _is_spread_out(text):
-            yield from _read_spread_out(text, path)
+def kind_of(path: Path, *, text_wanted: bool = False) -> str:
+    """What a file is, from its content: lines, array, objects, csv, parquet, arrow, arrow stream or text.
+
+    Its name decides only between kinds that its content could be.
+
+    Raises:
+        DataError: it is empty, not UTF-8 or UTF-16, or of no kind that can be read.
+    """
+    start = head(path)
+    known = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
+    if known is not None:
+        if is_gzipped(path):
+            raise DataError(f"{path} is gzipped {known.title()}, which is read from its end: gunzip it")
+        return known
+    foreign = next((advice for mark, advice in _FOREIGN.items() if start.startswith(mark)), None)
+    if foreign is not None:
+        raise DataError(f"{path} is {foreign}")
+    wide = wide_encoding(path, start)
+    if wide is not None:
+        raise wide
+    text = start.removeprefix(BOM).decode("utf-8", "ignore")
+    if not text.strip():
+        _refuse_blank(path)
+    return _text_kind(path, text.lstrip(), text_wanted)
+
+
+def _refuse_blank(path: Path) -> None:
+    size = 0
+    for block in blocks(path):
+        size += len(block)
+        if block.removeprefix(BOM).strip():
             return
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _read_line(line, f"{path}:{number}")
+    raise DataError(f"{path} has no rows: the file is {'blank' if size else 'empty'}")
 
 
-def _read_line(line: str, where: str) -> RawRow | BadRow:
+def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
+    suffix = suffix_of(path)
+    may_be_text = suffix in TEXT_SUFFIXES or (text_wanted and suffix not in DATA_SUFFIXES)
+    if not start:
+        return "text" if may_be_text else "lines"
+    if may_be_text:
+        return _json_kind(path, start) if _is_json_for_sure(start, text_wanted) else "text"
+    if start[0] in "[{":
+        return _json_kind(path, start)
+    if suffix in TABLE_SUFFIXES or tables.looks_like_table(start):
+        return "csv"
+    raise DataError(f'{path} is not JSON: it begins with "{one_line(start[:40])}"; {_what_it_may_be(start)}')
+
+
+def _json_kind(path: Path, start: str) -> str:
+    if start[0] == "[":
+        return "array"
+    first, ended, _ = start.partition("\n")
+    if ended and _is_object(first):
+        return "lines"
+    return "objects" if json_rows.is_spread_out(path) else "lines"
+
+
+def _is_object(line: str) -> bool:
     try:
-        return _as_row(_DECODER.decode(line.strip()), where)
-    except json.JSONDecodeError as error:
-        return BadRow(where, "not valid JSON", f"{_why(error)}. Line: {one_line(line, limit=60)}")
-    except _RefusedJson as error:
-        return BadRow(where, str(error))
-    except RecursionError:
-        return BadRow(where, "nested too deeply")
-    except ValueError:  # Python reads no whole number of more than 4,300 digits
-        return BadRow(where, "a number has too many digits")
-
-
-def _is_spread_out(text: str) -> bool:
-    """Whether the text begins with an object that spans lines."""
-    try:
-        _, end = json.JSONDecoder().raw_decode(text, _skip(text, 0))
+        return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-    return "\n" in text[:end].strip()
 
 
-def _read_spread_out(text: str, path: Path) -> Iterator[RawRow | BadRow]:
-    position = _skip(text, 0)
-    while position < len(text):
-        where = f"{path}:{_line_number(text, position)}"
-        value, position = _decode_at(text, position, lambda error: _syntax(text, path, error))
-        yield _as_row(value, where)
-        position = _skip(text, position)
+def _is_json_for_sure(start: str, text_wanted: bool) -> bool:
+    """Whether a file with a name of plain text holds rows: objects; where text is wanted, with a text."""
+    first = start.partition("\n")[0]
+    if text_wanted:
+        return _is_object(first) and '"text"' in first
+    return _is_object(first) or re.match(r"\[\s*\{\s*\"", start) is not None
 
 
-def _as_row(value: Any, where: str) -> RawRow | BadRow:
-    if not isinstance(value, dict):
-        return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
-    if _LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        return BadRow(where, "half of a surrogate pair (a broken emoji) in the text")
-    return RawRow(where, value)
+def _what_it_may_be(start: str) -> str:
+    if re.match(r"<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
+        return "a web page saved in place of the file? Fetch the file itself"
+    if start[0] in "'(":
+        return "written by Python's print or str()? Write it with json.dumps"
+    return "rows are JSON objects, one a line, or a list; or a table with a header line (.csv)"
+
+
+def source_digest(source: AnySource) -> str:
+    """Digest of a source's files, their names and contents; of its name where it is on the hub."""
+    found = hashlib.sha256()
+    path = source if isinstance(source, Path) else _existing(str(source))
+    if path is not None and path.is_file():
+        files = [path]
+    elif path is not None:
+        files = sorted(item for item in path.rglob("*") if item.is_file())
+    else:
+        files = [] if str(source).startswith(tables.HUB) else [item for item in _glob(str(source)) if item.is_file()]
+    if path is None and not files:
+        found.update(str(source).encode())
+    for file in files:
+        if path is None or path.is_dir():
+            found.update(str(file.relative_to(path) if path is not None else file).encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()

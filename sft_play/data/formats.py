@@ -1,51 +1,64 @@
-"""What a row is, from its keys: messages, ShareGPT, alpaca, prompt/completion, question/answer, text.
+"""What a row is, from its keys: a list of turns, a question and an answer, or text.
 
 Every format becomes the same two things: a `Chat` of checked messages, or a `Text`. Roles are mapped from the
-names that data sets use; an unknown one is a bad row, never dropped.
+names that data sets use; an unknown one is a bad row, never dropped. What can be used but looks odd is a note on the
+example, to be counted and said.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import BadRow, RawRow
+from sft_play.data.messages import (
+    Message,
+    Unusable,
+    content_text,
+    is_encoded_twice,
+    kind,
+    merge_turns,
+    pair_of_texts,
+    shown,
+    tools_of,
+    turns_of,
+    unpacked,
+)
+from sft_play.data.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
-Message = dict[str, Any]
+EMPTY_ANSWER = "the answer is empty"
+EMPTY_TEXT = "text is empty"
+ENDS_WITH_USER = "ends with a user turn, nothing to learn from it"
+NOTHING_TRAINED = "every assistant turn has train: false, nothing to learn"
 
-ROLES: dict[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "ipython": "tool",
-}
-"""What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result."""
+NOTE_EMPTY = "an answer is empty or white space (data.drop_empty=true leaves such rows out)"
+NOTE_CONTROL = "control characters (such as NUL or ESC) stand in the text"
+NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive=true joins them)"
+NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
+NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
+NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
+NOTE_USER_TRAINED = "a turn that is not the assistant's asks to be trained, and is not"
+
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a template takes it: messages with role, content and tool calls, and the tools there are."""
+    """A conversation as a template takes it: messages with role, content and tool calls, and the tools there are.
+
+    A message has `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities.
+    """
 
     where: str
     messages: tuple[Message, ...]
     tools: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,23 +67,10 @@ class Text:
 
     where: str
     text: str
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 Example = Chat | Text
-
-
-class _Unusable(ValueError):
-    """A row that cannot be used; the first argument is the reason rows are counted by, the second the detail."""
-
-    @property
-    def reason(self) -> str:
-        """What rows are counted by."""
-        return str(self.args[0])
-
-    @property
-    def detail(self) -> str:
-        """Where in the row, and what was found."""
-        return str(self.args[1]) if len(self.args) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -82,172 +82,15 @@ class Format:
     build: Callable[[RawRow], Example]
     may_have: frozenset[str] = field(default_factory=frozenset)
 
-
-def _chat(row: RawRow, messages: list[Message], tools: Any = None) -> Chat:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _Unusable("no assistant turn, so nothing to learn")
-    return Chat(row.where, tuple(messages), _tools(tools))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _format_named, (self.name,)
 
 
-def _tools(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _Unusable("tools is a string that is not JSON", str(error)) from None
-    if value in (None, "", [], {}):
-        return ()
-    if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
-        return tuple(value)
-    raise _Unusable("tools is not a list of objects", one_line(json.dumps(value), limit=60))
+def _format_named(name: str) -> Format:
+    return next(shape for shape in FORMATS if shape.name == name)
 
 
-def _from_messages(row: RawRow) -> Chat:
-    value = row.data["messages"]
-    if not isinstance(value, list) or not value:
-        raise _Unusable("messages is empty" if value == [] else f"messages is {_kind(value)}, expected a list")
-    messages = [_message(item, index, "role", "content") for index, item in enumerate(value)]
-    return _chat(row, messages, row.data.get("tools"))
-
-
-def _from_sharegpt(row: RawRow) -> Chat:
-    value = row.data["conversations"]
-    if not isinstance(value, list) or not value:
-        raise _Unusable("conversations is empty" if value == [] else f"conversations is {_kind(value)}")
-    first = value[0] if isinstance(value[0], dict) else {}
-    role, content = ("from", "value") if "from" in first else ("role", "content")
-    messages = [_message(item, index, role, content) for index, item in enumerate(value)]
-    system = row.data.get("system")
-    if isinstance(system, str) and system.strip():
-        messages.insert(0, {"role": "system", "content": system})
-    return _chat(row, messages, row.data.get("tools"))
-
-
-def _message(item: Any, index: int, role_key: str, content_key: str) -> Message:
-    where = f"messages[{index}]"
-    if not isinstance(item, dict):
-        raise _Unusable("a message is not an object", f"{where} is {_kind(item)}")
-    given = item.get(role_key)
-    role = _role(given, where)
-    if given == "function_call":
-        return {"role": role, "content": "", "tool_calls": _calls_in_text(item.get(content_key), where)}
-    message: Message = {"role": role}
-    calls = item.get("tool_calls") or _calls_in_parts(item.get(content_key), where)
-    if calls:
-        message["tool_calls"] = _tool_calls(calls, where)
-    message["content"] = _content(item.get(content_key), where, may_be_none=bool(calls))
-    reasoning = item.get("reasoning_content") or _reasoning(item.get(content_key))
-    if isinstance(reasoning, str) and reasoning:
-        message["reasoning_content"] = reasoning
-    for key in ("name", "tool_call_id"):
-        if isinstance(item.get(key), str):
-            message[key] = item[key]
-    return message
-
-
-def _role(given: Any, where: str) -> str:
-    if isinstance(given, str) and given.lower() in ROLES:
-        return ROLES[given.lower()]
-    if not isinstance(given, str):
-        raise _Unusable("a message has no role", f"{where}: {one_line(json.dumps(given))}")
-    near = difflib.get_close_matches(given.lower(), ROLES, n=1, cutoff=0.7)
-    hint = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(ROLES)}"
-    raise _Unusable(f'unknown role "{one_line(given, limit=40)}"', f"{where}{hint}")
-
-
-def _content(value: Any, where: str, *, may_be_none: bool) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None and may_be_none:
-        return ""
-    if isinstance(value, list):
-        return _join_parts(value, where)
-    raise _Unusable("content is not text", f"{where}.content is {_kind(value)}, expected a string")
-
-
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-_REASONING_PARTS = frozenset({"reasoning", "thinking"})
-_CALL_PARTS = frozenset({"tool_call", "function_call"})
-_SKIPPED_PARTS = _REASONING_PARTS | _CALL_PARTS
-"""Parts that are no part of the text: they become `reasoning_content` and `tool_calls`."""
-
-
-def _join_parts(parts: list[Any], where: str) -> str:
-    texts = []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("value")) if isinstance(part, dict) else part
-        if kind in _SKIPPED_PARTS:
-            continue
-        if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
-            raise _Unusable("a content part is not text", f"{where}.content has a part of type {one_line(str(kind))}")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _reasoning(value: Any) -> str:
-    if not isinstance(value, list):
-        return ""
-    parts = [part for part in value if isinstance(part, dict) and part.get("type") in _REASONING_PARTS]
-    return "".join(str(part.get("text", part.get("value", part.get("thinking", "")))) for part in parts)
-
-
-def _calls_in_parts(value: Any, where: str) -> list[Any]:
-    parts = value if isinstance(value, list) else []
-    found = [part for part in parts if isinstance(part, dict) and part.get("type") in _CALL_PARTS]
-    return [call for part in found for call in _calls_in_text(part.get("value", part.get("text")), where)]
-
-
-def _tool_calls(calls: Any, where: str) -> list[Any]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _Unusable("tool_calls is not a list of objects", where)
-    return [_tool_call(call, where) for call in calls]
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _Unusable("a tool call has no function name", where)
-    arguments = _arguments(function.get("arguments"), where)
-    made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
-
-
-def _arguments(value: Any, where: str) -> dict[str, Any]:
-    """Arguments as an object, however often they were encoded as a string."""
-    for _ in range(3):
-        if not isinstance(value, str):
-            break
-        try:
-            value = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError):
-            raise _Unusable("tool call arguments are a string that is not JSON", where) from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _Unusable("tool call arguments are not an object", f"{where}: {_kind(value)}")
-    return value
-
-
-def _calls_in_text(value: Any, where: str) -> list[Any]:
-    try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise _Unusable("function_call is not JSON", where) from None
-    return _tool_calls(parsed if isinstance(parsed, list) else [parsed], where)
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+# Values
 
 
 def _words(row: RawRow, key: str, *, needed: bool = True) -> str:
@@ -255,89 +98,238 @@ def _words(row: RawRow, key: str, *, needed: bool = True) -> str:
     if value is None and not needed:
         return ""
     if not isinstance(value, str):
-        raise _Unusable(f"{key} is not text", f"it is {_kind(value)}")
+        raise Unusable(f"{key} is not text", f"it is {kind(value)}")
     return value
 
 
-def _from_alpaca(row: RawRow) -> Chat:
-    question, extra = _words(row, "instruction"), _words(row, "input", needed=False)
-    messages: list[Message] = []
-    if _words(row, "system", needed=False):
-        messages.append({"role": "system", "content": row.data["system"]})
-    history = row.data.get("history") or []
-    if not isinstance(history, list):
-        raise _Unusable("history is not a list of [question, answer]")
-    for turn in history:
-        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
-            raise _Unusable("history is not a list of [question, answer]")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    content = f"{question}\n{extra}" if extra.strip() else question
-    messages += [{"role": "user", "content": content}, {"role": "assistant", "content": _words(row, "output")}]
-    return _chat(row, messages)
+# Turns
 
 
-def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "systemInstruction", "system_instruction")
+TOOL_KEYS = ("tools", "functions")
+_MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+
+_BESIDE = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, *_MEDIA_KEYS})
+
+
+def _chat(row: RawRow, messages: list[Message]) -> Chat:
+    """The chat of a row: its system prompt and tools added, its turns checked as a whole."""
+    if _BESIDE.isdisjoint(row.data):
+        _check_turns(messages)
+        return Chat(row.where, tuple(messages))
+    for key in _MEDIA_KEYS:
+        if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
+            raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
+    messages = [*_system(row, messages), *messages]
+    _check_turns(messages)
+    tools = next((row.data[key] for key in TOOL_KEYS if row.data.get(key) is not None), None)
+    return Chat(row.where, tuple(messages), tools_of(tools))
+
+
+def _system(row: RawRow, messages: list[Message]) -> list[Message]:
+    """The row's own system prompt as a message; none where the first message says the same."""
+    key = next((key for key in SYSTEM_KEYS if row.data.get(key) not in (None, "", [], {})), None)
+    if key is None:
+        return []
+    given = row.data[key]
+    text = content_text(given.get("parts", given) if isinstance(given, dict) else given, key)
+    if not text.strip():
+        return []
+    first = messages[0] if messages else {}
+    if first.get("role") == "system":
+        if first["content"] == text:
+            return []
+        raise Unusable("two system prompts", f"one in {key}, another in the first message")
+    return [{"role": "system", "content": text}]
+
+
+def _check_turns(messages: list[Message]) -> None:
+    if not messages:
+        raise Unusable("no turns")
+    if messages[-1]["role"] == "user":
+        raise Unusable(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise Unusable("no assistant turn, so nothing to learn", f"the roles are {_roles(messages)}")
+    if all(message.get("train") is False for message in answers):
+        raise Unusable(NOTHING_TRAINED)
+
+
+def _roles(messages: Iterable[Message]) -> str:
+    return ", ".join(dict.fromkeys(message["role"] for message in messages))
+
+
+def _from_turns(key: str) -> Callable[[RawRow], Chat]:
     def build(row: RawRow) -> Chat:
-        prompt, completion = row.data.get(question), row.data.get(answer)
-        if isinstance(prompt, list) or isinstance(completion, list):
-            turns = [*_as_list(prompt, "user"), *_as_list(completion, "assistant")]
-            return _chat(row, [_message(item, index, "role", "content") for index, item in enumerate(turns)])
-        messages = [
-            {"role": "user", "content": _words(row, question)},
-            {"role": "assistant", "content": _words(row, answer)},
-        ]
-        if _words(row, "system", needed=False):
-            messages.insert(0, {"role": "system", "content": row.data["system"]})
-        return _chat(row, messages)
+        return _chat(row, turns_of(row.data[key], key))
 
     return build
 
 
-def _as_list(value: Any, role: str) -> list[Any]:
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
+# A question and its answer
 
 
-def _from_text(row: RawRow) -> Text:
-    text = _words(row, "text")
-    if not text.strip():
-        raise _Unusable("text is empty")
-    return Text(row.where, text)
+def _from_alpaca(row: RawRow) -> Chat:
+    return _chat(row, _question_and_answer(row, "instruction", "output"))
 
+
+_EXTRAS = ("input", "context")
+"""What an instruction is about, in a column of its own."""
+
+
+def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Message]:
+    asked, reply = _words(row, question), _words(row, answer)
+    for key in _EXTRAS if question == "instruction" else ():
+        extra = _words(row, key, needed=False)
+        asked = f"{asked}\n{extra}" if extra.strip() else asked
+    return [*_history(row), {"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
+
+
+def _history(row: RawRow) -> list[Message]:
+    history = unpacked(row.data.get("history"), "[")
+    if history in (None, "", []):
+        return []
+    if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
+        raise Unusable("history is not a list of [question, answer]", shown(history))
+    return [message for turn in history for message in pair_of_texts(turn, "history")]
+
+
+def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
+    def build(row: RawRow) -> Chat:
+        prompt, reply = unpacked(row.data.get(question), "["), unpacked(row.data.get(answer), "[")
+        if row.data.get("label") is False:
+            raise Unusable("label is false: an answer that is not wanted", "rows of preferences are no examples")
+        if _is_turns(prompt) or _is_turns(reply):
+            return _chat(row, _turns_of_pair(prompt, reply, question, answer))
+        return _chat(row, _question_and_answer(row, question, answer))
+
+    return build
+
+
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
+    """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
+    answers = turns_of(reply, answer) if _is_turns(reply) else [{"role": "assistant", "content": reply}]
+    if any(message["role"] == "user" for message in answers):
+        return answers
+    asked = turns_of(prompt, question) if _is_turns(prompt) else [{"role": "user", "content": prompt}]
+    for name, turns in ((question, asked), (answer, answers)):
+        if not isinstance(turns[0]["content"], str):
+            raise Unusable(f"{name} is not text", f"it is {kind(turns[0]['content'])}")
+    return [*asked, *answers]
+
+
+def _from_chosen(row: RawRow) -> Chat:
+    if not _is_turns(unpacked(row.data["chosen"], "[")):
+        raise Unusable("chosen is not a list of turns", "beside a text it needs a prompt column")
+    return _chat(row, turns_of(row.data["chosen"], "chosen"))
+
+
+def _from_text(key: str) -> Callable[[RawRow], Text]:
+    def build(row: RawRow) -> Text:
+        if "role" in row.data:
+            raise Unusable("a row is one message, not a conversation", "the turns of a chat belong in one list")
+        text = _words(row, key)
+        if not text.strip():
+            raise Unusable(EMPTY_TEXT)
+        return Text(row.where, text)
+
+    return build
+
+
+_BESIDE_TURNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS})
+_BESIDE_PAIRS = _BESIDE_TURNS | {"history"}
+TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
+PAIR_COLUMNS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    *(("instruction", answer) for answer in ("response", "completion", "answer")),
+    *(("query", answer) for answer in ("response", "answer", "output")),
+    *(("question", answer) for answer in ("response", "output", "completion")),
+    *(("prompt", answer) for answer in ("output", "answer", "chosen", "reply", "target")),
+    *(("input", answer) for answer in ("output", "response", "target", "completion", "answer")),
+    ("problem", "solution"),
+    ("problem", "answer"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("human", "bot"),
+    ("inputs", "targets"),
+)
+TEXT_COLUMNS = ("text", "content", "document")
 
 FORMATS: tuple[Format, ...] = (
-    Format("messages", ("messages",), _from_messages, frozenset({"tools"})),
-    Format("sharegpt", ("conversations",), _from_sharegpt, frozenset({"tools", "system"})),
-    Format("alpaca", ("instruction", "output"), _from_alpaca, frozenset({"input", "history", "system"})),
-    Format("prompt/completion", ("prompt", "completion"), _pair("prompt", "completion"), frozenset({"system"})),
-    Format("prompt/response", ("prompt", "response"), _pair("prompt", "response"), frozenset({"system"})),
-    Format("question/answer", ("question", "answer"), _pair("question", "answer"), frozenset({"system"})),
-    Format("text", ("text",), _from_text),
+    *(
+        Format({"conversations": "sharegpt"}.get(key, key), (key,), _from_turns(key), _BESIDE_TURNS)
+        for key in TURN_COLUMNS
+    ),
+    Format("alpaca", ("instruction", "output"), _from_alpaca, _BESIDE_PAIRS | {*_EXTRAS}),
+    *(
+        Format(
+            f"{question}/{answer}",
+            (question, answer),
+            _pair(question, answer),
+            _BESIDE_PAIRS | ({*_EXTRAS} if question == "instruction" else set()),
+        )
+        for question, answer in PAIR_COLUMNS
+    ),
+    Format("chosen", ("chosen",), _from_chosen, _BESIDE_TURNS),
+    *(Format(key, (key,), _from_text(key)) for key in TEXT_COLUMNS),
 )
 """In the order in which they are tried: the first whose needed keys are all there."""
 
 KNOWN_COLUMNS = frozenset(key for shape in FORMATS for key in (*shape.needs, *shape.may_have))
+LEADING_COLUMNS = ("messages", "conversations", "prompt", "completion", "question", "answer", "text")
+"""Those that messages name; the others are listed in docs/data.md."""
 
 
-def recognise(keys: Collection[str]) -> Format | None:
-    """The format of a row with these keys, or None."""
-    return next((shape for shape in FORMATS if all(key in keys for key in shape.needs)), None)
+def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -> Format | None:
+    """The format of a row with these keys, or None.
+
+    A format whose needed keys the user mapped (`data.columns`) goes before all others.
+    """
+    mapped = columns or {}
+    fitting = formats_of(keys)
+    return next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
+
+
+def formats_of(keys: Collection[str]) -> list[Format]:
+    """Every format that a row with these keys could be, the one that is taken first."""
+    return [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
 
 
 def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     """The row with the user's column names replaced by the known ones."""
-    if not columns:
+    if not columns or is_processed(row.data):
         return row
     mine = {theirs: known for known, theirs in columns.items()}
     kept = {key: value for key, value in row.data.items() if key not in columns or key in mine}
-    return RawRow(row.where, {mine.get(key, key): value for key, value in kept.items()})
+    return replace(row, data={mine.get(key, key): value for key, value in kept.items()})
+
+
+_PROCESSED = frozenset({"messages", "tools", "text", "source", "id"})
+
+
+def is_processed(keys: Collection[str]) -> bool:
+    """Whether a row with these keys is one that `make process` wrote."""
+    return "source" in keys and "id" in keys and ("messages" in keys or "text" in keys) and _PROCESSED.issuperset(keys)
 
 
 def check_mapping(row: RawRow, columns: Mapping[str, str]) -> None:
-    """Raises DataError when `data.columns` names a column of the user's that the first row does not have."""
+    """Raises DataError when `data.columns` names a column of the user's that the first row does not have.
+
+    Rows that `make process` wrote had theirs mapped before.
+    """
+    if is_processed(row.data):
+        return
     absent = [theirs for theirs in columns.values() if theirs not in row.data]
     if absent:
-        there = ", ".join(one_line(str(key), limit=40) for key in row.data) or "none"
-        raise DataError(f"{row.where}: data.columns names {one_line(absent[0])}, and the columns there are: {there}")
+        raise DataError(
+            f"{row.where}: data.columns names {one_line(absent[0])}, and the columns there are: {_columns(row)}"
+        )
 
 
 def check_columns(data: DataConfig) -> None:
@@ -355,23 +347,132 @@ def check_columns(data: DataConfig) -> None:
             )
 
 
-def to_example(row: RawRow, shape: Format) -> Example | BadRow:
-    """The row as an example of this format, or why it cannot be one."""
+def _columns(row: RawRow) -> str:
+    names = [one_line(str(key), limit=40) for key in row.data]
+    return ", ".join([*names[:30], *(["…"] if len(names) > 30 else [])]) or "none"
+
+
+# Rows
+
+
+def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Example | BadRow:
+    """The row as an example of this format, or why it cannot be one.
+
+    `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
+    such a row comes back as a BadRow with `is_asked`.
+    """
     missing = [key for key in shape.needs if key not in row.data]
     if missing:
-        there = ", ".join(map(str, row.data)) or "none"
-        return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; keys there: {one_line(there)}")
+        keys = one_line(", ".join(map(str, row.data)) or "none")
+        return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; keys there: {keys}")
     try:
-        return shape.build(row)
-    except _Unusable as error:
-        return BadRow(row.where, error.reason, error.detail)
+        example = shape.build(row)
+    except Unusable as error:
+        asked = error.reason == EMPTY_TEXT and data is not None and data.drop_empty
+        return BadRow(row.where, error.reason, error.detail, is_asked=asked)
+    except RecursionError:
+        return BadRow(row.where, "nested too deeply")
+    if isinstance(example, Text):
+        return example if row.is_clean or not _CONTROL.search(example.text) else replace(example, notes=(NOTE_CONTROL,))
+    return _finish(example, row, data)
+
+
+def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
+    """The chat with its turns merged where asked and its oddities noted, or left out where asked."""
+    messages = chat.messages
+    notes: list[str] = []
+    if data is not None and data.merge_consecutive:
+        messages = merge_turns(messages)
+    previous = spoken = ""
+    has_calls = False
+    for message in messages:
+        role = message["role"]
+        if role != "system":
+            spoken = spoken or role
+        if role == previous and role != "tool":
+            notes.append(NOTE_TWO_IN_A_ROW)
+        previous = role
+        if role == "assistant":
+            has_calls = has_calls or "tool_calls" in message
+            if not message["content"].strip() and _is_empty(message):
+                notes.append(NOTE_EMPTY)
+        elif message.pop("_asked", False):
+            notes.append(NOTE_USER_TRAINED)
+    if NOTE_EMPTY in notes and data is not None and data.drop_empty:
+        return BadRow(row.where, EMPTY_ANSWER, is_asked=True)
+    if spoken == "assistant":
+        notes.append(NOTE_STARTS_WITH_ASSISTANT)
+    if previous == "tool":
+        notes.append(NOTE_ENDS_WITH_TOOL)
+    if not row.is_clean and any(map(_has_control, messages)):
+        notes.append(NOTE_CONTROL)
+    if has_calls and is_encoded_twice(row.data):
+        notes.append(NOTE_ENCODED_TWICE)
+    return Chat(chat.where, messages, chat.tools, tuple(dict.fromkeys(notes)) if notes else ())
+
+
+def _is_empty(message: Message) -> bool:
+    """Whether a turn without text has nothing else to train either, and is to be trained."""
+    return not message.get("tool_calls") and "reasoning_content" not in message and message.get("train", True)
+
+
+def _has_control(message: Message) -> bool:
+    return any(isinstance(value, str) and _CONTROL.search(value) for value in message.values())
+
+
+FIRST_ROWS = 20
+"""A file's format is that of the first of so many rows that has one."""
+
+
+def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], Format | None]:
+    """The rows that had to be read to know a file's format, and that format; None where all rows are bad.
+
+    Raises:
+        DataError: none of the first rows has a known format, or `data.columns` names a column that is not there.
+    """
+    read: list[RawRow | BadRow] = []
+    unknown: RawRow | None = None
+    seen = 0
+    for raw in rows:
+        read.append(raw)
+        if isinstance(raw, BadRow):
+            continue
+        if not seen:
+            check_mapping(raw, data.columns)
+        row = rename_columns(raw, data.columns)
+        shape = recognise(row.data, data.columns)
+        if shape is not None:
+            return read, shape
+        unknown, seen = unknown or row, seen + 1
+        if seen == FIRST_ROWS:
+            break
+    if unknown is not None:
+        raise unknown_format(unknown)
+    return read, None
+
+
+def unused_columns(keys: Iterable[str], shape: Format) -> list[str]:
+    """Columns of a row that the format makes nothing of."""
+    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS, "label"}
+    return [key for key in keys if key not in used]
 
 
 def unknown_format(row: RawRow) -> DataError:
     """The error for rows whose keys no format has."""
-    known = "; ".join(" + ".join(shape.needs) for shape in FORMATS)
-    there = ", ".join(one_line(str(key), limit=40) for key in row.data) or "none"
+    leading = [
+        shape for shape in FORMATS if all(key in (*LEADING_COLUMNS, "instruction", "output") for key in shape.needs)
+    ]
+    known = "; ".join(" + ".join(shape.needs) for shape in leading)
     return DataError(
-        f"{row.where}: columns found: {there}. Expected one of: {known}. Map yours, such as "
-        "data.columns={prompt: question_text, completion: reply}"
+        f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others). Map "
+        f"yours, such as data.columns={{prompt: question_text, completion: reply}}{_wrapped(row)}"
     )
+
+
+def _wrapped(row: RawRow) -> str:
+    """What to say of a file that is one object around its rows."""
+    for key, value in row.data.items():
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(item, dict) for item in value[:20]):
+            shown = one_line(str(key), limit=40)
+            return f". Are the rows those below {shown}? Take them out: jq -c '.[\"{shown}\"][]' FILE > rows.jsonl"
+    return ""

@@ -1,55 +1,72 @@
 """Chats → tokens with a loss mask, through the tokenizer's own chat template.
 
-How trained spans are found: an assistant turn starts where the rendered prefix before it, with the generation
-prompt, ends; it ends after the turn's end marker, which is learned from the template with a sentinel. Both are
-checked on every row: the prefix must really be one, the turn's text must stand inside the span, and at least one
-token must be trained. What cannot be found exactly is a bad row with its reason, never a guess.
+`turns.py` finds and verifies where the turns stand in the rendered text; here the trained ones become labels. What
+cannot be found exactly is a bad row with its reason, never a guess, unless the run YAML says so.
 
 Shape letters: T tokens of one row.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
 
+from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
-from sft_play.data.formats import Chat, Example, Message, Text
+from sft_play.data.formats import Chat, Example, Text
+from sft_play.data.template import ChatTemplate, Message, RenderError, Span
+from sft_play.data.turns import Found, Inexact, Turns
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
 IGNORED = -100
 """The label of a token that is not trained (torch's and transformers' convention)."""
 
-LossOn = Literal["assistant", "completion", "all"]
-Span = tuple[int, int]
-"""Characters [start, end) of the rendered text."""
+END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
+"""Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`."""
 
-_SENTINEL = "sentinel7q3x"
+LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
+TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
+CHAT, TEXT = "chat", "text"
+"""Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
 
 
-class Tokenizer(Protocol):
-    """What rendering needs of a tokenizer (transformers' fast tokenizers have it)."""
+@dataclass(frozen=True)
+class Rendered:
+    """An example before it is cut: its text, the characters that are trained, and its tokens.
 
-    all_special_ids: Sequence[int]
-    bos_token_id: int | None
-    eos_token: str | None
-    eos_token_id: int | None
-    is_fast: bool
+    `input_ids` and `labels` have shape [T]; a label of `IGNORED` is not trained. `text` is what the tokens spell,
+    with special tokens of the data's own texts as they stand there. `spans` are characters of `text`.
+    """
 
-    def __call__(self, text: Any, **options: Any) -> Any: ...
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-    def decode(self, token_ids: Any, **options: Any) -> Any: ...
+    where: str
+    text: str
+    spans: tuple[Span, ...]
+    input_ids: list[int]
+    labels: list[int]
+    method: str
+    source: str = CHAT
+    merged: int = 0
+    untrained_turns: int = 0
+    stripped_think: int = 0
+    special_in_text: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row of the data set: ids and labels of shape [T]; `lost` trained tokens fell to the length limit, and
-    `merged` answers begin inside a token of their prompt, which is not trained."""
+    """One row of the data set: ids and labels of shape [T].
+
+    `cut` tokens fell to the length limit, `lost` of them trained ones; `merged` edges of answers stand inside a token,
+    which is split there as generation would; `untrained_turns` assistant turns have no exact mask; `stripped_think`
+    pieces of think text are not written by the template; `special_in_text` special tokens stand in the data's texts.
+    """
 
     where: str
     input_ids: list[int]
@@ -57,235 +74,354 @@ class TokenRow:
     cut: int = 0
     lost: int = 0
     merged: int = 0
+    source: str = CHAT
+    method: str = ""
+    untrained_turns: int = 0
+    stripped_think: int = 0
+    special_in_text: int = 0
 
     @property
     def trained(self) -> int:
         """Tokens whose label counts; the first token of a row is never predicted."""
-        return sum(label != IGNORED for label in self.labels[1:])
+        return trained_tokens(self.labels)
+
+
+def trained_tokens(labels: list[int]) -> int:
+    """Labels of shape [T] that count: the first token of a row is never predicted."""
+    counted = len(labels) - labels.count(IGNORED)
+    return counted - (1 if labels and labels[0] != IGNORED else 0)
 
 
 class Renderer:
-    """Renders examples with one tokenizer; learns the template's end-of-turn marker once."""
+    """Renders examples with one tokenizer and the data section of a run.
 
-    def __init__(self, tokenizer: Any, *, loss_on: LossOn, max_seq_len: int) -> None:
+    `today` is the day that a template is told which writes the date; data.template_date counts before it. `encoder`
+    is one of this tokenizer that was made before.
+
+    Raises:
+        TokenizerError: the tokenizer cannot say which characters a token stands for, or its chat template cannot
+            render a question and an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig | None = None,
+        *,
+        max_seq_len: int,
+        today: date | None = None,
+        encoder: Encoder | None = None,
+    ) -> None:
         if not tokenizer.is_fast:
             raise TokenizerError(
                 f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
-        self._tokenizer: Tokenizer = tokenizer
-        self._loss_on = loss_on
-        self._max_seq_len = max_seq_len
-        self._marker: str | None = None
+        self.data = data or DataConfig()
+        self.max_seq_len = max_seq_len
+        self.tokenizer = tokenizer
+        self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
+        self._encoder = encoder or Encoder(tokenizer)
+        self._backend = self._encoder.backend
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        self._bos = tokenizer.bos_token_id
         self._end_of_text = end_of_text_id(tokenizer)
+        self._turns: dict[bool, Turns] = {}
+        self._specials: _Specials | None = None
+
+    # What the template does.
+
+    def turns(self, *, with_tools: bool = False) -> Turns:
+        """The turns of the tokenizer's template; some tokenizers have another one for rows with tools."""
+        if with_tools not in self._turns:
+            source = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+            other = self._turns.get(not with_tools)
+            if other is not None and other.template.source == source:
+                self._turns[with_tools] = other
+            else:
+                variables = {**self.tokenizer.special_tokens_map, **self.data.chat_template_kwargs}
+                template = ChatTemplate(source, variables=variables, today=self.today)
+                special = self.tokenizer.all_special_tokens
+                self._turns[with_tools] = Turns(template, special_tokens=special, eos_token=self.tokenizer.eos_token)
+        return self._turns[with_tools]
 
     @property
     def end_of_turn(self) -> str:
-        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing.
+        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
+        return self.turns().end_of_turn
 
-        Raises:
-            TokenizerError: the template drops or rewrites an assistant's plain answer.
-        """
-        if self._marker is None:
-            self._marker = self._learn_end_of_turn()
-        return self._marker
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template writes the day."""
+        return self.tokenizer.chat_template is not None and self.turns().template.writes_date
 
-    def _learn_end_of_turn(self) -> str:
-        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _SENTINEL}]
+    @property
+    def specials(self) -> _Specials:
+        """The special tokens that texts of the data may hold."""
+        if self._specials is None:
+            ends = self.turns().habits.markers if self.tokenizer.chat_template is not None else ()
+            self._specials = _Specials(self.tokenizer, ends)
+        return self._specials
+
+    # Rows.
+
+    def expand(self, example: Example) -> list[Example]:
+        """The example itself, or with data.multi_turn=split one for each assistant turn that is trained."""
+        if self.data.multi_turn == "whole" or isinstance(example, Text):
+            return [example]
+        turns = [index for index, message in enumerate(example.messages) if is_trained_turn(message)]
+        if len(turns) < 2:
+            return [example]
+        return [
+            Chat(f"{example.where} turn {number}", _only_last_trained(example.messages[: index + 1]), example.tools)
+            for number, index in enumerate(turns, start=1)
+        ]
+
+    def __call__(self, example: Example) -> TokenRow | BadRow:
+        """The example's tokens and labels, cut to the limit; a bad row where the mask cannot be exact."""
+        rendered = self.render(example)
+        return rendered if isinstance(rendered, BadRow) else self.cut(rendered)
+
+    def render(self, example: Example) -> Rendered | BadRow:
+        """The whole example as tokens, before any limit."""
+        return self.render_all([example])[0]
+
+    def render_all(self, examples: Sequence[Example]) -> list[Rendered | BadRow]:
+        """Many examples at once: the tokenizer takes them as one batch."""
+        drafts = [self._draft(example) for example in examples]
+        plain = [draft for draft in drafts if isinstance(draft, _Draft) and not draft.special and draft.source == CHAT]
+        encodings = iter(self._backend.encode_batch([draft.text for draft in plain], add_special_tokens=False))
+        return [draft if isinstance(draft, BadRow) else self._tokenised(draft, encodings) for draft in drafts]
+
+    def batch(self, examples: Iterable[Example]) -> list[TokenRow | BadRow]:
+        """Many examples as rows, cut to the limit."""
+        return [item if isinstance(item, BadRow) else self.cut(item) for item in self.render_all(list(examples))]
+
+    def _draft(self, example: Example) -> _Draft | BadRow:
+        if isinstance(example, Text):
+            return self._text_draft(example)
+        special = self._special_count(example)
+        if special and self.data.special_tokens_in_text == "fail":
+            return BadRow(example.where, "a text holds a special token of the tokenizer", self.specials.first(example))
+        hide = special > 0 and self.data.special_tokens_in_text == "plain"
+        messages: Sequence[Message] = example.messages
+        if self.data.system_into_user:
+            messages = self._system_into_user(messages)
         try:
-            text = self._render(turns)
-        except Exception as error:  # jinja2 and the templates' own raise_exception()
-            raise TokenizerError(
-                f"the chat template cannot render a question and an answer: {one_line(str(error))}"
-            ) from error
-        _, found, tail = text.partition(_SENTINEL)
-        if not found:
-            raise TokenizerError("the chat template drops an assistant's answer; give data.chat_template another one")
-        encoded = self._tokenizer(tail, add_special_tokens=False, return_offsets_mapping=True)
-        special = set(self._tokenizer.all_special_ids) | self._added_ids()
-        for token, (_, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            if token in special:
-                return tail[:end]
-        stripped = tail.rstrip()
-        return tail[: len(stripped)]
+            shown = self.specials.hidden(messages) if hide else messages
+            found = self.turns(with_tools=bool(example.tools)).find(shown, example.tools)
+            spans, untrained, method = self._wanted(found, messages)
+        except Inexact as error:
+            return BadRow(example.where, error.reason, error.detail)
+        return _Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
 
-    def _added_ids(self) -> set[int]:
-        return set(getattr(self._tokenizer, "added_tokens_decoder", {}))
+    def _text_draft(self, example: Text) -> _Draft | BadRow:
+        return _Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
 
-    def _render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
-        )
-        assert isinstance(text, str)
-        return text
+    def _special_count(self, example: Chat) -> int:
+        return sum(self.specials.count(text) for text in _texts(example.messages))
+
+    def _system_into_user(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with the system prompt before the first user turn, where the template has no place for it."""
+        if messages[0]["role"] != "system" or self.turns().habits.system == "written":
+            return messages
+        system, rest = messages[0]["content"], [dict(message) for message in messages[1:]]
+        first = next((message for message in rest if message["role"] == "user"), None)
+        if first is None:
+            raise Inexact("there is no user turn to put the system prompt before")
+        first["content"] = f"{system}\n\n{first['content']}"
+        return rest
+
+    def _wanted(self, found: Found, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
+        """The spans to train, how many turns are left out, and how they were found."""
+        if self.data.loss_on == "all":
+            return [(0, len(found.text))], 0, "all"
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = turns[-1:] if self.data.loss_on == "completion" else turns
+        wanted = [index for index in wanted if messages[index].get("train") is not False]
+        if not wanted:
+            raise Inexact("no turn is to be trained (train: false)")
+        exact = [found.spans[index] for index in wanted if index in found.spans]
+        if exact:
+            left = len(wanted) - len(exact)
+            method = "last_turn" if left else found.method
+            return exact, left, "marker" if method == "inexact" else method
+        turn = found.inexact[wanted[-1]]
+        nearest = [found.nearest[index] for index in wanted if index in found.nearest]
+        if nearest and self.data.on_inexact_mask == "train":
+            return nearest, len(wanted) - len(nearest), "inexact"
+        raise Inexact(turn.reason, "; ".join(filter(None, [turn.detail, self._would_train(found, nearest)])))
+
+    def _would_train(self, found: Found, nearest: Sequence[Span]) -> str:
+        if not nearest:
+            return ""
+        start, end = nearest[-1]
+        shown = one_line(repr(found.text[start:end]), limit=60)
+        return f"data.on_inexact_mask=train would train {shown}"
+
+    def _tokenised(self, draft: _Draft, encodings: Iterator[Any]) -> Rendered | BadRow:
+        if draft.source == TEXT:
+            ids = self.document_ids(Text(draft.where, draft.text))
+            return Rendered(draft.where, draft.text, tuple(draft.spans), ids, list(ids), "document", TEXT)
+        if draft.special:
+            encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
+        else:
+            encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
+        masked = _masked(encoding, encoded, spans, self._added)
+        merged = masked.inside
+        if merged:
+            splitting = self.specials.splitting if draft.special else self._encoder.splitting
+            split = splitting.masked(encoded, spans)
+            if split is None and self.data.on_inexact_mask == "fail":
+                return BadRow(draft.where, "a token reaches over the edge of an answer", encoding.tokens[masked.at])
+            masked = split or masked
+        ids, labels = masked.ids, masked.labels
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            return BadRow(draft.where, "two BOS tokens", "the row's text begins with the template's own BOS")
+        if trained_tokens(labels) == 0:
+            return BadRow(draft.where, "no trained token")
+        return Rendered(
+            draft.where, text, tuple(shown), ids, labels, draft.method, CHAT, merged,
+            draft.untrained, draft.stripped, draft.special_count,
+        )  # fmt: skip
+
+    def cut(self, rendered: Rendered) -> TokenRow | BadRow:
+        """The row within max_seq_len, cut as data.truncate says."""
+        ids, labels, limit = rendered.input_ids, rendered.labels, self.max_seq_len
+        over = len(ids) - limit
+        lost = 0
+        if over > 0:
+            if self.data.truncate == "drop":
+                return BadRow(rendered.where, TOO_LONG, f"{len(ids)} tokens")
+            before = trained_tokens(labels)
+            if self.data.truncate == "prompt":
+                ids, labels = _without_beginning(ids, labels, limit, self._bos)
+            else:
+                ids, labels = ids[:limit], labels[:limit]
+            left = trained_tokens(labels)
+            if left == 0:
+                first = next(index for index, label in enumerate(rendered.labels) if label != IGNORED)
+                return BadRow(
+                    rendered.where,
+                    LOST_TO_LENGTH,
+                    f"{len(rendered.input_ids)} tokens, the first trained one at {first}",
+                )
+            lost = before - left
+        return TokenRow(
+            rendered.where, ids, labels, max(0, over), lost, rendered.merged, rendered.source, rendered.method,
+            rendered.untrained_turns, rendered.stripped_think, rendered.special_in_text,
+        )  # fmt: skip
+
+    # Documents and prompts.
+
+    def document_ids(self, example: Text) -> list[int]:
+        """A document's tokens with what the tokenizer puts around a text, ended by the end-of-text token."""
+        return self._document(self._encode_document(example.text))
+
+    def documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of many documents."""
+        if self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts)):
+            return [self._document(self._encode_document(text)) for text in texts]
+        return [self._document(encoding) for encoding in self._backend.encode_batch(list(texts))]
+
+    def _encode_document(self, text: str) -> Any:
+        if self.data.special_tokens_in_text == "plain" and self.specials.count(text):
+            return self.specials.encode_text(text)
+        return self._backend.encode(text)
+
+    def _document(self, encoding: Any) -> list[int]:
+        ids = list(encoding.ids)
+        end = self._end_of_text
+        return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
     def rendered(self, chat: Chat) -> str:
-        """The whole conversation as the model will see it."""
-        return self._render(chat.messages, tools=chat.tools)
+        """The whole conversation as the model will see it; raises RenderError."""
+        return self.turns(with_tools=bool(chat.tools)).rendered(chat.messages, chat.tools)
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.
 
-        None where the chat does not end with an assistant's text.
+        None where the chat does not end with an assistant's text, or its prompt cannot be rendered.
         """
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None
-        text = self._render(chat.messages[:-1], tools=chat.tools, prompt=True)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), str(last["content"])
-
-    def __call__(self, example: Example) -> TokenRow | BadRow:
-        """The example's tokens and labels, cut to the limit; a bad row where the mask cannot be exact."""
-        if isinstance(example, Text):
-            return self._plain(example)
+        messages = self._system_into_user(chat.messages) if self.data.system_into_user else chat.messages
         try:
-            text, spans = self._spans(example)
-        except _Inexact as error:
-            return BadRow(example.where, error.reason, error.detail)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoded["input_ids"])
-        offsets = encoded["offset_mapping"]
-        labels = label_spans(ids, offsets, spans)
-        merged = sum(any(start < begin < end for start, end in offsets) for begin, _ in spans)
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            return BadRow(example.where, "two BOS tokens", "the row's text begins with the template's own BOS")
-        row = self._cut(example.where, ids, labels)
-        return row if isinstance(row, BadRow) else replace(row, merged=merged)
-
-    def document_ids(self, example: Text) -> list[int]:
-        """A document's tokens with what the tokenizer puts around a text, ended by the end-of-text token."""
-        ids = list(self._tokenizer(example.text, add_special_tokens=True, verbose=False)["input_ids"])
-        end = self._end_of_text
-        return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
-
-    def _plain(self, example: Text) -> TokenRow | BadRow:
-        ids = self.document_ids(example)
-        return self._cut(example.where, ids, list(ids))
-
-    def _cut(self, where: str, ids: list[int], labels: list[int]) -> TokenRow | BadRow:
-        limit = self._max_seq_len
-        whole = TokenRow(where, ids, labels)
-        if whole.trained == 0:
-            return BadRow(where, "no trained token")
-        row = TokenRow(where, ids[:limit], labels[:limit], cut=max(0, len(ids) - limit))
-        if row.trained == 0:
-            return BadRow(where, LOST_TO_LENGTH, f"{len(ids)} tokens, the first trained one beyond {limit}")
-        return TokenRow(where, row.input_ids, row.labels, row.cut, whole.trained - row.trained)
-
-    def _spans(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The rendered text and its trained spans."""
-        try:
-            text = self.rendered(chat)
-        except Exception as error:  # jinja2 and the templates' own raise_exception()
-            raise _Inexact("the chat template refuses the row", one_line(str(error))) from error
-        if self._loss_on == "all":
-            return text, [(0, len(text))]
-        _check_context(chat, text)
-        turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        wanted = turns[-1:] if self._loss_on == "completion" else turns
-        starts = [self._start(chat, text, index) for index in wanted]
-        limits = [*starts[1:], len(text)]
-        spans = [
-            self._end(chat, index, text, start, limit)
-            for index, start, limit in zip(wanted, starts, limits, strict=True)
-        ]
-        return text, spans
-
-    def _start(self, chat: Chat, text: str, index: int) -> int:
-        """Where generation would begin for the turn at `index`."""
-        before = chat.messages[:index]
-        try:
-            prefix = self._render(before, tools=chat.tools, prompt=True)
-        except Exception as error:  # templates that need a user turn first
-            raise _Inexact("the chat template cannot render the prompt of a turn", one_line(str(error))) from error
-        if text.startswith(prefix):
-            return len(prefix)
-        raise _Inexact(
-            "the chat template renders a turn's prompt differently from the conversation",
-            f"messages[{index}]; data.loss_on=completion trains the last turn only, all trains every token",
-        )
-
-    def _end(self, chat: Chat, index: int, text: str, start: int, limit: int) -> Span:
-        """The span of a turn: from `start` through its first end marker after its text."""
-        message = chat.messages[index]
-        content = str(message.get("content") or "").strip()
-        position = start
-        if content:
-            found = text.find(content, start, limit)
-            if found < 0:
-                raise _Inexact("the chat template drops or rewrites an assistant's text", f"messages[{index}]")
-            position = found + len(content)
-        if message.get("tool_calls"):
-            position = max(position, _after_calls(message["tool_calls"], text, start, limit, index))
-        marker = self.end_of_turn
-        if not marker:
-            return start, self._end_without_marker(chat, index, text, position)
-        end = text.find(marker, position, limit)
-        if end < 0:
-            raise _Inexact(f"a turn does not end with {one_line(marker)}", f"messages[{index}]")
-        end += len(marker)
-        self._check_nothing_follows(chat, index, text, end)
-        return start, end
-
-    def _check_nothing_follows(self, chat: Chat, index: int, text: str, end: int) -> None:
-        """Raises where more of the turn stands behind its first end marker: its text or its calls hold one."""
-        if not chat.messages[index].get("tool_calls"):
-            return
-        try:
-            prefix = self._render(chat.messages[: index + 1], tools=chat.tools)
-        except Exception:  # a template that cannot render the conversation up to a call says nothing about its end
-            return
-        if text.startswith(prefix) and text[end : len(prefix)].strip():
-            raise _Inexact("a turn holds its own end marker", f"messages[{index}]")
-
-    def _end_without_marker(self, chat: Chat, index: int, text: str, position: int) -> int:
-        """Where a turn ends whose template writes nothing behind it: with the conversation up to it, if that is a
-        prefix of the whole."""
-        prefix = self._render(chat.messages[: index + 1], tools=chat.tools)
-        if text.startswith(prefix) and len(prefix) >= position:
-            return len(prefix)
-        raise _Inexact(
-            "the chat template ends turns with nothing, so where one ends cannot be told", f"messages[{index}]"
-        )
+            text = self.turns(with_tools=bool(chat.tools)).rendered(messages[:-1], chat.tools, prompt=True)
+        except RenderError:
+            return None
+        return list(self._backend.encode(text, add_special_tokens=False).ids), str(last["content"])
 
 
-def _check_context(chat: Chat, text: str) -> None:
-    """Raises where the template drops what the model should answer to: a system, user or tool turn's text."""
-    for index, message in enumerate(chat.messages):
-        content = str(message.get("content") or "").strip()
-        if message["role"] == "assistant" or not content:
-            continue
-        if content not in text and json.dumps(content)[1:-1] not in text and not _stands_as_json(content, text):
-            raise _Inexact(f"the chat template drops a {message['role']} turn's text", f"messages[{index}]")
+@dataclass
+class _Draft:
+    """A rendered example that waits for its tokens; `special` says that special tokens of its texts are hidden."""
+
+    where: str
+    text: str
+    spans: list[Span]
+    method: str
+    source: str
+    special: bool
+    special_count: int
+    untrained: int
+    stripped: int
 
 
-def _stands_as_json(content: str, text: str) -> bool:
-    """Whether a tool's JSON answer stands in the text, written with other spaces."""
-    try:
-        value = json.loads(content)
-    except ValueError:
-        return False
-    plain = "".join(text.split())
-    return "".join(content.split()) in plain or "".join(json.dumps(value).split()) in plain
+def is_trained_turn(message: Message) -> bool:
+    """Whether it is an assistant turn without `train: false`."""
+    return message["role"] == "assistant" and message.get("train") is not False
 
 
-def _after_calls(calls: Sequence[Any], text: str, start: int, limit: int, index: int) -> int:
-    """The position after the last function name of a turn's calls; raises where one was not rendered."""
-    position = start
-    for call in calls:
-        name = str(call["function"]["name"])
-        found = text.find(name, position, limit)
-        if found < 0:
-            raise _Inexact("the chat template drops a tool call", f"messages[{index}]: {one_line(name)}")
-        position = found + len(name)
-    return position
+def _only_last_trained(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return (
+        *({**message, "train": False} if message["role"] == "assistant" else message for message in messages[:-1]),
+        messages[-1],
+    )
 
 
-END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
-"""Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`."""
+def _texts(messages: Sequence[Message]) -> Iterable[str]:
+    """Every text of a conversation that a template may write."""
+    for message in messages:
+        for key in ("content", "reasoning_content"):
+            if isinstance(message.get(key), str):
+                yield message[key]
+        for call in message.get("tool_calls") or ():
+            yield call["function"]["name"]
+            yield from _strings(call["function"]["arguments"])
 
-LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from itertools.chain.from_iterable(map(_strings, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_strings, value))
+
+
+def _without_beginning(ids: list[int], labels: list[int], limit: int, bos: int | None) -> tuple[list[int], list[int]]:
+    """The last `limit` tokens, a BOS at the beginning kept."""
+    if bos is not None and ids[0] == bos:
+        return [ids[0], *ids[1 - limit :]], [labels[0], *labels[1 - limit :]]
+    return ids[-limit:], labels[-limit:]
+
+
+class Encoder:
+    """A copy of a tokenizer's backend that neither pads nor cuts, made once; and one that splits at edges."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers import Tokenizer
+
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_padding()
+        self.backend.no_truncation()
+
+    @functools.cached_property
+    def splitting(self) -> _Splitting:
+        """The one that splits at edges of answers."""
+        return _Splitting(self.backend)
 
 
 def end_of_text_id(tokenizer: Any) -> int | None:
@@ -294,12 +430,81 @@ def end_of_text_id(tokenizer: Any) -> int | None:
     return next((known[token] for token in END_OF_TEXT_TOKENS if token in known), tokenizer.eos_token_id)
 
 
-class _Inexact(ValueError):
-    """A mask that cannot be found exactly: the reason rows are counted by, and the detail."""
+@dataclass(frozen=True)
+class _Masked:
+    """Ids and labels of shape [T], and how many edges of spans stand inside a token, the last of them at `at`."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
+    ids: list[int]
+    labels: list[int]
+    inside: int
+    at: int = 0
+
+
+def _masked(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[int]) -> _Masked:
+    """Labels of an encoding: a token counts whose characters all lie in one span.
+
+    An added token may take white space along that follows it (Phi-3's end of turn does); it counts all the same.
+    """
+    ids = list(encoding.ids)
+    labels = [IGNORED] * len(ids)
+    inside = at = 0
+    for start, end in spans:
+        if end <= start:
+            continue
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or last is None:  # a tokenizer that leaves characters out
+            offsets = encoding.offsets
+            cut = sum(begin < edge < stop for begin, stop in offsets for span in spans for edge in span)
+            return _Masked(ids, label_spans(ids, offsets, spans), cut)
+        if encoding.token_to_chars(first)[0] < start:
+            inside, at, first = inside + 1, first, first + 1
+        beyond = text[end : encoding.token_to_chars(last)[1]]
+        if beyond and (beyond.strip() or ids[last] not in added):
+            inside, at, last = inside + 1, last, last - 1
+        else:  # a character may take several tokens
+            place = encoding.token_to_chars(last)
+            while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == place:
+                last += 1
+        labels[first : last + 1] = ids[first : last + 1]
+    return _Masked(ids, labels, inside, at)
+
+
+class _Splitting:
+    """A tokenizer that starts anew at every end of a span, as generation does behind its prompt.
+
+    Tokens may reach over the end of a prompt: ` answer` behind `Assistant: ` is one token. A model that is prompted
+    never sees that token; it sees the tokens of the prompt and adds its own.
+    """
+
+    _EDGE = "\U0010e002"
+
+    def __init__(self, backend: Any) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        self._backend = backend
+        self._copy = Tokenizer.from_str(backend.to_str())
+        self._copy.add_special_tokens([AddedToken(self._EDGE, normalized=False, special=True)])
+        self._edge = self._copy.token_to_id(self._EDGE)
+
+    def masked(self, text: str, spans: Sequence[Span]) -> _Masked | None:
+        """The text's tokens, split at the spans; None where the tokenizer writes other tokens behind a split."""
+        edges = [0, *itertools.chain.from_iterable(spans), len(text)]
+        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
+        encoding = self._copy.encode(self._EDGE.join(parts), add_special_tokens=False)
+        ids: list[int] = []
+        labels: list[int] = []
+        part = 0
+        for token in encoding.ids:
+            if token == self._edge:
+                part += 1
+                continue
+            ids.append(token)
+            labels.append(token if part % 2 else IGNORED)
+        whole = self._backend.encode(text, add_special_tokens=False).ids
+        same = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
+            whole, skip_special_tokens=False
+        )
+        return _Masked(ids, labels, 0) if same and part == 2 * len(spans) else None
 
 
 def label_spans(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
@@ -311,6 +516,174 @@ def label_spans(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Spa
         if at < len(spans) and end > start >= spans[at][0] and end <= spans[at][1]:
             labels[position] = ids[position]
     return labels
+
+
+_HIDDEN_BASE = 0xF0000
+"""First of the private-use characters that stand for special tokens of the data's texts while a template runs."""
+
+
+class _Specials:
+    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are.
+
+    While the template runs, each one is a private-use character. Then the tokens that the template wrote get names
+    that no text has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and
+    is no special token there.
+    """
+
+    def __init__(self, tokenizer: Any, markers: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        named = {str(token.content) for token in added if token.special or str(token.content) in markers}
+        self.tokens = sorted((token for token in named if token.strip()), key=lambda token: (-len(token), token))
+        self._pattern = re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
+        self._number = {token: number for number, token in enumerate(self.tokens)}
+        self._hidden = f"[{chr(_HIDDEN_BASE)}-{chr(_HIDDEN_BASE + max(0, len(self.tokens) - 1))}]"
+        self._copy: Any = None
+
+    def count(self, text: str) -> int:
+        """Special tokens in a text."""
+        return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
+
+    def first(self, chat: Chat) -> str:
+        """Where the first one stands, for a message."""
+        for index, message in enumerate(chat.messages):
+            for text in _texts([message]):
+                match = self._pattern.search(text)
+                if match:
+                    return f"messages[{index}]: {one_line(match.group())}"
+        return ""
+
+    def hidden(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with special tokens as private-use characters."""
+        text = json.dumps(messages, ensure_ascii=False)
+        taken = any(_HIDDEN_BASE <= ord(char) < _HIDDEN_BASE + len(self.tokens) for char in text)
+        if taken:
+            raise Inexact("a text holds special tokens and private-use characters; take one of them out")
+        hidden: list[Message] = _map_texts(list(messages), self._hide)
+        return hidden
+
+    def _hide(self, text: str) -> str:
+        return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
+
+    def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span], str, str, list[Span]]:
+        """A rendered text with hidden tokens: encoding, spans in what was encoded, that text, and both as they read."""
+        made, shown = _Moved(), _Moved()
+        at = 0
+        for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
+            between, found = text[at : match.start()], match.group()
+            written = found if found in self._number else self.tokens[ord(found) - _HIDDEN_BASE]
+            made.add(between, self._name(found) if found in self._number else written, len(found))
+            shown.add(between, written, len(found))
+            at = match.end()
+        for moved in (made, shown):
+            moved.add(text[at:], "", 0)
+        encoding = self.plain().encode(made.text, add_special_tokens=False)
+        read = [shown.moved(span) for span in spans]
+        return encoding, [made.moved(span) for span in spans], made.text, shown.text, read
+
+    @functools.cached_property
+    def splitting(self) -> _Splitting:
+        """The copy that splits at edges of answers."""
+        return _Splitting(self.plain())
+
+    def encode_text(self, text: str) -> Any:
+        """The encoding of a document in which nothing is special."""
+        return self.plain().encode(text)
+
+    def _name(self, token: str) -> str:
+        return f"\U0010e000{self._number[token]}\U0010e001"
+
+    def plain(self) -> Any:
+        """The tokenizer with its special tokens under names that no text has."""
+        if self._copy is None:
+            self._copy = self._renamed()
+        return self._copy
+
+    def _renamed(self) -> Any:
+        from tokenizers import Tokenizer
+
+        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        names = {token: self._name(token) for token in self.tokens}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        _rename_vocabulary(state["model"], names)
+        renamed = _rename_strings(state.get("post_processor"), names)
+        state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
+        copy = Tokenizer.from_str(json.dumps(state))
+        wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._id(token)]
+        if wrong:
+            raise TokenizerError(
+                f"this tokenizer cannot take {one_line(wrong[0])} as plain text; set "
+                "data.special_tokens_in_text=control or fail"
+            )
+        return copy
+
+    def _id(self, token: str) -> int | None:
+        found = self._tokenizer.backend_tokenizer.token_to_id(token)
+        return found if found is None else int(found)
+
+
+class _Moved:
+    """A text put together from parts of another one, and where its characters went."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._moves: list[tuple[int, int]] = [(0, 0)]
+        """Characters of the old text, and by how much what follows them moved."""
+        self._old = self._shift = 0
+
+    def add(self, between: str, instead: str, old_length: int) -> None:
+        """A part that stays, and one that takes the place of `old_length` characters."""
+        self._parts += (between, instead)
+        self._old += len(between) + old_length
+        self._shift += len(instead) - old_length
+        self._moves.append((self._old, self._shift))
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(self._parts)
+
+    def moved(self, span: Span) -> Span:
+        """The span in the new text; its ends must not stand inside a replaced part."""
+        return self._move(span[0]), self._move(span[1])
+
+    def _move(self, position: int) -> int:
+        shift = 0
+        for old, moved in self._moves:
+            if old > position:
+                break
+            shift = moved
+        return position + shift
+
+
+def _rename_vocabulary(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """The model's own entries of renamed tokens; ids stay."""
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram: token and score
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+
+
+def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
+    return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
+
+
+def _map_texts(value: Any, change: Any) -> Any:
+    """A copy with every text changed; keys, roles and ids stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        fixed = ("role", "id", "tool_call_id", "type")
+        return {key: item if key in fixed else _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:

@@ -1,22 +1,24 @@
-"""How much there is to train on, roughly and at once: rows and characters of a data file, before anything is read."""
+"""How much there is to train on, roughly and at once: rows and characters of a source, before anything is read."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import BadRow, read_rows
+from sft_play.data.files import BadRow, Part, data_files, find_source, kind_of, read_part
+from sft_play.data.raw import blocks, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0
 """English text by a tokenizer with a large vocabulary; code and other languages have fewer."""
-SAMPLE_BYTES = 32 * 2**20
-"""Larger files are sampled from their beginning and taken to go on like it."""
 SAMPLE_ROWS = 20_000
+"""Of each file so many rows are read; longer ones are taken to go on like that."""
+SAMPLE_FILES = 20
+"""Of many files so many are read, and the others taken to be like them by their size."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +35,48 @@ class RoughSize:
 
 
 def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | None:
-    """The size of the training file; None where it is not there, or not one file that can be read."""
+    """The size of the training data; None where it is not there, cannot be read, or is on the hub."""
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):
-        path = Path(data.train_path).expanduser()
-        if path.is_file():
-            return _of_file(path, text_wanted)
+        parts = data_files(find_source(data.train_path), text_wanted=text_wanted)
+        if all(part.kind == "auto" for part in parts):
+            return _of_files(parts)
     return None
 
 
-def _of_file(path: Path, text_wanted: bool) -> RoughSize | None:
-    total = path.stat().st_size
-    if total > SAMPLE_BYTES and path.suffix == ".json":
-        return None  # an array has to be read whole
-    found = itertools.islice(read_rows(path, split="train", text_wanted=text_wanted), SAMPLE_ROWS)
+def _of_files(parts: list[Part]) -> RoughSize | None:
+    read = [(part.path.stat().st_size, _of_file(part)) for part in parts[:SAMPLE_FILES]]
+    rows = sum(size.rows for _, size in read if size)
+    characters = sum(size.characters for _, size in read if size)
+    if not rows:
+        return None
+    total, seen = sum(part.path.stat().st_size for part in parts), sum(count for count, _ in read)
+    share = total / max(1, seen)
+    return RoughSize(round(rows * share), round(characters * share))
+
+
+def _of_file(part: Part) -> RoughSize | None:
+    found = list(itertools.islice(read_part(part), SAMPLE_ROWS))
     sizes = [_characters(row.data) for row in found if not isinstance(row, BadRow)]
     if not sizes:
         return None
-    if len(sizes) < SAMPLE_ROWS:
+    if len(found) < SAMPLE_ROWS:
         return RoughSize(len(sizes), sum(sizes))
-    lines = _lines(path)
-    return RoughSize(lines, int(lines * sum(sizes) / len(sizes)))
+    rows = _rows(part, [row.data for row in found[:1_000] if not isinstance(row, BadRow)])
+    return RoughSize(rows, int(rows * sum(sizes) / len(sizes)))
+
+
+def _rows(part: Part, sample: list[dict[str, Any]]) -> int:
+    """Rows of a large file: lines counted, row groups added up, others by the bytes that a row takes."""
+    kind = kind_of(part.path, text_wanted=part.text_wanted)
+    if kind == "parquet":
+        from sft_play.data.tables import parquet_groups
+
+        return sum(parquet_groups(part.path))
+    if kind == "lines" and not is_gzipped(part.path):
+        return sum(block.count(b"\n") for block in blocks(part.path))
+    row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
+    packed = 4 if is_gzipped(part.path) else 1
+    return max(SAMPLE_ROWS, int(part.path.stat().st_size * packed / row_bytes))
 
 
 def _characters(value: Any) -> int:
@@ -62,11 +86,3 @@ def _characters(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_characters(item) for item in value.values())
     return sum(_characters(item) for item in value) if isinstance(value, list) else 0
-
-
-def _lines(path: Path) -> int:
-    count = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            count += block.count(b"\n")
-    return count

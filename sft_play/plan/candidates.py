@@ -85,6 +85,11 @@ class Job:
     learned: Callable[[Layout], Correction]
     """What earlier runs on this machine say of a layout."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several chats, which a mask keeps apart as one keeps padding away."""
+        return self.config.data.packing != "none" and self.config.task_mode != "cpt"
+
 
 def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """Every candidate of the layouts, with its memory and speed; larger micro-batches end where they do not fit.
@@ -140,7 +145,7 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
 
 def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any = "chunked") -> Candidate:
     """One candidate with its predictions."""
-    padded = batch.micro_batch > 1 and job.config.task_mode != "cpt"
+    padded = job.config.task_mode != "cpt" and (batch.micro_batch > 1 or job.packed)
     step = Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,

@@ -45,7 +45,7 @@ class Step:
     """TRL's chunked head, or whole logits."""
     attention: AttentionName = "sdpa"
     padded: bool = False
-    """Rows are padded, so that attention is given a mask of S x S a sequence."""
+    """Rows are padded or packed, so that attention is given a mask of S x S a sequence."""
     eval_batch: int = 0
     """Rows of an evaluation batch; 0: no evaluation."""
     saves: bool = True

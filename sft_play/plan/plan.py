@@ -398,6 +398,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             found[0] += "; smaller ones are slower"
     learned = job.learned(chosen.layout).reason
     padding = ", shorter rows padded to it with a mask" if chosen.step.padded else ""
+    padding = ", several chats to a row, with a mask between them" if job.packed else padding
     found.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
     return [*found, *([learned] if learned else [])]
 

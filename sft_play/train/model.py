@@ -24,11 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.packing import wants_packing
 from sft_play.errors import BackendError, ModelError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.precision import DtypeName, Precision
 from sft_play.train.attention import Attention, choose_attention
+from sft_play.train.packable import require_packable
 from sft_play.train.portable import adapter_names
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
 
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, or the vocabulary does not fit.
+        ConfigError: chats are to be packed, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
     hf_config = whole.get_text_config()
@@ -124,6 +127,9 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
+    if wants_packing(config):
+        trusted = config.model.trust_remote_code
+        notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
     return Blueprint(
         hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes)
     )

@@ -19,6 +19,7 @@ import torch
 
 from sft_play.plan.plan import Plan
 from sft_play.train import engine
+from sft_play.train.rows import SOURCES
 
 GIB = 2**30
 PARTS = ("data", "forward_backward", "optimizer")
@@ -94,8 +95,11 @@ class Monitor:
         self._tokens: torch.Tensor | int = 0
         self._places = 0
         self._samples: torch.Tensor | float = 0.0
+        self._sources: torch.Tensor | None = None
         self.samples_seen = 0.0
-        """Rows with a trained token that all ranks have seen in this start."""
+        """Rows (of packs: their chats) with a trained token that all ranks have seen in this start."""
+        self.tokens_seen = 0.0
+        """Tokens, padding not counted, that all ranks have seen in this start."""
         self._since = time.perf_counter()
 
     def start(self) -> None:
@@ -123,17 +127,24 @@ class Monitor:
             self._optimizer = None
 
     def saw(self, inputs: Any, *, masked: int) -> None:
-        """A batch that is about to be trained on; `masked` is the label of a token that is not."""
-        mask, labels = inputs["attention_mask"], inputs["labels"]
+        """A batch that is about to be trained on; `masked` is the label of a token that is not.
+
+        A batch of packs has no attention mask and tells what it holds.
+        """
+        labels = inputs["labels"]
         trained = labels[:, 1:] != masked
-        self._tokens = self._tokens + mask.sum()
+        self._tokens = self._tokens + tokens_in(inputs)
         self._trained = self._trained + trained.sum()
-        self._samples = self._samples + trained.any(dim=1).sum()
-        self._places += mask.numel()
+        self._samples = self._samples + (inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum())
+        self._places += labels.numel()
 
     def lost(self, loss: torch.Tensor, *, in_step: Any, ranks: int) -> None:
         """The loss of a pass as the trainer scales it: by ranks over the trained tokens of the whole step."""
         self._loss = self._loss + loss.detach() * in_step / ranks
+
+    def by_source(self, sums: torch.Tensor) -> None:
+        """What a pass lost on the tokens of each source: sums of `source_sums`."""
+        self._sources = sums if self._sources is None else self._sources + sums
 
     def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, and start again; all ranks call it.
@@ -143,7 +154,9 @@ class Monitor:
         """
         seconds = self._clock.take()
         elapsed = max(1e-9, time.perf_counter() - self._since - self._paused)
-        mine = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
+        has_sources = self._sources is not None
+        of_sources = [] if self._sources is None else list(self._sources.flatten())
+        mine = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory(), *of_sources]
         sums = engine.gathered_numbers(_vector(mine, device))
         self._reset()
         tokens = sum(rank[2] for rank in sums) / elapsed
@@ -155,6 +168,9 @@ class Monitor:
         }
         self.samples_seen += sum(rank[4] for rank in sums)
         found["samples_seen"] = self.samples_seen
+        self.tokens_seen += sum(rank[2] for rank in sums)
+        if has_sources:
+            found |= source_losses([rank[-2 * len(SOURCES) :] for rank in sums])
         found |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
         found |= {f"time_{name}_s": seconds[name] for name in PAUSES if name in seconds}
         if len(sums) > 1:
@@ -163,7 +179,7 @@ class Monitor:
 
     def _reset(self) -> None:
         self._loss, self._trained, self._tokens, self._samples = 0.0, 0, 0, 0.0
-        self._places = 0
+        self._places, self._sources = 0, None
         self._paused, self._since = 0.0, time.perf_counter()
 
     def _memory(self) -> list[float]:
@@ -194,6 +210,37 @@ class Monitor:
         found = {"memory_predicted_gib": self._expected.peak_bytes / GIB}
         mfu = self._expected.mfu_at(tokens_per_s)
         return found if mfu is None else {**found, "mfu": mfu}
+
+
+def tokens_in(inputs: Any) -> torch.Tensor:
+    """Tokens of a batch, padding not counted."""
+    counted: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
+    return counted
+
+
+def source_sums(log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """For each of SOURCES the sum of the losses of its tokens, and how many there are: [sources, 2].
+
+    Args:
+        log_probs: of the tokens from the second on [B, T - 1], zero where `scored` is false.
+        sources: of all tokens [B, T].
+    """
+    device = log_probs.device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    marks = torch.arange(len(SOURCES), device=device)[:, None, None]
+    mine = (sources[:, 1:].to(device) == marks) & scored  # [sources, B, T - 1]
+    losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=dtype)
+    return torch.stack([losses, mine.sum(dim=(1, 2)).to(dtype)], dim=1)
+
+
+def source_losses(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
+    """Loss over the tokens of each source from the sums of every rank; a source without a token has none."""
+    found: dict[str, float] = {}
+    for place, name in enumerate(SOURCES):
+        lost, tokens = (sum(rank[2 * place + column] for rank in ranks) for column in (0, 1))
+        if tokens:
+            found[f"{prefix}loss_{name}"] = lost / tokens
+    return found
 
 
 def _vector(numbers: list[Any], device: torch.device) -> torch.Tensor:

@@ -1,9 +1,13 @@
 """The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
 
 The order of an epoch depends on seed and epoch alone, and an optimizer step takes the next effective batch of it. So a
-step sees the same rows whatever the number of ranks, micro-batch and accumulation. What is lacking at the end of an
-epoch is filled with rows whose loss is masked: accelerate would fill it with rows from the epoch's beginning, which
-would then be trained on twice.
+step sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows of like length
+may stand together, and a row may be a pack of several chats. What is lacking at the end of an epoch is filled with
+rows whose loss is masked: accelerate would fill it with rows from the epoch's beginning, which would then be trained
+on twice.
+
+The tokens stay where the data set has them (Arrow, which may be a mapped file): a row is put together when it is asked
+for, from its indices.
 """
 
 from __future__ import annotations
@@ -11,21 +15,72 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
+from sft_play.data.packing import Packs, grouped
 from sft_play.data.render import TokenRow
 
 MASKED = -100
 """The label of a token that is not trained on."""
 FILLER_TOKENS = 2
 """Tokens of a masked row: the fewest that leave a position to predict."""
+SOURCES = ("chat", "text")
+"""What the numbers of the column `source` mean."""
+_ROWS_AT_ONCE = 50_000
+"""Rows of a table that are looked at together."""
+
+_FEATURES = Features(
+    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")},
+)
 
 
-def to_dataset(rows: Sequence[TokenRow]) -> Dataset:
-    """Rows as the trainer takes them: columns input_ids and labels."""
-    return Dataset.from_dict({"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]})
+def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
+    """Rows as the trainer takes them: columns input_ids, labels and source (a number of SOURCES); a Dataset that has
+    the first two is taken as it is."""
+    if isinstance(rows, Dataset):
+        return rows
+    columns: dict[str, list[Any]] = {
+        "input_ids": [row.input_ids for row in rows],
+        "labels": [row.labels for row in rows],
+        "source": [SOURCES.index(getattr(row, "source", SOURCES[0])) for row in rows],
+    }
+    return Dataset.from_dict(columns, features=_FEATURES)
+
+
+def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
+    """A column of the data set as Arrow lists, some rows at a time."""
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        yield table[column]
+
+
+def lengths_of(dataset: Dataset) -> npt.NDArray[np.int64]:
+    """Tokens of every row, in the order of the data set; no token is read."""
+    found = [pc.list_value_length(column).to_numpy() for column in _tables(dataset, "input_ids")]
+    return np.concatenate(found).astype(np.int64) if found else np.zeros(0, dtype=np.int64)
+
+
+def trained_tokens(dataset: Dataset) -> int:
+    """Tokens whose label counts; the first of a row is never predicted."""
+    total = 0
+    for column in _tables(dataset, "labels"):
+        counts = np.asarray(_flat(column)) != MASKED
+        lengths = pc.list_value_length(column).to_numpy()
+        starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        total += int(counts.sum()) - int(counts[starts].sum())
+    return total
+
+
+def _flat(column: Any) -> npt.NDArray[Any]:
+    """The values of a column of lists, one row after the other."""
+    flat = pc.list_flatten(column)
+    assert isinstance(flat, pa.ChunkedArray)
+    return flat.to_numpy()
 
 
 def filled(dataset: Dataset, *, unit: int) -> Dataset:
@@ -33,19 +88,95 @@ def filled(dataset: Dataset, *, unit: int) -> Dataset:
     lacking = -len(dataset) % unit
     if not lacking:
         return dataset
-    tokens = (list(dataset[0]["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
-    columns = {"input_ids": [tokens] * lacking, "labels": [[MASKED] * FILLER_TOKENS] * lacking}
+    first = dataset[0]
+    tokens = (list(first["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
+    columns = {name: [value] * lacking for name, value in first.items()}
+    columns |= {"input_ids": [tokens] * lacking, "labels": [[MASKED] * FILLER_TOKENS] * lacking}
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
+
+
+class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The training rows by number: rows of the data set or packs of them, then masked rows that fill up.
+
+    A row is `input_ids` and `labels` (numbers [T]) and `sources` [T] (of SOURCES, by token); a pack has `chat_lengths`
+    (the tokens of each of its chats) beside them, and no chat's first token has a label.
+    """
+
+    def __init__(self, dataset: Dataset, *, packs: Packs | None = None, unit: int = 1) -> None:
+        """Fill up with masked rows to a multiple of `unit` (batch x ranks)."""
+        self._arrow = dataset.with_format("arrow")
+        self._has_sources = "source" in dataset.column_names
+        self._packs = packs
+        self.count = len(dataset) if packs is None else len(packs)
+        """Rows that are trained on; those after them are masked."""
+        self._total = self.count + -self.count % unit
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One row."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, read from the table at once."""
+        parts = [self._indices(number) for number in numbers]
+        read = self._read(np.concatenate(parts))
+        ends = np.cumsum([len(part) for part in parts])
+        rows = [self._row(read, end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        return [_masked(row) if number >= self.count else row for row, number in zip(rows, numbers, strict=True)]
+
+    def _indices(self, number: int) -> npt.NDArray[np.int64]:
+        """Rows of the data set that make up a row; a masked row is made from the first."""
+        if not 0 <= number < self._total:
+            raise IndexError(number)
+        if number >= self.count:
+            return np.zeros(1, dtype=np.int64)
+        return np.array([number]) if self._packs is None else self._packs[number]
+
+    def _read(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+        """Tokens, labels and sources of rows one after the other, and where each row begins (one more: the end)."""
+        table = self._arrow[indices.tolist()]
+        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        labels = _flat(table["labels"]).astype(np.int64)
+        labels[starts[:-1]] = MASKED  # predicted from nothing, or from another chat
+        sources = table["source"].to_numpy() if self._has_sources else np.zeros(len(indices))
+        return {
+            "input_ids": _flat(table["input_ids"]).astype(np.int64),
+            "labels": labels,
+            "sources": np.repeat(sources.astype(np.int64), lengths),
+            "starts": starts,
+        }
+
+    def _row(self, read: dict[str, npt.NDArray[np.int64]], first: int, end: int) -> dict[str, Any]:
+        """The row made of the `first` to the `end` of what was read."""
+        starts = read["starts"]
+        row: dict[str, Any] = {
+            name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")
+        }
+        return row if self._packs is None else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
+
+
+def _masked(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of FILLER_TOKENS tokens with no label, made from another."""
+    made = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
+    made["labels"] = np.full(FILLER_TOKENS, MASKED)
+    return made if "chat_lengths" not in row else {**made, "chat_lengths": np.array([FILLER_TOKENS])}
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
     """Indices of an epoch: the first `count` rows in an order drawn from seed and epoch, then the masked ones.
 
-    The order is that of accelerate's seedable sampler for the same seed.
+    The order is that of accelerate's seedable sampler for the same seed. Where lengths are given, each window of rows
+    (an optimizer step's) is sorted by them, the longest first.
     """
 
-    def __init__(self, count: int, *, total: int, seed: int) -> None:
+    def __init__(
+        self, count: int, *, total: int, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1
+    ) -> None:
         self._count, self._total, self._seed = count, total, seed
+        self._lengths, self._window = lengths, window
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -58,7 +189,10 @@ class EpochOrder(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
-        yield from torch.randperm(self._count, generator=generator).tolist()
+        order = torch.randperm(self._count, generator=generator).numpy()
+        if self._lengths is not None:
+            order = grouped(order, self._lengths, window=self._window)
+        yield from order.tolist()
         yield from range(self._count, self._total)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,17 +22,30 @@ from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split
+from sft_play.data.packing import Packs, best_fit, wants_packing
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints, portable
 from sft_play.train import engine as engine_module
 from sft_play.train.board import Board, hparams_of
+from sft_play.train.collate import COUNTS, SOURCE, Collator
 from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
-from sft_play.train.monitor import Monitor
+from sft_play.train.monitor import Monitor, source_losses, source_sums, tokens_in
 from sft_play.train.profile import ProfileWindow
-from sft_play.train.rows import MASKED, EpochOrder, TellEpoch, filled, to_dataset
+from sft_play.train.rows import (
+    MASKED,
+    EpochOrder,
+    TellEpoch,
+    TrainingRows,
+    filled,
+    lengths_of,
+    to_dataset,
+    trained_tokens,
+)
+
+logger = logging.getLogger(__name__)
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 """Usual peaks for fine-tuning: the QLoRA paper's for adapters, a tenth to a twentieth of it for all weights."""
@@ -96,6 +110,7 @@ def training_arguments(
         disable_tqdm=True,
         label_names=["labels"],
         max_length=None,
+        remove_unused_columns=False,  # the collator takes what it knows
         dataset_kwargs={"skip_prepare_dataset": True},
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
@@ -165,8 +180,13 @@ class PlannedTrainer(SFTTrainer):
         patience: int | None = None,
         beat: Heartbeat | None = None,
         monitor: Monitor | None = None,
+        packs: Packs | None = None,
+        group_window: int | None = None,
+        by_source: bool = False,
         **options: Any,
     ) -> None:
+        """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
+        length; `by_source`: tell the losses of chats and texts apart. The other options are SFTTrainer's."""
         self._questions = list(questions)
         self._stop_ids = list(stop_ids)
         self._max_new_tokens = max_new_tokens
@@ -177,15 +197,22 @@ class PlannedTrainer(SFTTrainer):
         self._tokens_seen: torch.Tensor | int = 0
         self._monitor = monitor or Monitor()
         self._logged_step = 0
+        self._group_window = group_window
+        self._eval_sources: torch.Tensor | None = None
         self.order: EpochOrder | None = None
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         super().__init__(**options)
-        self._rows = len(options["train_dataset"])
-        self.train_dataset: Any = filled(
-            options["train_dataset"], unit=self._unit(self.args.per_device_train_batch_size)
-        )
+        self._lengths = None
+        if group_window is not None:
+            self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        unit = self._unit(self.args.per_device_train_batch_size)
+        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, unit=unit)
+        attention = str(self.model.config.get_text_config()._attn_implementation)
+        is_flash = packs is not None and "flash" in attention
+        pad_id = int(self.processing_class.pad_token_id)  # TRL has seen to it that there is one
+        self.data_collator: Any = Collator(pad_id, flat=is_flash, by_source=by_source)
         self.add_callback(TellEpoch(self))
         self.add_callback(_OwnDropout())
         self.add_callback(_TimeOptimizer(self._monitor))
@@ -196,7 +223,10 @@ class PlannedTrainer(SFTTrainer):
         return batch * self.args.world_size if self.args.world_size > 1 else 1
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
-        self.order = EpochOrder(self._rows, total=len(train_dataset or self.train_dataset), seed=self.args.seed)
+        rows = self.train_dataset
+        self.order = EpochOrder(
+            rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1
+        )
         return self.order
 
     @property
@@ -222,13 +252,31 @@ class PlannedTrainer(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
         self.beat.note(self.state.global_step + 1, "training")
-        self._tokens_seen = self._tokens_seen + inputs["attention_mask"].sum()
+        self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=MASKED)
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
         with self._monitor.part("forward_backward"):
             loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
         if in_step is not None:
             self._monitor.lost(loss, in_step=in_step, ranks=self.args.world_size)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """TRL's loss; where sources are told apart, the losses of its tokens are added up for each on the way.
+
+        They are what the loss itself is the sum of, so that it costs neither a second pass nor logits.
+        """
+        sources = inputs.pop(SOURCE, None)
+        if sources is None:
+            return super().compute_loss(model, inputs, *args, **options)
+        with _overheard(model) as said:
+            loss = super().compute_loss(model, inputs, *args, **options)
+        sums = source_sums(said[0].log_probs, said[0].label_mask, sources)
+        if model.training:
+            self._monitor.by_source(sums)
+        else:
+            self._eval_sources = sums if self._eval_sources is None else self._eval_sources + sums
         return loss
 
     def get_batch_samples(self, *args: Any, **options: Any) -> Any:
@@ -241,6 +289,11 @@ class PlannedTrainer(SFTTrainer):
         if "loss" in logs:
             logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
             self._logged_step = self.state.global_step
+            self._metrics["train"]["num_tokens"] = [self._monitor.tokens_seen]  # TRL takes packs for one row
+        prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
+        if prefix is not None and self._eval_sources is not None:
+            logs |= source_losses(engine_module.gathered_numbers(self._eval_sources.flatten()), prefix=prefix)
+            self._eval_sources = None
         if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
             logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
         super().log(logs, start_time)
@@ -263,8 +316,8 @@ class PlannedTrainer(SFTTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = filled(dataset, unit=self._unit(self.args.per_device_eval_batch_size))
         prefix = str(options.get("metric_key_prefix", "eval"))
-        labels = [sum(label != MASKED for label in row[1:]) for row in dataset["labels"]]
-        self._tokens_per_eval_row = max(1, sum(labels)) / max(1, len(labels))
+        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        self._eval_sources = None
         with torch.random.fork_rng(), self._monitor.part("evaluation"):
             metrics = super().evaluate(dataset, *args, **options)
             if self._questions:
@@ -414,6 +467,17 @@ class PlannedTrainer(SFTTrainer):
             self._staging = None
 
 
+@contextlib.contextmanager
+def _overheard(model: torch.nn.Module) -> Iterator[list[Any]]:
+    """What the model answers meanwhile."""
+    said: list[Any] = []
+    hook = model.register_forward_hook(lambda _module, _inputs, output: said.append(output))
+    try:
+        yield said
+    finally:
+        hook.remove()
+
+
 class _TimeOptimizer(TrainerCallback):
     """Tells the monitor when the optimizer steps, and when training begins."""
 
@@ -497,12 +561,21 @@ def build_trainer(
     if config.train.profile_steps is not None and engine_module.is_first():
         window = ProfileWindow(folder.path / "profile", config.train.profile_steps)
         more.append(window)
+    rows = to_dataset(train.rows)
+    packs = best_fit(lengths_of(rows), plan.max_seq_len) if wants_packing(config) else None
+    if packs is not None:
+        _say_packs(packs, rows=len(rows), plan=plan)
+    elif config.data.packing != "none":
+        logger.info("Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode)
     trainer = PlannedTrainer(
         model=model,
         args=arguments,
         processing_class=tokenizer,
         peft_config=peft_config,
-        train_dataset=to_dataset(train.rows),
+        train_dataset=rows,
+        packs=packs,
+        group_window=plan.batch.effective_batch if config.train.group_by_length else None,
+        by_source=config.task_mode == "cpt_mixed",
         eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
         callbacks=[*callbacks, *more],
         checkpoint_limit=config.train.save_total_limit,
@@ -516,3 +589,21 @@ def build_trainer(
 
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _say_packs(packs: Packs, *, rows: int, plan: Plan) -> None:
+    """How many chats a row and a step hold: the effective batch counts rows."""
+    effective = plan.batch.effective_batch
+    per_row = rows / len(packs)
+    logger.info(
+        "Packing: %s chats in %s rows of at most %d tokens (%.1f%% of their places stay empty); a step of %d rows sees "
+        "%.1f chats on average, %.1f a row",
+        f"{rows:,}", f"{len(packs):,}", plan.max_seq_len, 100 * (1 - packs.tokens.mean() / plan.max_seq_len), effective,
+        min(effective, len(packs)) * per_row, per_row,
+    )  # fmt: skip
+    if len(packs) < effective and engine_module.is_first():
+        logger.warning(
+            "Packing: %d rows are fewer than one effective batch of %d: a step sees every chat; a smaller "
+            "train.effective_batch_size keeps the chats per step as they were without packing (%d rows hold %d)",
+            len(packs), effective, max(1, round(effective / per_row)), effective,
+        )  # fmt: skip

@@ -1,0 +1,138 @@
+"""`make style`: the system prompt of processed conversations set, prepended or replaced, by the file they came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig, StyleConfig
+from sft_play.data.process import SPLITS, read_processed
+from sft_play.data.written import OutputFolder
+from sft_play.errors import ConfigError, DataError
+from sft_play.log import one_line
+
+_DONE = ("set", "prepended", "replaced", "left", "text")
+_PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
+"""What stands behind a file's name in a row's source."""
+
+
+@dataclass
+class StyleReport:
+    """What became of the system prompts: counts by split of set, prepended, replaced, left, and rows of text."""
+
+    out_dir: str
+    splits: dict[str, Counter[str]] = field(default_factory=dict)
+    unused_globs: tuple[str, ...] = ()
+    ok: bool = True
+
+    @property
+    def total(self) -> Counter[str]:
+        """The counts of all splits."""
+        return sum(self.splits.values(), Counter())
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        total = self.total
+        rows = sum(total.values())
+        lines = [f"Styled {rows:,} rows into {self.out_dir}: {_words(total)}"]
+        lines += [f"  {name}: {sum(counts.values()):,} rows, {_words(counts)}" for name, counts in self.splits.items()]
+        lines += [f"data.style.per_source: no row's source fits {one_line(glob)}" for glob in self.unused_globs]
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON, which report.json holds."""
+        splits = {name: {done: counts[done] for done in _DONE} for name, counts in self.splits.items()}
+        total = {done: self.total[done] for done in _DONE}
+        return {"ok": self.ok, "out_dir": self.out_dir, **total, "splits": splits, "unused_globs": [*self.unused_globs]}
+
+
+def _words(counts: Counter[str]) -> str:
+    said = [f"{counts[done]:,} {done}" for done in _DONE[:-1] if counts[done]]
+    said += [f"{counts['text']:,} rows of plain text untouched"] if counts["text"] else []
+    return ", ".join(said) or "none"
+
+
+def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
+    """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts styled.
+
+    `text` (STYLE=) goes before `data.style.system`; a glob of `data.style.per_source` that fits a row's source goes
+    before both.
+
+    Raises:
+        ConfigError: no system prompt is given.
+        DataError: there are no processed rows, or files that were edited would be written over.
+    """
+    options = config.data.style
+    prompt = options.system if text is None else text
+    if (prompt is None or not prompt.strip()) and not options.per_source:
+        raise ConfigError(
+            "no system prompt is given: make style STYLE='You are terse.', or data.style.system, or "
+            "data.style.per_source={'*faq*': 'You answer briefly.'}"
+        )
+    source, target = (Path(path).expanduser() for path in (config.data.process.out_dir, options.out_dir))
+    if source.resolve() == target.resolve():
+        raise ConfigError(f"data.style.out_dir={options.out_dir} is data.process.out_dir; give it another folder")
+    files = [name for name in SPLITS if (source / f"{name}.jsonl").is_file()]
+    if "train" not in files:
+        raise DataError(f"{source / 'train.jsonl'} is not there; make process writes it")
+    return _write(source, target, files, _Styler(options, prompt), force=force)
+
+
+def _write(source: Path, target: Path, files: list[str], styler: _Styler, *, force: bool) -> StyleReport:
+    report = StyleReport(str(target))
+    names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
+    with OutputFolder(target, names, force=force, command="style") as out:
+        for name in files:
+            counts = report.splits.setdefault(name, Counter())
+            file = out.open(f"{name}.jsonl")
+            for row in read_processed(source / f"{name}.jsonl"):
+                styled, done = styler(row)
+                counts[done] += 1
+                file.write(json.dumps(styled, ensure_ascii=False) + "\n")
+        report.unused_globs = tuple(styler.unused)
+        out.write_json("report.json", report.as_json())
+    return report
+
+
+class _Styler:
+    """Gives rows their system prompt; remembers which globs fitted none."""
+
+    def __init__(self, options: StyleConfig, prompt: str | None) -> None:
+        self._how, self._prompt = options.how, prompt
+        self._per_source = options.per_source
+        self.unused = dict.fromkeys(options.per_source)
+
+    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
+        """The row as it is to be, and what was done: one of `_DONE`."""
+        messages = row.get("messages")
+        if messages is None:
+            return row, "text"
+        if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
+            raise DataError(f"a processed row has no list of messages (id {one_line(str(row.get('id')))})")
+        prompt = self._prompt_of(row)
+        if prompt is None or not prompt.strip():
+            return row, "left"
+        first = messages[0]
+        if first.get("role") != "system":
+            return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
+        there = first.get("content")
+        if self._how == "keep" or not isinstance(there, str):
+            return row, "left"
+        content = f"{prompt}\n\n{there}" if self._how == "prepend" and there.strip() else prompt
+        done = "prepended" if self._how == "prepend" and there.strip() else "replaced"
+        return {**row, "messages": [{**first, "content": content}, *messages[1:]]}, done
+
+    def _prompt_of(self, row: dict[str, Any]) -> str | None:
+        source = row.get("source")
+        if isinstance(source, str):
+            file = _PLACE.sub("", source)
+            for glob, prompt in self._per_source.items():
+                if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
+                    self.unused.pop(glob, None)
+                    return prompt
+        return self._prompt

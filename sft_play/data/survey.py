@@ -1,0 +1,443 @@
+"""A data file as it will be trained, counted: bad rows, repeated rows, masks, ends of turns, what a limit costs.
+
+Everything is counted from the rows' own tokens and labels, one row at a time: nothing of a file is kept but a digest
+and two lengths a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sft_play.config.schema import DataConfig
+from sft_play.data.files import AnySource, BadRow, RawRow, data_files, read_part
+from sft_play.data.formats import (
+    Chat,
+    Example,
+    Format,
+    Text,
+    check_columns,
+    first_format,
+    rename_columns,
+    to_example,
+)
+from sft_play.data.process import content_digest
+from sft_play.data.render import IGNORED, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenRow
+from sft_play.log import one_line
+
+SHOWN_BAD_ROWS = 20
+"""Bad rows of a file that are listed; the others are counted."""
+ROLE_ROWS = 1_000
+"""Rows in which tokens are counted by role: the first hundred, then ever fewer."""
+BATCH_ROWS = 256
+"""Rows that are rendered and tokenised together."""
+TEMPLATE = "template"
+"""What tokens are counted under that stand in no message's text."""
+
+
+class ExampleReader:
+    """The examples of a file, folder or data set in order, each row that cannot be one as a `BadRow`.
+
+    Every file has a format of its own. `rows` and `format` say what was found so far. Raises (while it is read):
+        DataError: a whole file cannot be read, or its columns are those of no format.
+    """
+
+    def __init__(self, path: AnySource, data: DataConfig, *, split: str, text_wanted: bool = False) -> None:
+        check_columns(data)
+        self.path = path
+        self.rows = 0
+        self._data, self._split, self._text_wanted = data, split, text_wanted
+        self._formats: dict[str, None] = {}
+
+    @property
+    def format(self) -> str:
+        """The names of the rows' formats."""
+        return ", ".join(self._formats) or "unknown"
+
+    def raw(self) -> Iterator[tuple[RawRow | BadRow, Format | None]]:
+        """The rows as they stand in the files, counted, each with the format of its file."""
+        for part in data_files(self.path, split=self._split, text_wanted=self._text_wanted):
+            rows = read_part(part)
+            first, shape = first_format(rows, self._data)
+            if shape is not None:
+                self._formats[shape.name] = None
+            for row in itertools.chain(first, rows):
+                self.rows += 1
+                yield row, shape
+
+    def example(self, row: RawRow | BadRow, shape: Format | None) -> Example | BadRow:
+        """A row of a file as an example."""
+        if isinstance(row, BadRow):
+            return row
+        if shape is None:
+            return BadRow(row.where, "no known format")
+        return to_example(rename_columns(row, self._data.columns), shape, self._data)
+
+    def numbered(self) -> Iterator[tuple[int, Example | BadRow]]:
+        """The rows as examples, with their numbers from 1."""
+        for row, shape in self.raw():
+            yield self.rows, self.example(row, shape)
+
+
+# --- what a limit costs -----------------------------------------------------------------------------------------------
+
+
+def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs [start, end) of trained tokens; labels of shape [T]."""
+    is_trained = np.zeros(len(labels) + 2, dtype=np.int8)
+    is_trained[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORED
+    edges = np.flatnonzero(np.diff(is_trained)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class LimitCost:
+    """How many trained tokens each `max_seq_len` would keep, from rows before they are cut."""
+
+    def __init__(self, truncate: str) -> None:
+        self._truncate = truncate
+        self._steps: array[int] = array("q", [0, 0])
+        """Differences of the number of trained tokens that need a limit of n (as the index) to be kept."""
+        self.longest = 0
+        self.trained = 0
+        """Trained tokens of all rows, uncut; the first token of a row is never predicted, and does not count."""
+
+    def add(self, size: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Count one whole row of `size` tokens, whose trained ones stand in `runs`."""
+        self.longest = max(self.longest, size)
+        if size + 2 > len(self._steps):
+            self._steps.extend([0] * (size + 2 - len(self._steps)))
+        for begin, end in runs:
+            begin = max(begin, 1)
+            if end <= begin:
+                continue
+            self.trained += end - begin
+            if self._truncate == "drop":
+                self._steps[size] += end - begin
+                self._steps[size + 1] -= end - begin
+            elif self._truncate == "prompt":  # a token is kept where the limit reaches back to it
+                self._steps[size - end + 1] += 1
+                self._steps[size - begin + 1] -= 1
+            else:
+                self._steps[begin + 1] += 1
+                self._steps[end + 1] -= 1
+
+    def _kept(self) -> Iterator[int]:
+        """Trained tokens that limits of 0, 1, 2, … keep."""
+        return itertools.accumulate(itertools.accumulate(self._steps))
+
+    def kept_share(self, limit: int) -> float:
+        """The share of the trained tokens that a limit keeps."""
+        return list(itertools.islice(self._kept(), limit + 1))[-1] / (self.trained or 1)
+
+    def limit_for(self, share: float) -> int:
+        """The smallest limit that keeps this share."""
+        return next((limit for limit, kept in enumerate(self._kept()) if kept >= share * self.trained), self.longest)
+
+
+# --- tokens by role ---------------------------------------------------------------------------------------------------
+
+
+def tokens_by_role(
+    chat: Chat, text: str, labels: Sequence[int], offsets: Sequence[tuple[int, int]]
+) -> dict[str, list[int]]:
+    """[tokens, trained] by the role whose text each token begins in, `template` for those that are in none.
+
+    A message's text is looked for behind the one before it; one that the template rewrites counts as template.
+    """
+    spans: list[tuple[int, int, str]] = []
+    position = 0
+    for message in chat.messages:
+        for part in (message.get("reasoning_content"), message.get("content")):
+            content = str(part or "").strip()
+            found = text.find(content, position) if content else -1
+            if found >= 0:
+                position = found + len(content)
+                spans.append((found, position, str(message["role"])))
+    counts: dict[str, list[int]] = {}
+    at = 0
+    for label, (start, _) in zip(labels, offsets, strict=True):
+        while at < len(spans) and spans[at][1] <= start:
+            at += 1
+        role = spans[at][2] if at < len(spans) and spans[at][0] <= start else TEMPLATE
+        entry = counts.setdefault(role, [0, 0])
+        entry[0] += 1
+        entry[1] += label != IGNORED
+    return counts
+
+
+# --- the whole file ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Survey:
+    """What the rows of one split came to."""
+
+    split: str
+    source: str
+    cost: LimitCost
+    format: str = "unknown"
+    rows: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot be used, by reason; those whose answer lies beyond the limit are not among them."""
+    first_bad: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows that the run YAML asks to leave out, by reason."""
+    unmasked: Counter[str] = field(default_factory=Counter)
+    """Rows that can be read and get no exact mask, by reason."""
+    first_unmasked: list[str] = field(default_factory=list)
+    out_of_reach: int = 0
+    """Rows that lose every trained token to the limit, or are left out for their length."""
+    digests: dict[bytes, int] = field(default_factory=dict)
+    """Row number (from 1) of the first row with a content, by sixteen bytes of its digest."""
+    duplicates: int = 0
+    first_duplicate: tuple[int, int] | None = None
+    chats: int = 0
+    texts: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    """What is to be told of rows that are used, by what it is."""
+    first_noted: dict[str, str] = field(default_factory=dict)
+
+    kept: int = 0
+    methods: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    trained: int = 0
+    cut_rows: int = 0
+    cut: int = 0
+    lost: int = 0
+    merged: int = 0
+    untrained_turns: int = 0
+    stripped_think: int = 0
+    special_in_text: int = 0
+    special_rows: int = 0
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    whole_lengths: array[int] = field(default_factory=lambda: array("q"))
+    with_bos: int = 0
+    open_ends: int = 0
+    """Rows with an answer whose last trained token is no special one."""
+    first_open_end: str = ""
+    ends: Counter[int] = field(default_factory=Counter)
+    """Ids of the special tokens that trained parts end with."""
+    pad_trained: int = 0
+    roles: dict[str, list[int]] = field(default_factory=dict)
+    role_rows: int = 0
+    first: Any = None
+    """The first row that can be trained: `(row number, Rendered, TokenRow)`."""
+
+    @property
+    def lost_trained(self) -> int:
+        """Trained tokens that the limit takes away, those of rows that lose all of them included."""
+        return max(0, self.cost.trained - self.trained)
+
+    def count_bad(self, row: BadRow) -> None:
+        """Count a row that cannot be read."""
+        _count(self.bad, self.first_bad, row)
+
+    def count_unmasked(self, row: BadRow) -> None:
+        """Count a row that gets no exact mask."""
+        _count(self.unmasked, self.first_unmasked, row)
+
+    def count_content(self, example: Example, number: int) -> None:
+        """Count an example's content, and whether an earlier row has the same."""
+        first = self.digests.setdefault(content_digest(example)[:16], number)
+        if first != number:
+            self.duplicates += 1
+            self.first_duplicate = self.first_duplicate or (first, number)
+        self.chats += isinstance(example, Chat)
+        self.texts += isinstance(example, Text)
+        self.note(example.notes, example.where)
+
+    def note(self, notes: Iterable[str], where: str) -> None:
+        """Count what is to be told of a row."""
+        for note in notes:
+            self.notes[note] += 1
+            self.first_noted.setdefault(note, where)
+
+
+def _count(counts: Counter[str], first: list[str], row: BadRow) -> None:
+    counts[row.reason] += 1
+    if len(first) < SHOWN_BAD_ROWS:
+        first.append(one_line(str(row), limit=300))
+
+
+@dataclass(frozen=True)
+class Made:
+    """An example with its whole tokens and the row that is left of them, or the reason why there is none.
+
+    `number` is that of the file's row, from 1. `whole` is None where nothing was rendered.
+    """
+
+    number: int
+    example: Example
+    whole: Rendered | None
+    row: TokenRow | BadRow
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it is left out for its length alone."""
+        return isinstance(self.row, BadRow) and self.row.reason in (LOST_TO_LENGTH, TOO_LONG)
+
+
+class RowMaker:
+    """Examples as the tokens that a run trains.
+
+    With data.multi_turn=split an example becomes several. In `task_mode: cpt` documents stay whole (they are joined
+    and cut into full blocks), and a chat is a bad row.
+    """
+
+    def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
+        self.renderer = renderer
+        self._task_mode = task_mode
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest row."""
+        return self.renderer.max_seq_len
+
+    def of(self, examples: Sequence[tuple[int, Example]], *, document: bool = False) -> list[Made]:
+        """Numbered examples, made as one batch; `document`: they are the plain text of `task_mode: cpt_mixed`."""
+        joined = document or self._task_mode == "cpt"
+        expanded = [(number, one) for number, example in examples for one in self.renderer.expand(example)]
+        taken = [one for _, one in expanded if not (joined and isinstance(one, Chat))]
+        made = iter(self.renderer.render_all(taken))
+        return [self._made(number, one, made, joined=joined) for number, one in expanded]
+
+    def _made(self, number: int, example: Example, made: Iterator[Rendered | BadRow], *, joined: bool) -> Made:
+        if joined and isinstance(example, Chat):
+            reason = f"task_mode is {self._task_mode}, which takes plain text here, and the row is a chat"
+            return Made(number, example, None, BadRow(example.where, reason))
+        whole = next(made)
+        if isinstance(whole, BadRow):
+            return Made(number, example, None, whole)
+        if joined:
+            return Made(number, example, whole, TokenRow(whole.where, whole.input_ids, whole.labels))
+        return Made(number, example, whole, self.renderer.cut(whole))
+
+
+def made_rows(
+    rows: Iterable[tuple[int, Example | BadRow]], maker: RowMaker, *, document: bool = False
+) -> Iterator[BadRow | Made]:
+    """Numbered rows in their order, made in batches; those that cannot be read as they are."""
+    waiting: list[tuple[int, Example]] = []
+    for number, example in rows:
+        if not isinstance(example, BadRow):
+            waiting.append((number, example))
+        if len(waiting) >= BATCH_ROWS or isinstance(example, BadRow):
+            yield from maker.of(waiting, document=document)
+            waiting = []
+        if isinstance(example, BadRow):
+            yield example
+    yield from maker.of(waiting, document=document)
+
+
+def _counted(reader: ExampleReader, found: Survey) -> Iterator[tuple[int, Example]]:
+    """The examples of a file with their numbers; what can be told without tokens is counted."""
+    for number, example in reader.numbered():
+        if isinstance(example, BadRow) and example.is_asked:
+            found.left_out[example.reason] += 1
+        elif isinstance(example, BadRow):
+            found.count_bad(example)
+        else:
+            found.count_content(example, number)
+            yield number, example
+
+
+class Surveyor:
+    """Surveys splits with one tokenizer; without a `maker` rows are only read."""
+
+    def __init__(self, data: DataConfig, *, tokenizer: Any = None, maker: RowMaker | None = None) -> None:
+        self._data, self._tokenizer, self._maker = data, tokenizer, maker
+        self._special: frozenset[int] = frozenset()
+        if tokenizer is not None:
+            added = getattr(tokenizer, "added_tokens_decoder", {})
+            self._special = frozenset(added) | frozenset(tokenizer.all_special_ids)
+
+    def survey(self, path: AnySource, split: str, *, text_wanted: bool = False) -> Survey:
+        """Every row of a file, read, rendered and counted; `split` is train, val, test, or text.
+
+        Raises:
+            DataError: the whole file cannot be read, or its columns are those of no format.
+        """
+        found = Survey(split, str(path), LimitCost(self._data.truncate))
+        reader = ExampleReader(
+            path, self._data, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
+        )
+        rows = _counted(reader, found)
+        if self._maker is None:
+            collections.deque(rows, maxlen=0)
+        else:
+            for made in made_rows(rows, self._maker, document=split == "text"):
+                assert isinstance(made, Made)
+                self._tokens(found, made)
+        found.format, found.rows = reader.format, reader.rows
+        return found
+
+    def _tokens(self, found: Survey, made: Made) -> None:
+        if made.whole is not None:
+            found.methods[made.whole.method] += 1
+            runs = trained_runs(made.whole.labels)
+            found.cost.add(len(made.whole.labels), runs)
+            found.note(made.whole.notes, made.whole.where)
+            found.stripped_think += made.whole.stripped_think
+            found.special_rows += made.whole.special_in_text > 0
+            found.special_in_text += made.whole.special_in_text
+            found.untrained_turns += made.whole.untrained_turns
+        if made.is_too_long:
+            found.out_of_reach += 1
+        elif isinstance(made.row, BadRow):
+            found.count_unmasked(made.row)
+        elif made.whole is not None:
+            self._count(found, made.whole, made.row, made.number)
+            self._count_ends(found, made.whole, runs)
+            if isinstance(made.example, Chat):
+                self._count_roles(found, made.example, made.whole)
+
+    def _count(self, found: Survey, whole: Rendered, row: TokenRow, number: int) -> None:
+        found.first = found.first or (number, whole, row)
+        found.kept += 1
+        found.tokens += len(row.input_ids)
+        found.trained += row.trained
+        found.cut_rows += row.cut > 0
+        found.cut += row.cut
+        found.lost += row.lost
+        found.merged += row.merged
+        found.lengths.append(len(row.input_ids))
+        found.whole_lengths.append(len(whole.input_ids))
+        bos, pad = self._tokenizer.bos_token_id, self._tokenizer.pad_token_id
+        found.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
+        if pad is not None and pad != self._tokenizer.eos_token_id:
+            found.pad_trained += pad in row.labels
+
+    def _count_ends(self, found: Survey, whole: Rendered, runs: Sequence[tuple[int, int]]) -> None:
+        """Whether each trained part ends with a special token, a line break behind it aside."""
+        is_open = False
+        for begin, end in runs:
+            last = reversed(whole.labels[max(begin, end - 2) : end])
+            special = next((number for number in last if number in self._special), None)
+            if special is None:
+                is_open = True
+            else:
+                found.ends[special] += 1
+        if is_open and whole.method != "document":
+            found.open_ends += 1
+            found.first_open_end = found.first_open_end or whole.where
+
+    def _count_roles(self, found: Survey, chat: Chat, whole: Rendered) -> None:
+        """Tokens by role, in so many rows as are enough to see by."""
+        if found.role_rows >= ROLE_ROWS or (found.role_rows >= 100 and found.kept % (found.role_rows // 10)):
+            return
+        encoded = self._tokenizer(whole.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if list(encoded["input_ids"]) != list(whole.input_ids):
+            return  # texts that spell special tokens are tokenised in another way
+        found.role_rows += 1
+        counts = tokens_by_role(chat, whole.text, whole.labels, encoded["offset_mapping"])
+        for role, (tokens, trained) in counts.items():
+            entry = found.roles.setdefault(role, [0, 0])
+            entry[0] += tokens
+            entry[1] += trained

@@ -1,0 +1,404 @@
+"""Tables → rows: CSV and TSV, Parquet, Arrow, folders saved by `datasets`, and data sets of the hub.
+
+All of them are read in batches, so memory stays flat. An empty cell (null) is a key that is not there.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.raw import BadRow, RawRow, head, line_blocks, not_utf8
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+BATCH_ROWS = 1_000
+MAX_FIELD_CHARS = 64 * 2**20
+"""A longer CSV field is a quote that is not closed."""
+DELIMITERS = ",\t;|"
+
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "validation": "val",
+    "valid": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
+_SPLIT_NAME = re.compile(
+    rf"(?:(?P<whole>{'|'.join(SPLIT_WORDS)})(?:[-_.]?\d+(?:[-_]of[-_]\d+)?)?|.*[-_.](?P<end>{'|'.join(SPLIT_WORDS)}))"
+    r"(?:[-_.]?\d+[-_]of[-_]\d+)?",
+    re.IGNORECASE,
+)
+
+
+def split_of_name(name: str) -> str | None:
+    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others.
+
+    `train`, `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not.
+    """
+    found = _SPLIT_NAME.fullmatch(name)
+    word = found and (found["whole"] or found["end"])
+    return SPLIT_WORDS[word.lower()] if word else None
+
+
+def find_delimiter(path: Path, *, start: str | None = None) -> str:
+    """The character between the fields of a table's first line: the one that makes most of them."""
+    text = head(path).decode("utf-8", "ignore") if start is None else start
+    first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
+    return max(DELIMITERS, key=lambda char: _field_count(first, char))
+
+
+def _field_count(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter)))
+    except (csv.Error, StopIteration):
+        return 0
+
+
+_COLUMN_NAME = re.compile(r"[^\W\d][\w .:/()-]{0,60}")
+
+
+def looks_like_table(start: str) -> bool:
+    """Whether text whose name says nothing is a table: a first line of at least two names, a second with as many
+    fields."""
+    lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
+    if len(lines) < 2:
+        return False
+    delimiter = find_delimiter(Path(), start=lines[0])
+    names = next(csv.reader([lines[0]], delimiter=delimiter), [])
+    is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
+    return is_header and _field_count(lines[1], delimiter) == len(names)
+
+
+def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    """The rows of a table with a header line; a row knows the line on which it begins.
+
+    Raises:
+        DataError: no header, a name twice, a quote that is not closed, a byte that is not UTF-8.
+    """
+    csv.field_size_limit(MAX_FIELD_CHARS)
+    reader = csv.reader(_text_lines(path), delimiter=find_delimiter(path), strict=True)
+    names: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            yield _csv_fault(error, path, f"{name}:{line}")
+            continue
+        if not fields or (fields == [""] and (names is None or len(names) > 1)):
+            continue
+        if names is None:
+            names = _header(fields, path, line)
+        elif len(fields) != len(names):
+            detail = f"the header names {len(names)}; is a quote or a delimiter missing?"
+            yield BadRow(f"{name}:{line}", f"{len(fields)} fields where {len(names)} belong", detail)
+        else:
+            data = {key: field for key, field in zip(names, fields, strict=True) if key}
+            yield RawRow(f"{name}:{line}", data)
+    if names is None:
+        raise DataError(f"{path} has no rows: the file is blank")
+
+
+def _header(fields: list[str], path: Path, line: int) -> list[str]:
+    """The column names; the first may be empty (an index that pandas writes), and is left out."""
+    names = [field.strip() for field in fields]
+    for number, found in enumerate(names):
+        if not found and number:
+            raise DataError(f"{path}:{line}: column {number + 1} of the header has no name")
+        if names.count(found) > 1:
+            raise DataError(f'{path}:{line}: the header names the column "{one_line(found, limit=60)}" twice')
+    return names
+
+
+def _csv_fault(error: csv.Error, path: Path, where: str) -> BadRow:
+    text = str(error)
+    if "unexpected end of data" in text or "field larger" in text:
+        raise DataError(f"{where}: a quote that is opened in this row is not closed") from None
+    return BadRow(where, "not valid CSV", text)
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    for at, block in line_blocks(path):
+        try:
+            text = block.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, at + error.start) from None
+        lines = text.split("\n")
+        yield from (line + "\n" for line in lines[:-1])
+        if lines[-1]:
+            yield lines[-1]
+
+
+@contextmanager
+def _reading(path: Path | str, kind: str) -> Iterator[None]:
+    """Turns what pyarrow and datasets raise for a damaged file, which is of many kinds, into a DataError."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}") from error
+
+
+def parquet_groups(path: Path) -> list[int]:
+    """Rows of each row group of a Parquet file."""
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    with _reading(path, "Parquet"):
+        meta = pyarrow.parquet.read_metadata(path)
+        return [meta.row_group(index).num_rows for index in range(meta.num_row_groups)]
+
+
+def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_row: int) -> Iterator[RawRow | BadRow]:
+    """The rows of the row groups [start, end) of a Parquet file."""
+    import pyarrow.parquet
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+            groups = list(range(file.num_row_groups))[start:end]
+            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups)
+
+    yield from _from_batches(batches(), path, name, "Parquet", first_row)
+
+
+def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | BadRow]:
+    """The rows of an Arrow (Feather 2) file or stream."""
+    import pyarrow as pa
+
+    def batches() -> Iterator[Any]:
+        with pa.memory_map(str(path)) as source:
+            if is_stream:
+                yield from pa.ipc.open_stream(source)
+            else:
+                reader = pa.ipc.open_file(source)
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+
+    yield from _from_batches(batches(), path, name, "Arrow", 1)
+
+
+def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, first: int) -> Iterator[RawRow | BadRow]:
+    number = first - 1
+    plain: bool | None = None
+    iterator = iter(batches)
+    while True:
+        with _reading(path, kind):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        if plain is None:
+            _refuse_twice(batch.schema.names, path)
+            plain = _is_plain(str(batch.schema.remove_metadata()))
+        for begin in range(0, batch.num_rows, BATCH_ROWS):
+            with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} behind it", kind):
+                rows = batch.slice(begin, BATCH_ROWS).to_pylist()
+            for row in rows:
+                number += 1
+                yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+
+
+def _refuse_twice(names: list[str], path: Path) -> None:
+    twice = next((found for found in names if names.count(found) > 1), None)
+    if twice is not None:
+        raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
+
+
+_NOT_PLAIN = re.compile(r"binary|float|double|halffloat|date|time|duration|decimal|map<|dictionary|extension|interval")
+
+
+def _is_plain(schema: str) -> bool:
+    """Whether all values are what JSON has: texts, whole numbers, lists, objects."""
+    types = "\n".join(line.rpartition(": ")[2] if "<" not in line else line for line in schema.splitlines())
+    return _NOT_PLAIN.search(types) is None
+
+
+class _NotText(ValueError):
+    """Bytes in a cell that are not UTF-8."""
+
+
+def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
+    """The row without its nulls, as values that JSON has."""
+    try:
+        data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
+    except _NotText:
+        return BadRow(where, "a cell holds bytes that are not UTF-8 text")
+    except RecursionError:
+        return BadRow(where, "nested too deeply")
+    return RawRow(where, {str(key): value for key, value in data.items() if value is not None})
+
+
+def _json_value(value: Any) -> Any:
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        try:
+            return bytes(value).decode("utf-8")
+        except UnicodeDecodeError:
+            raise _NotText from None
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    return str(value)
+
+
+def saved_splits(path: Path) -> list[str]:
+    """The names of the splits of a folder saved by `datasets`; none for a single table."""
+    loaded = _load_saved(path)
+    return [str(name) for name in loaded] if _is_dict(loaded) else []
+
+
+def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
+    """The rows of one split of a folder saved by `datasets`.
+
+    Raises:
+        DataError: the folder is damaged, or has no such split.
+    """
+    loaded = _load_saved(path)
+    if _is_dict(loaded):
+        chosen = choose_split([str(found) for found in loaded], split, path)
+        loaded, name = loaded[chosen], f"{name}:{chosen}"
+    if "Json" in str(loaded.features):
+        with _reading(path, "a saved dataset"):
+            yield from _from_dicts(loaded, name)
+        return
+    tables = loaded.with_format("arrow").iter(batch_size=BATCH_ROWS)
+    yield from _from_batches(tables, path, name, "a saved dataset", 1)
+
+
+def _load_saved(path: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # datasets and pyarrow raise many kinds for a folder that is damaged
+        raise DataError(f"{path} cannot be loaded by datasets.load_from_disk: {one_line(str(error))}") from error
+
+
+def _is_dict(loaded: Any) -> bool:
+    return isinstance(loaded, dict)
+
+
+def choose_split(names: list[str], split: str, path: Path | str) -> str:
+    """Which of a data set's splits is train, val or test; a split's own name counts too.
+
+    Raises:
+        DataError: none of them, or several without one that has the plain name.
+    """
+    wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
+    exact = next((name for name in (split, *wanted) if name in names), None)
+    if exact is not None:
+        return exact
+    like = [name for name in names if (split_of_name(name) or _beginning(name)) == split]
+    if len(like) == 1:
+        return like[0]
+    there = ", ".join(one_line(name, limit=60) for name in names)
+    if like:
+        raise DataError(f"{path} has the splits {there}; several could be {split}: {', '.join(like)}")
+    raise DataError(f"{path} has the splits {there}; none of them is {wanted[0] if wanted else split}")
+
+
+def _beginning(name: str) -> str | None:
+    """The split that a name begins with, as in `train_sft`."""
+    return SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])
+
+
+HUB = "hub:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+
+
+def hub_parts(given: str) -> tuple[str, str | None]:
+    """The id and the config of `hub:owner/name` or `hub:owner/name:config`.
+
+    Raises:
+        DataError: it is not of this form, or a folder of that name lies here.
+    """
+    ident, _, config = given.removeprefix(HUB).partition(":")
+    if not _HUB_ID.fullmatch(ident):
+        raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+    if Path(ident).exists():
+        raise DataError(f"{one_line(given)}: {ident} lies here too, and datasets would take it; write the path")
+    return ident, config or None
+
+
+def hub_splits(given: str) -> list[str]:
+    """The names of the splits of a data set of the hub."""
+    loaded = _load_hub(given)
+    return [str(name) for name in loaded] if _is_dict(loaded) else []
+
+
+def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
+    """The rows of one split of a data set of the hub, streamed; from the cache where the hub is offline."""
+    loaded = _load_hub(given)
+    if _is_dict(loaded):
+        loaded = loaded[choose_split([str(found) for found in loaded], split, given)]
+    with _hub_errors(given):
+        yield from _from_dicts(loaded, f"{given}:{split}")
+
+
+def _load_hub(given: str) -> Any:
+    import datasets
+
+    ident, config = hub_parts(given)
+    with _hub_errors(given):
+        return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
+
+
+@contextmanager
+def _hub_errors(given: str) -> Iterator[None]:
+    """Turns what the hub's libraries raise, which is of many kinds, into a DataError that says what to do."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        ident = hub_parts(given)[0]
+        raise DataError(f"{one_line(given)} cannot be read: {_hub_advice(ident, error)}") from error
+
+
+def _hub_advice(ident: str, error: Exception) -> str:
+    import datasets
+
+    text = one_line(str(error), limit=300)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
+    if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
+        return (
+            "this machine is told to stay offline (HF_HUB_OFFLINE) and its cache does not hold it; fetch it where "
+            f"there is a network ({fetch}) and name the folder"
+        )
+    if "gated" in text.lower() or "GatedRepoError" in kinds:
+        return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
+    if "onfig name is missing" in text or "BuilderConfig" in text:
+        return f"{text}; write hub:{ident}:CONFIG"
+    if "scripts are no longer supported" in text:
+        return f"it needs a script of its own, which is not run; fetch its files instead ({fetch})"
+    if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
+        return "there is none of that name, or it is private; check the spelling, or log in: hf auth login"
+    if isinstance(error, (ConnectionError, TimeoutError)) or any("Connect" in kind for kind in kinds):
+        return f"no connection to the hub ({text}); fetch it where there is a network ({fetch}) and name the folder"
+    return text
+
+
+def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
+    for number, row in enumerate(rows, start=1):
+        yield _table_row(dict(row), f"{name}:row {number}", is_plain=False)

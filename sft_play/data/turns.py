@@ -1,0 +1,769 @@
+"""Where the turns of a conversation stand in its rendered text, measured on the template and verified on every row.
+
+A template is asked, not known by name. Two kinds of renderings tell everything:
+
+- The conversation up to a turn, with the generation prompt: what an answer would be generated after. The turn's
+  trained span begins where it ends, if the whole text really begins with it.
+- A marked copy: a sentinel before and after every piece of text in the row, put inside the white space at its ends
+  and around the texts that the template itself looks for (`</think>`), so that the template treats the copy as it
+  treats the row. The copy shows what the template writes between the pieces, what it strips, drops, escapes or moves.
+  Without its sentinels it must be the row's own text, character by character; else nothing is trained.
+
+What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
+long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
+one rendering and one comparison a row. Every other row gets a copy of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.data.template import ChatTemplate, Message, RenderError, Span
+from sft_play.errors import TokenizerError
+from sft_play.log import one_line
+
+Method = Literal["generation", "prefix", "marker", "last_turn", "all", "document", "inexact"]
+"""How the trained spans of a row were found; see docs/masks.md.
+
+generation: the template's own `{% generation %}` marks, which agree with what follows; prefix: start and end of every
+turn are those of the rendered conversation up to it; marker: the start so, the end by the end-of-turn marker, because
+the template renders a turn otherwise once it is history; last_turn: only the last turn is exact; all: every token;
+document: plain text; inexact: as told, not as it should be."""
+
+Kind = Literal["content", "reasoning", "name", "argument"]
+_SALT = "zQ9x"
+_SENTINEL = re.compile(_SALT + r"(\d{5})([be])")
+_MAX_PIECES = 90_000
+
+
+class Inexact(ValueError):
+    """A mask that cannot be found exactly: the reason rows are counted by, and the detail."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a message's text, without white space at its ends."""
+
+    message: int
+    kind: Kind
+    text: str
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a template was seen to do with probe conversations."""
+
+    parts: bool = False
+    """It takes content as a list of parts only."""
+    text_arguments: bool = False
+    """It wants the arguments of a call as a JSON string."""
+    null_content: bool = False
+    """It wants no content in a turn that only calls."""
+    short_ids: bool = False
+    """It wants call ids of nine letters and digits."""
+    system: Literal["written", "dropped", "refused"] = "written"
+    calls: bool = False
+    """It writes tool calls."""
+    markers: tuple[str, ...] = ()
+    """Texts that end an assistant turn, the usual one first; empty where it writes nothing."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in a rendered text: characters behind the beginning of a gap between pieces."""
+
+    gap: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn: its span where it is exact, else why it is not and what would be trained instead."""
+
+    message: int
+    start: Place | None = None
+    end: Place | None = None
+    by_prefix: bool = False
+    """Its end is that of the rendered conversation up to it."""
+    reason: str = ""
+    detail: str = ""
+    nearest: tuple[Place, Place] | None = None
+    """The best guess at an inexact turn's span."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its span was found and verified."""
+        return self.start is not None and self.end is not None
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What a template writes around the pieces of rows of one shape, and where their turns are.
+
+    `gaps` has one text more than `order`, which holds for each written piece its number and the form it is written
+    in. `stripped` are numbers of think pieces that are not written.
+    """
+
+    gaps: tuple[str, ...]
+    order: tuple[tuple[int, str], ...]
+    turns: tuple[Turn, ...]
+    stripped: tuple[int, ...] = ()
+    marks_agree: bool = False
+    """The template has `{% generation %}` marks, and they hold exactly the turns."""
+
+    def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
+        """The text that a row with these pieces must have, and where each gap begins in it."""
+        parts = [self.gaps[0]]
+        position = len(self.gaps[0])
+        begins = [0]
+        for (number, form), gap in zip(self.order, self.gaps[1:], strict=True):
+            text = _FORMS[form](pieces[number])
+            position += len(text)
+            begins.append(position)
+            position += len(gap)
+            parts += (text, gap)
+        return "".join(parts), begins
+
+
+@dataclass(frozen=True)
+class Found:
+    """A conversation as text with the exact spans of its assistant turns, by message index."""
+
+    text: str
+    spans: dict[int, Span]
+    inexact: dict[int, Turn]
+    nearest: dict[int, Span]
+    method: Method
+    stripped: int = 0
+    """Pieces of think text that the template does not write."""
+
+
+_FORMS: dict[str, Callable[[str], str]] = {
+    "plain": lambda text: text,
+    "json": lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    "ascii json": lambda text: json.dumps(text)[1:-1],
+    "json in json": lambda text: json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)[1:-1],
+    "repr": lambda text: repr(text)[1:-1],
+}
+"""How a template may write a text: as it is, or inside a string of JSON or Python."""
+
+
+class Turns:
+    """Finds the turns of conversations rendered by one template.
+
+    Raises:
+        TokenizerError: the template cannot render a question and an answer, or drops the answer.
+    """
+
+    def __init__(self, template: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None) -> None:
+        self.template = template
+        self._special = tuple(token for token in special_tokens if token)
+        self._eos = eos_token
+        self._split = _splitter(template.tested)
+        self._shapes: dict[Any, Skeleton | Inexact] = {}
+        self.habits = self._learn()
+
+    # What the template does.
+
+    def _learn(self) -> Habits:
+        habits = self._learn_content()
+        habits = self._learn_calls(habits)
+        return _replace(habits, system=self._learn_system(habits), markers=self._learn_markers(habits))
+
+    def _learn_content(self) -> Habits:
+        problem = ""
+        for parts in (False, True):
+            habits = Habits(parts=parts)
+            try:
+                text = self._render(habits, _PLAIN)
+            except RenderError as error:
+                problem = problem or str(error)
+                continue
+            if "question1q" in text and "answer1q" in text:
+                return habits
+        if problem:
+            raise TokenizerError(f"the chat template cannot render a question and an answer: {problem}")
+        raise TokenizerError("the chat template drops an assistant's answer; give data.chat_template another one")
+
+    def _learn_calls(self, habits: Habits) -> Habits:
+        """The form of tool calls in which the template writes them."""
+        for text_arguments in (False, True):
+            for null_content in (False, True):
+                for short_ids in (False, True):
+                    tried = _replace(
+                        habits,
+                        text_arguments=text_arguments,
+                        null_content=null_content,
+                        short_ids=short_ids,
+                        calls=True,
+                    )
+                    try:
+                        text = self._render(tried, _CALLING, tools=_TOOLS)
+                    except RenderError:
+                        continue
+                    written = text.split("question1q")[-1]
+                    if all(word in written for word in ("look1q", "where1q", "result1q", "answer1q")):
+                        return tried
+        return habits
+
+    def _learn_system(self, habits: Habits) -> Literal["written", "dropped", "refused"]:
+        try:
+            text = self._render(habits, [{"role": "system", "content": "system1q"}, *_PLAIN])
+        except RenderError:
+            return "refused"
+        return "written" if "system1q" in text else "dropped"
+
+    def _learn_markers(self, habits: Habits) -> tuple[str, ...]:
+        """The end of a last turn, of a turn that is history, and of a turn that calls."""
+        last = self._render(habits, _PLAIN)
+        after_user = _atoms(_between(last, "question1q", "answer1q"), self._special)
+        ends_users = after_user[0] if after_user else ""
+        found = [self._ender(last.rpartition("answer1q")[2], ends_users)]
+        try:
+            whole = self._render(habits, [*_PLAIN, {"role": "user", "content": "question2q"}, _ANSWER])
+            history = _between(whole, "answer1q", "question2q")
+        except RenderError:
+            history = ""
+        if found[0] and found[0] not in history:
+            atoms = _atoms(history, self._special)
+            if atoms and (atoms[0] == ends_users or atoms[0] == self._eos or _ENDER.search(atoms[0])):
+                found.append(atoms[0])
+        if habits.calls:
+            found += self._call_markers(habits, found)
+        return tuple(dict.fromkeys(marker for marker in found if marker))
+
+    def _call_markers(self, habits: Habits, known: Sequence[str]) -> Iterator[str]:
+        """The last end behind a call, where none of the known ones stands there: in a last turn and in history."""
+        for turns, before in ((_CALLING[:2], ""), (_CALLING, "result1q")):
+            try:
+                text = self._render(habits, turns, tools=_TOOLS)
+            except RenderError:
+                continue
+            tail = _between(text, "where1q", before) if before else text.rpartition("where1q")[2]
+            enders = [atom for atom in _atoms(tail, self._special) if atom in self._special or _ENDER.search(atom)]
+            if enders and not before and not any(marker in tail for marker in known if marker):
+                yield enders[-1]
+
+    def _ender(self, tail: str, ends_users: str) -> str:
+        """The text within `tail` that ends a turn: what ends a user's turn too, else what looks like an end."""
+        atoms = _atoms(tail, self._special)
+        enders = [atom for atom in atoms if atom in self._special or _ENDER.search(atom)]
+        for atom in (ends_users, self._eos):
+            if atom and atom in enders:
+                return atom
+        opening = [atom for atom in atoms if not atom.startswith("</")]
+        for choice in (enders, opening, atoms):
+            if choice:
+                return choice[0]
+        stripped = tail.strip()
+        return stripped if len(stripped) <= _LONGEST_MARKER else ""
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
+        return self.habits.markers[0] if self.habits.markers else ""
+
+    # Rendering.
+
+    def _render(
+        self, habits: Habits, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False
+    ) -> str:
+        return self.template.render(adapted(messages, habits), tools=tools, prompt=prompt)
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
+        """The conversation as the model sees it; raises RenderError."""
+        return self._render(self.habits, messages, tools=tools, prompt=prompt)
+
+    # Finding.
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found:
+        """The text of a conversation and the exact spans of its assistant turns.
+
+        Raises:
+            Inexact: the template refuses the row, drops or rewrites something of it, or cannot be verified on it.
+        """
+        try:
+            text = self.rendered(messages, tools)
+        except RenderError as error:
+            raise Inexact("the chat template refuses the row", str(error)) from error
+        shape = None if tools else self._shape(messages)
+        if shape is None:
+            return self._verified(text, messages, tools)
+        skeleton = self._shapes.get(shape)
+        if skeleton is None:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            skeleton = self._shapes[shape] = self._try_skeleton(messages, tools)
+        if isinstance(skeleton, Inexact):
+            raise Inexact(skeleton.reason, skeleton.detail)
+        pieces = [stripped for message in messages if (stripped := message["content"].strip())]
+        expected, begins = skeleton.fill(pieces)
+        if expected != text:
+            return self._verified(text, messages, tools)
+        return self._found(skeleton, text, begins)
+
+    def _try_skeleton(self, messages: Sequence[Message], tools: Sequence[Any]) -> Skeleton | Inexact:
+        try:
+            return self._skeleton(messages, tools)[0]
+        except Inexact as error:
+            return error
+
+    def _shape(self, messages: Sequence[Message]) -> Any:
+        """What decides how the template treats a plain row: roles, and the white space around the texts.
+
+        None where the row has calls, think text, or a text that holds something the template looks for.
+        """
+        shape: list[tuple[Any, ...]] = []
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, str) or len(message) != 2 or (self._split and self._split.search(content)):
+                return None
+            body = content.strip()
+            if body == content:
+                shape.append((message["role"], not body))
+            else:
+                begin = content.find(body) if body else len(content)
+                shape.append((message["role"], not body, content[:begin], content[begin + len(body) :]))
+        return tuple(shape)
+
+    def _verified(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> Found:
+        """The turns by a marked copy of this very row, and by its own prompts."""
+        skeleton, pieces = self._skeleton(messages, tools)
+        expected, begins = skeleton.fill([piece.text for piece in pieces])
+        if expected != text:
+            raise Inexact(
+                "the chat template treats the row otherwise than its marked copy, so its turns cannot be told",
+                _first_difference(expected, text),
+            )
+        found = self._found(skeleton, text, begins)
+        for index, (start, _) in found.spans.items():
+            if self._prompt(self.habits, messages[:index], tools) != text[:start]:
+                raise Inexact(_OTHER_PROMPT, f"messages[{index}]")
+        return found
+
+    def _found(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> Found:
+        spans: dict[int, Span] = {}
+        nearest: dict[int, Span] = {}
+        for turn in skeleton.turns:
+            if turn.start is not None and turn.end is not None:
+                start = begins[turn.start.gap] + turn.start.offset
+                spans[turn.message] = (start, begins[turn.end.gap] + turn.end.offset)
+            elif turn.nearest is not None:
+                first, last = turn.nearest
+                nearest[turn.message] = (begins[first.gap] + first.offset, begins[last.gap] + last.offset)
+        inexact = {turn.message: turn for turn in skeleton.turns if not turn.is_exact}
+        return Found(text, spans, inexact, nearest, self._method(skeleton, spans, inexact), len(skeleton.stripped))
+
+    def _method(self, skeleton: Skeleton, spans: dict[int, Span], inexact: dict[int, Turn]) -> Method:
+        if inexact:
+            return "last_turn" if spans else "inexact"
+        if skeleton.marks_agree:
+            return "generation"
+        return "prefix" if all(turn.by_prefix for turn in skeleton.turns) else "marker"
+
+    def _prompt(self, habits: Habits, before: Sequence[Message], tools: Sequence[Any]) -> str | None:
+        try:
+            return self._render(habits, before, tools=tools, prompt=True)
+        except RenderError:
+            return None
+
+    def _skeleton(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[Piece]]:
+        copy, pieces = self._marked_copy(messages)
+        try:
+            text = self.rendered(copy, tools)
+        except RenderError as error:
+            raise Inexact("the chat template refuses a copy of the row with marks in it", str(error)) from error
+        gaps, order, broken = _take_apart(text, pieces)
+        written = {number for number, _ in order}
+        stripped = self._judge_pieces(messages, pieces, written, broken)
+        places = _Places(text, gaps, order, pieces)
+        turns = tuple(
+            self._turn(places, copy, index, tools)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        )
+        agree = self.template.has_generation and self._marks_agree(places, turns, copy, tools)
+        return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
+
+    def _marks_agree(
+        self, places: _Places, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
+    ) -> bool:
+        """Whether `{% generation %}` marks begin where the turns begin and end with them or in white space behind."""
+        text, marks = self.template.render_marked(adapted(copy, self.habits), tools=tools)
+        exact = [(turn.start, turn.end) for turn in turns if turn.start is not None and turn.end is not None]
+        spans = [(places.position(start), places.position(end)) for start, end in exact]
+        return len(marks) == len(spans) == len(turns) and all(
+            mark[0] == span[0] and mark[1] >= span[1] and not text[span[1] : mark[1]].strip()
+            for mark, span in zip(marks, spans, strict=True)
+        )
+
+    def _marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[Piece]]:
+        """The row with sentinels around its pieces, and the pieces by number."""
+        pieces: list[Piece] = []
+
+        def mark(text: str, index: int, kind: Kind) -> str:
+            if _SALT in text:
+                raise Inexact("a text holds the mark that turns are found by", f"messages[{index}]: {_SALT}")
+            made: list[str] = []
+            at = 0
+            for begin, end in _pieces(text, self._split if kind in ("content", "reasoning") else None):
+                number = len(pieces)
+                pieces.append(Piece(index, kind, text[begin:end]))
+                made += (text[at:begin], f"{_SALT}{number:05d}b", text[begin:end], f"{_SALT}{number:05d}e")
+                at = end
+            return "".join((*made, text[at:]))
+
+        copy = [_mapped(message, index, mark) for index, message in enumerate(messages)]
+        if len(pieces) > _MAX_PIECES:
+            raise Inexact("a row has too many texts", f"{len(pieces):,}")
+        return copy, pieces
+
+    def _judge_pieces(
+        self, messages: Sequence[Message], pieces: Sequence[Piece], written: set[int], broken: set[int]
+    ) -> tuple[int, ...]:
+        """Numbers of think pieces that are not written; raises Inexact for what else is missing or rewritten."""
+        last = {piece.message: number for number, piece in enumerate(pieces) if piece.kind == "content"}
+        stripped = []
+        for number, piece in enumerate(pieces):
+            role = messages[piece.message]["role"]
+            where = f"messages[{piece.message}]"
+            if number in broken:
+                raise Inexact(f"the chat template rewrites {_A[role]} text", where)
+            if number in written:
+                continue
+            if piece.kind in ("name", "argument"):
+                raise Inexact("the chat template drops a tool call", f"{where}: {one_line(piece.text, limit=60)}")
+            is_think = piece.kind == "reasoning" or number != last[piece.message]
+            if role != "assistant" or not is_think:
+                raise Inexact(self._dropped(role), where)
+            stripped.append(number)
+        return tuple(stripped)
+
+    def _dropped(self, role: str) -> str:
+        if role == "system":
+            return (
+                "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
+                "user turn)"
+            )
+        return f"the chat template drops {_A[role]} text"
+
+    def _turn(self, places: _Places, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
+        """One assistant turn of the marked copy."""
+        prompt = self._prompt(self.habits, copy[:index], tools)
+        if prompt is None:
+            return Turn(index, reason="the chat template cannot render the prompt of a turn")
+        common = _common(prompt, places.text)
+        is_prefix = common == len(prompt)
+        start = places.place(common)
+        first, last, kind = places.extent(index, common)
+        after = common if last is None else last
+        end, by_prefix = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
+        if start is None or end is None:
+            why = _NO_END if end is None else _OTHER_PROMPT
+            return Turn(index, reason=why, detail=f"messages[{index}]")
+        if not is_prefix:
+            nearest = (start, end) if first is None or common <= first else None
+            detail = f"messages[{index}]: the prompt goes on with {one_line(repr(prompt[common:][:40]))}"
+            return Turn(index, reason=_OTHER_PROMPT, detail=detail, nearest=nearest)
+        problem = places.problem(index, common, places.position(end))
+        if problem:
+            return Turn(index, reason=problem, detail=f"messages[{index}]")
+        return Turn(index, start, end, by_prefix)
+
+    def _turn_end(
+        self, places: _Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, after: int, is_text: bool
+    ) -> tuple[Place | None, bool]:
+        """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
+        limit = places.next_piece(after)
+        try:
+            own = self.rendered(copy[: index + 1], tools)
+        except RenderError:
+            own = ""
+        until = len(own) if own and places.text.startswith(own) and after <= len(own) <= limit else None
+        region = places.text[after : until if until is not None else limit]
+        found = [(at, marker) for marker in self.habits.markers if (at := region.find(marker)) >= 0]
+        if found:
+            at, marker = min(found, key=lambda item: (item[0], -len(item[1])))
+            return places.place(after + at + len(marker)), until is not None
+        if self.habits.markers:
+            return None, False
+        if until is not None:
+            return places.place(until), True
+        return (places.place(after), False) if is_text else (None, False)
+
+
+_A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
+_OTHER_PROMPT = "the chat template prompts for a turn otherwise than it writes the turn"
+_NO_END = "the chat template writes no end of turn behind a turn"
+_MAX_SHAPES = 20_000
+_LONGEST_MARKER = 40
+
+_PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
+_ANSWER: Message = {"role": "assistant", "content": "answer2q"}
+_CALLING: list[Message] = [
+    {"role": "user", "content": "question1q"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": {"place": "where1q"}}}
+        ],
+    },
+    {"role": "tool", "content": "result1q", "name": "look1q", "tool_call_id": "call1q"},
+    {"role": "assistant", "content": "answer1q"},
+]
+_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "description": "Where."}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+
+_ATOM = re.compile(
+    r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
+    r"|</?[A-Za-z_][^<>\s]{0,40}>"
+)
+"""Texts that look like control tokens, for templates whose tokens this tokenizer does not have."""
+_ENDER = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)
+
+
+def _atoms(text: str, special: Sequence[str]) -> list[str]:
+    """Control tokens in a text, in order: the tokenizer's own, and what looks like one."""
+    found = {(match.start(), match.group()) for match in _ATOM.finditer(text)}
+    for token in special:
+        at = text.find(token)
+        while at >= 0:
+            found.add((at, token))
+            at = text.find(token, at + 1)
+    ordered: list[str] = []
+    covered = 0
+    for at, token in sorted(found, key=lambda item: (item[0], -len(item[1]))):
+        if at >= covered:
+            ordered.append(token)
+            covered = at + len(token)
+    return ordered
+
+
+def _between(text: str, first: str, second: str) -> str:
+    return text.partition(first)[2].partition(second)[0]
+
+
+def _common(first: str, second: str) -> int:
+    """Length of the common beginning."""
+    if second.startswith(first):
+        return len(first)
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[:middle] == second[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _first_difference(expected: str, text: str) -> str:
+    at = _common(expected, text)
+    return f"at character {at + 1}: {one_line(repr(text[max(0, at - 20) : at + 40]), limit=90)}"
+
+
+def _replace(habits: Habits, **changes: Any) -> Habits:
+    return dataclasses.replace(habits, **changes)
+
+
+def _splitter(tested: frozenset[str]) -> re.Pattern[str] | None:
+    """A pattern of what the template looks for in texts; None where it looks for nothing."""
+    if not tested:
+        return None
+    return re.compile("|".join(re.escape(text) for text in sorted(tested, key=lambda text: (-len(text), text))))
+
+
+def _pieces(text: str, split: re.Pattern[str] | None) -> Iterator[Span]:
+    """The text between what the template looks for, without white space at the ends."""
+    at = 0
+    for begin, end in (
+        [*(match.span() for match in split.finditer(text)), (len(text), -1)] if split else [(len(text), -1)]
+    ):
+        inner = text[at:begin]
+        body = inner.strip()
+        if body:
+            first = at + inner.find(body)
+            yield first, first + len(body)
+        at = end
+
+
+def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
+    """A copy of the message with every text changed, think text before content, calls last."""
+    made = dict(message)
+    if isinstance(made.get("reasoning_content"), str):
+        made["reasoning_content"] = change(made["reasoning_content"], index, "reasoning")
+    if isinstance(made.get("content"), str):
+        made["content"] = change(made["content"], index, "content")
+    if made.get("tool_calls"):
+        made["tool_calls"] = [_mapped_call(call, index, change) for call in made["tool_calls"]]
+    return made
+
+
+def _mapped_call(call: dict[str, Any], index: int, change: Callable[[str, int, Kind], str]) -> dict[str, Any]:
+    function = call["function"]
+    name = change(function["name"], index, "name")
+    arguments = _mapped_value(function["arguments"], index, change)
+    return {**call, "function": {**function, "name": name, "arguments": arguments}}
+
+
+def _mapped_value(value: Any, index: int, change: Callable[[str, int, Kind], str]) -> Any:
+    if isinstance(value, str):
+        return change(value, index, "argument")
+    if isinstance(value, dict):
+        return {key: _mapped_value(item, index, change) for key, item in value.items()}
+    return [_mapped_value(item, index, change) for item in value] if isinstance(value, list) else value
+
+
+def adapted(messages: Sequence[Message], habits: Habits) -> list[Message]:
+    """The messages in the form in which the template takes them."""
+    made = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if key != "train"}
+        calls = message.get("tool_calls")
+        if calls:
+            message["tool_calls"] = [_adapted_call(call, habits) for call in calls]
+            if habits.null_content and not message.get("content"):
+                message["content"] = None
+        if habits.short_ids and isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        if habits.parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        made.append(message)
+    return made
+
+
+def _adapted_call(call: dict[str, Any], habits: Habits) -> dict[str, Any]:
+    function = call["function"]
+    if habits.text_arguments and not isinstance(function["arguments"], str):
+        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    made = {**call, "function": function}
+    if habits.short_ids:
+        made["id"] = _short_id(str(call.get("id") or function["name"]))
+    return made
+
+
+def _short_id(given: str) -> str:
+    """Nine letters and digits, the same for the same id."""
+    plain = given if given.isalnum() and given.isascii() else ""
+    return plain if len(plain) == 9 else hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
+    """A rendered copy as gaps and written pieces; `broken` are numbers of pieces that are written otherwise."""
+    gaps: list[str] = []
+    order: list[tuple[int, str]] = []
+    broken: set[int] = set()
+    at = 0
+    open_number, open_end = -1, 0
+    for match in _SENTINEL.finditer(text):
+        number, side = int(match.group(1)), match.group(2)
+        if number >= len(pieces):
+            continue
+        if side == "b":
+            if open_number >= 0:
+                broken.add(open_number)
+            gaps.append(text[at : match.start()])
+            open_number, open_end = number, match.end()
+            continue
+        if number != open_number:
+            broken.add(number)
+            continue
+        inner = text[open_end : match.start()]
+        form = next((name for name, form in _FORMS.items() if form(pieces[number].text) == inner), None)
+        if form is None:
+            broken.add(number)
+        order.append((number, form or "plain"))
+        at, open_number = match.end(), -1
+    if open_number >= 0:
+        broken.add(open_number)
+    gaps.append(text[at:])
+    return gaps, order, broken
+
+
+class _Places:
+    """Positions in a rendered copy, sentinels and all, and what stands where."""
+
+    def __init__(
+        self, text: str, gaps: Sequence[str], order: Sequence[tuple[int, str]], pieces: Sequence[Piece]
+    ) -> None:
+        self.text = text
+        self._bounds: list[Span] = []
+        """Where each gap stands in the copy."""
+        self._parts: list[tuple[int, int, int]] = []
+        """Number, begin and end of each written piece, sentinels included."""
+        self._pieces = pieces
+        at, sentinel = 0, len(_SALT) + 6
+        for position, gap in enumerate(gaps):
+            self._bounds.append((at, at + len(gap)))
+            at += len(gap)
+            if position < len(order):
+                number, form = order[position]
+                size = len(_FORMS[form](pieces[number].text)) + 2 * sentinel
+                self._parts.append((number, at, at + size))
+                at += size
+
+    def place(self, position: int) -> Place | None:
+        """The gap that holds the position; None inside a piece."""
+        found = bisect.bisect_right(self._bounds, (position, len(self.text) + 1)) - 1
+        begin, end = self._bounds[found]
+        return Place(found, position - begin) if begin <= position <= end else None
+
+    def position(self, place: Place) -> int:
+        """Where a place is in the copy."""
+        return self._bounds[place.gap][0] + place.offset
+
+    def extent(self, message: int, start: int) -> tuple[int | None, int | None, Kind | None]:
+        """Where the message's pieces begin and end from `start` on, and the kind of the last one; repetitions of a
+        piece do not count. Nones where none is written."""
+        first: int | None = None
+        last: tuple[int | None, Kind | None] = (None, None)
+        seen: set[int] = set()
+        for number, begin, end in self._parts:
+            piece = self._pieces[number]
+            if piece.message != message or begin < start or number in seen:
+                continue
+            seen.add(number)
+            first = begin if first is None else first
+            last = (end, piece.kind)
+        return first, *last
+
+    def next_piece(self, position: int) -> int:
+        """Where the next piece begins at or behind the position; the text's end where there is none."""
+        return next((begin for _, begin, _ in self._parts if begin >= position), len(self.text))
+
+    def problem(self, message: int, start: int, end: int) -> str:
+        """Why [start, end) is not exactly the message's turn; empty where it is."""
+        inside = {number for number, begin, stop in self._parts if start <= begin and stop <= end}
+        for number, begin, stop in self._parts:
+            piece = self._pieces[number]
+            if piece.message == message:
+                repeats_a_name = piece.kind == "name" and number in inside
+                if not (start <= begin and stop <= end) and not repeats_a_name:
+                    return "the chat template writes a part of a turn outside of it"
+            elif begin < end and stop > start:
+                return "the chat template writes another turn's text inside a turn"
+        return ""

@@ -1,0 +1,467 @@
+"""check, render and the whole way: what they say of good and bad files, and what they leave unwritten."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play import pipeline
+from sft_play.config.load import load_config
+from sft_play.config.schema import DataConfig
+from sft_play.data import judge
+from sft_play.data.formats import Chat
+from sft_play.data.judge import Check
+from sft_play.data.survey import LimitCost, Survey, tokens_by_role, trained_runs
+from sft_play.errors import DataError
+from sft_play.facts.hardware import detect, named
+from tests.conftest import ROOT, chat, shared
+
+SUMS = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_yaml(folder: Path, model: Path | str, **data: Any) -> Path:
+    files = {"train_path": str(folder / "train.jsonl"), "val_path": None, "test_path": None, **data}
+    config = {
+        "model": {"name": str(model), "max_seq_len": 128},
+        "tuning": {"mode": "lora"},
+        "data": files,
+        "train": {"effective_batch_size": 8, "report_to": []},
+        "output": {"dir": str(folder / "outputs")},
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def checked(config: Path, *words: str) -> pipeline.Report:
+    return pipeline.check(config, words, detect())
+
+
+def states(report: pipeline.Report) -> dict[str, str]:
+    """The worst state of each name."""
+    order = ["ok", "skipped", "warning", "problem"]
+    found: dict[str, str] = {}
+    for check in report.checks:
+        found[check.name] = max(found.get(check.name, "ok"), check.state, key=order.index)
+    return found
+
+
+def one(report: pipeline.Report, name: str, state: str) -> Check:
+    (found,) = [check for check in report.checks if check.name == name and check.state == state]
+    return found
+
+
+def everything_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkeypatch):
+    write_rows(tmp_path / "train.jsonl", SUMS[:30])
+    write_rows(tmp_path / "val.jsonl", SUMS[30:])
+    config = run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    before = everything_below(tmp_path)
+    report = checked(config)
+    assert report.ok, "\n".join(report.lines())
+    assert everything_below(tmp_path) == before
+    found = states(report)
+    assert set(found) >= {
+        *("config", "model files", "tokenizer", "chat template", "data files", "rows: train", "rows: val", "leaks"),
+        *("duplicates", "masks: train", "masks: val", "tokens by role", "BOS", "end of turn", "padding token"),
+        *("example", "length: train", "padding", "model", "memory plan", "disk"),
+    }
+    assert not {name for name, state in found.items() if state in ("warning", "problem")}
+    assert "verified on every one of 30 rows" in one(report, "masks: train", "ok").what
+    assert "[[it" in one(report, "example", "ok").what
+    assert report.lines()[-1].startswith("Ready to train: ")
+
+
+def test_the_tokens_of_a_role_are_those_of_its_texts(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    said = one(checked(run_yaml(tmp_path, tiny_llama)), "tokens by role", "ok").what
+    # every answer is trained whole, no token of a question is, and of the template's one <|im_end|> a row
+    assert "user 0 of " in said
+    assert "template 40 of " in said
+    assistant = said.partition("assistant ")[2].partition(",")[0].split(" of ")
+    assert assistant[0] == assistant[1]
+
+
+def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
+    write_rows(tmp_path / "train.jsonl", [*SUMS, {"messages": [{"role": "asistant", "content": "x"}]}])
+    report = checked(run_yaml(tmp_path, tmp_path / "no-such-model"))
+    found = states(report)
+    assert not report.ok
+    assert found["model files"] == found["rows: train"] == "problem"
+    assert found["tokenizer"] == found["masks"] == found["model"] == found["disk"] == "skipped"
+    assert "train.jsonl:41" in one(report, "rows: train", "problem").what
+    assert sum("no-such-model does not exist" in check.what for check in report.checks) == 1
+
+
+def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "nope.jsonl")))
+    found = states(report)
+    assert found["data files"] == "problem"
+    assert "nope.jsonl does not exist" in one(report, "data files", "problem").what
+    assert found["rows: train"] == found["masks: train"] == "ok"
+
+
+def test_every_error_of_the_config_is_one_problem(tmp_path):
+    config = run_yaml(tmp_path, "m")
+    report = checked(config, "train.epochs=no", "model.nam=x")
+    (check,) = report.checks
+    assert check.state == "problem"
+    assert "train.epochs" in check.what
+    assert "model.nam" in check.what
+
+
+def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
+    bad = [{"messages": [{"role": "user", "content": "a"}]} for _ in range(25)]
+    write_rows(tmp_path / "train.jsonl", [*SUMS, *bad])
+    config = run_yaml(tmp_path, tiny_llama)
+    what = one(checked(config), "rows: train", "problem").what
+    assert "25 of 65 rows of " in what
+    assert what.count("\n") == 21  # the counts, twenty rows, how many more
+    assert what.endswith("… and 5 more")
+    report = checked(config, "data.on_bad_row=skip")
+    assert report.ok
+    assert states(report)["rows: train"] == "warning"
+
+
+def test_repeated_rows_and_leaks_are_named(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", [*SUMS[:20], SUMS[3]])
+    write_rows(tmp_path / "val.jsonl", [SUMS[30], SUMS[5]])
+    report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
+    assert "row 21 that of row 4" in one(report, "duplicates", "warning").what
+    leak = one(report, "leaks", "warning").what
+    assert "1 contents stand in train and in val, such as row 6 of " in leak
+    assert "and row 2 of " in leak
+    assert report.ok
+
+
+def test_lost_tokens_are_a_problem_that_says_which_length_would_keep_how_much(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", [*SUMS, chat("go", "yes no " * 60)])
+    config = run_yaml(tmp_path, tiny_llama)
+    report = checked(config)
+    check = one(report, "length: train", "problem")
+    assert "1 of 41 rows are cut at max_seq_len 128" in check.what
+    assert "more than data.max_lost_fraction=0.05" in check.what
+    assert "keeps all" in str(check.do)
+    limit = int(str(check.do).partition(" keeps all")[0].split()[-1])
+    assert states(checked(config, f"model.max_seq_len={limit}"))["length: train"] == "ok"
+    assert states(checked(config, "data.max_lost_fraction=1"))["length: train"] == "warning"
+
+
+def test_a_template_that_ends_no_turn_with_a_token_is_a_warning_or_refused(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    template = tmp_path / "bare.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    found = states(checked(run_yaml(tmp_path, tiny_llama, chat_template=str(template))))
+    assert found.get("end of turn") == "warning" or found["masks: train"] == "problem"
+
+
+def test_targets_that_match_nothing_are_found(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
+    assert not report.ok
+    assert any("q_prog" in check.what for check in report.checks if check.state == "problem")
+
+
+def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
+    import shutil
+
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in one(checked(run_yaml(tmp_path, folder)), "model files", "problem").what
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}'
+    )
+    (folder / "x-1.safetensors").touch()
+    what = one(checked(run_yaml(tmp_path, folder)), "model files", "problem").what
+    assert "lacks 1 of 2 parts, such as x-2.safetensors" in what
+
+
+def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    report = pipeline.check(run_yaml(tmp_path, tiny_llama), (), named("2xH200"))
+    assert "2 GPUs" in one(report, "memory plan", "ok").what
+    assert states(report)["disk"] == "skipped"
+
+
+def test_a_model_that_does_not_fit_is_a_problem(tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
+    report = pipeline.check(config, ("tuning.mode=full",), named("1xRTX4090,ram=64GiB"))
+    assert "does not fit" in one(report, "memory plan", "problem").what
+
+
+def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", [{"text": "yes no " * 50} for _ in range(10)])
+    config = run_yaml(tmp_path, tiny_llama)
+    report = checked(config, "task_mode=cpt")
+    assert states(report)["blocks: train"] == "ok", report.lines()
+    few = checked(config, "task_mode=cpt", "model.max_seq_len=512", "data.max_lost_fraction=1")
+    assert "full blocks of 512" in next(check.what for check in few.checks if check.name == "blocks: train")
+
+
+def test_chats_are_no_text_for_cpt(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    report = checked(run_yaml(tmp_path, tiny_llama), "task_mode=cpt")
+    assert not report.ok
+    assert any("task_mode is cpt" in check.what and "chat" in check.what for check in report.checks)
+
+
+def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    config = run_yaml(tmp_path, tiny_llama)
+    out = tmp_path / "check.json"
+    code, said = command("check", "--config", str(config), "--json", "--out", str(out))
+    answer = json.loads(said[said.index("{") :])
+    assert code == 0
+    assert answer["ok"] is True
+    assert {"name", "state", "what", "do"} == set(answer["checks"][0])
+    assert json.loads(out.read_text())["ok"] is True
+    write_rows(tmp_path / "train.jsonl", [{"messages": []}])
+    code, said = command("check", "--config", str(config))
+    assert code == 2
+    assert "PROBLEM  rows: train" in said
+    assert "Not ready: " in said
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2"])
+def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
+    """Their templates end an assistant's turn with <|im_end|>, </s> or <|end|>; Mistral's rows begin with <s>, and
+    SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
+    from transformers import AutoTokenizer
+
+    from sft_play.data.render import Renderer
+    from sft_play.data.survey import RowMaker, Surveyor
+
+    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    data = DataConfig()
+    maker = RowMaker(Renderer(tokenizer, data, max_seq_len=512), task_mode="sft")
+    path = write_rows(tmp_path / "rows.jsonl", SUMS)
+    found = Surveyor(data, tokenizer=tokenizer, maker=maker).survey(path, "train")
+    assert (found.kept, found.open_ends, found.lost_trained) == (40, 0, 0)
+    assert found.with_bos == (40 if name.startswith(("Mistral", "SmolLM2")) else 0)
+    assert sum(found.ends.values()) == 40
+
+
+def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path):
+    """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
+    files = sorted(shared("bad_inputs").glob("*.json*"))
+    assert len(files) == 31
+    for file in files:
+        report = pipeline.check(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), named("1xRTX4090"))
+        assert report.checks[-1].name == "disk"
+        assert any(check.name == "rows: train" for check in report.checks), file.name
+        assert not any("\x1b" in line or "\x00" in line for line in report.lines()), file.name
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_a_limit_by_hand():
+    """Rows of 4 and 6 tokens; trained are the positions 2, 3 and 3, 4, 5."""
+    rows = [[-100, -100, 1, 1], [-100, -100, -100, 1, 1, 1]]
+    end, prompt, drop = LimitCost("end"), LimitCost("prompt"), LimitCost("drop")
+    for cost in (end, prompt, drop):
+        for row in rows:
+            cost.add(len(row), trained_runs(row))
+    assert (end.trained, end.longest) == (5, 6)
+    assert [round(end.kept_share(limit) * 5) for limit in range(1, 7)] == [0, 0, 1, 3, 4, 5]
+    assert [round(prompt.kept_share(limit) * 5) for limit in range(1, 7)] == [2, 4, 5, 5, 5, 5]
+    assert [round(drop.kept_share(limit) * 5) for limit in range(1, 7)] == [0, 0, 0, 2, 2, 5]
+    assert end.limit_for(0.6) == 4
+    assert end.limit_for(1.0) == 6
+
+
+def test_trained_runs_are_found():
+    assert trained_runs([5, -100, 1, 2, -100, 0]) == [(0, 1), (2, 4), (5, 6)]
+    assert trained_runs([-100]) == []
+    assert trained_runs([]) == []
+
+
+def test_tokens_are_counted_by_the_role_in_whose_text_they_begin():
+    messages = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab"})
+    text, labels = "<>ab</><>ab</>", [-100, -100, -100, -100, -100, 7, 7]
+    offsets = [(n, n + 2) for n in range(0, 14, 2)]
+    # user: characters 2 to 4, the token at 2; assistant: 9 to 11, the token at 10; the other five are the template's
+    counts = tokens_by_role(Chat("x", messages), text, labels, offsets)
+    assert counts == {"template": [5, 1], "user": [1, 0], "assistant": [1, 1]}
+
+
+def test_a_length_that_the_model_does_not_have_is_not_proposed():
+    survey = Survey("train", "a.jsonl", LimitCost("end"))
+    survey.cost.add(1_000, [(1, 1_000)])
+    survey.kept, survey.cut_rows, survey.trained = 1, 1, 99
+    (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
+    assert str(check.do).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
+    (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)
+    assert "the model has no more positions" in str(check.do)
+
+
+def test_a_warning_says_what_to_do():
+    with pytest.raises(AssertionError, match="without what to do"):
+        Check("x", "warning", "something")
+    assert Check("x", "problem", "one\ntwo", "mend it").lines() == [
+        "PROBLEM  x                  one",
+        "                            two",
+        "                            do: mend it",
+    ]
+
+
+def test_what_comes_from_files_is_escaped_on_the_page():
+    assert "\x1b" not in "".join(Check("x", "problem", "a\x1b[31m", "b\u202e").lines())
+
+
+# --- render -----------------------------------------------------------------------------------------------------------
+
+
+def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> pipeline.Renderings:
+    return pipeline.render(load_config(config, overrides=words), out=out, force=force)
+
+
+def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    write_rows(tmp_path / "val.jsonl", SUMS[:3])
+    answer = rendered(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
+    lines = [json.loads(line) for line in (tmp_path / "data/rendered/train.jsonl").read_text().splitlines()]
+    assert len(lines) == 40
+    first = lines[0]
+    assert set(first) == {"where", "text", "spans", "tokens", "trained", "cut", "lost", "method"}
+    assert first["text"] == "<|im_start|>user\nwhat is 0 + 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"
+    assert [first["text"][start:end] for start, end in first["spans"]] == ["it is 0.<|im_end|>"]
+    assert [line["where"].rpartition(":")[2] for line in lines] == [str(n) for n in range(1, 41)]
+    assert len((tmp_path / "data/rendered/val.jsonl").read_text().splitlines()) == 3
+    assert not (tmp_path / "data/rendered/test.jsonl").exists()
+    assert answer.files[0].trained == sum(line["trained"] for line in lines)
+
+
+def test_a_rendered_file_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", SUMS)
+    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "out.jsonl"
+    rendered(config, out=out)
+    rendered(config, out=out)
+    out.write_text("mine\n")
+    with pytest.raises(DataError, match="edited since make render wrote it"):
+        rendered(config, out=out)
+    assert out.read_text() == "mine\n"
+    rendered(config, out=out, force=True)
+    assert len(out.read_text().splitlines()) == 40
+
+
+def test_bad_rows_stop_rendering_with_nothing_written_unless_they_are_skipped(tiny_llama, tmp_path):
+    write_rows(tmp_path / "train.jsonl", [*SUMS, {"messages": []}])
+    config, out = run_yaml(tmp_path, tiny_llama), tmp_path / "sub" / "out.jsonl"
+    with pytest.raises(DataError, match=r"1 of 41 rows of .* cannot be used: 1 x messages is empty\n.*train\.jsonl:41"):
+        rendered(config, out=out)
+    assert not out.exists()
+    answer = rendered(config, "data.on_bad_row=skip", out=out)
+    assert answer.files[0].rows == 40
+    assert "messages is empty" in "\n".join(answer.lines())
+
+
+def test_a_file_that_is_read_is_never_written_over(tiny_llama, tmp_path):
+    source = write_rows(tmp_path / "train.jsonl", SUMS)
+    config, before = run_yaml(tmp_path, tiny_llama), source.read_bytes()
+    for out in (source, tmp_path):
+        with pytest.raises(DataError, match=r"is data\.train_path, which is read; name another file"):
+            rendered(config, out=out, force=True)
+    with pytest.raises(DataError, match=r"is data\.train_path, which is read; name another file"):
+        pipeline.preview(load_config(config), count=None, row=None, page=source, force=True)
+    assert source.read_bytes() == before
+
+
+# --- the whole way ----------------------------------------------------------------------------------------------------
+
+
+def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
+    raw = folder / "data" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    write_rows(raw / "sums.jsonl", [{"question": f"what is {n}?", "answer": f"it is {n}."} for n in range(60)])
+    path = folder / "run.yaml"
+    config = {
+        "model": {"name": str(model), "max_seq_len": 128},
+        "tuning": {"mode": "lora"},
+        "data": data,
+        "train": {"effective_batch_size": 8, "report_to": []},
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = pipeline.full_pipeline(pipeline_yaml(tmp_path, tiny_llama), (), detect(), style=None, force=False)
+    assert answer.ok, "\n".join(answer.lines())
+    assert [name for name, _ in answer.steps] == ["process", "render", "check"]
+    assert (tmp_path / "data/processed/train.jsonl").is_file()
+    assert (tmp_path / "data/rendered/train.jsonl").is_file()
+    assert "which was written just now" in "\n".join(answer.lines())
+
+
+def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = pipeline_yaml(tmp_path, tiny_llama)
+    answer = pipeline.full_pipeline(config, (), detect(), style="You are terse.", force=False)
+    assert [name for name, _ in answer.steps] == ["process", "style", "render", "check"], answer.lines()
+    first = json.loads((tmp_path / "data/rendered/train.jsonl").read_text().splitlines()[0])
+    assert first["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n")
+    said = "\n".join(answer.lines())
+    assert "make train with this config reads data.train_path=data/processed/train.jsonl" in said
+    assert "data/processed_with_style/train.jsonl is checked" in said
+
+
+def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = pipeline_yaml(tmp_path, tiny_llama)
+    (tmp_path / "data/rendered").mkdir(parents=True)
+    (tmp_path / "data/rendered/train.jsonl").write_text("mine\n")
+    answer = pipeline.full_pipeline(config, (), detect(), style=None, force=False)
+    assert not answer.ok
+    assert [name for name, _ in answer.steps] == ["process"]
+    assert answer.stopped is not None
+    assert answer.stopped[0] == "render"
+    assert (tmp_path / "data/processed/train.jsonl").is_file()
+    assert (tmp_path / "data/rendered/train.jsonl").read_text() == "mine\n"
+    assert answer.as_json()["stopped"]["name"] == "render"
+
+
+def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = pipeline_yaml(tmp_path, tiny_llama)
+    write_rows(tmp_path / "data/raw/bad.jsonl", [{"question": 1, "answer": None}])
+    answer = pipeline.full_pipeline(config, (), detect(), style=None, force=False)
+    assert not answer.ok
+    assert [name for name, _ in answer.steps if name != "process"] == []
+    assert not (tmp_path / "data/processed/train.jsonl").exists()
+
+
+def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
+    code = (
+        "import sys, sft_play.pipeline; "
+        "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,668 @@
+"""Files: every kind is read by its content, streamed, split into parts, and refused with a place and a way out."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import json
+import pickle
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
+from sft_play.data import files, json_rows, raw, tables
+from sft_play.data.files import (
+    BadRow,
+    RawRow,
+    Source,
+    data_files,
+    data_paths,
+    file_parts,
+    kind_of,
+    read_part,
+    read_rows,
+    source_digest,
+)
+from sft_play.data.size import rough_size
+from sft_play.errors import DataError
+from tests.conftest import chat, shared
+
+ROW = chat("hello there", "how are you?")
+
+
+def rows(path, **options):
+    return list(read_rows(path, split="train", **options))
+
+
+def data_of(path, **options):
+    return [row.data for row in rows(path, **options)]
+
+
+def lines(path: Path, *items: object) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    return path
+
+
+def refusal(path, **options) -> str:
+    with pytest.raises(DataError) as error:
+        rows(path, **options)
+    return str(error.value)
+
+
+class TestKinds:
+    """What a file is, whatever its name says."""
+
+    @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt", "a", "a.csv"])
+    def test_json_is_told_by_its_content(self, tmp_path, name):
+        path = tmp_path / name
+        path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n")
+        assert kind_of(path) == "lines"
+        path.write_text(json.dumps([ROW, ROW], indent=1))
+        assert kind_of(path) == "array"
+        assert data_of(path) == [ROW, ROW]
+
+    def test_objects_over_several_lines_are_told_from_one_a_line(self, tmp_path):
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(ROW, indent=2))
+        assert kind_of(path) == "objects"
+        path.write_text(json.dumps(ROW))
+        assert kind_of(path) == "lines"
+        path.write_text('{"a": 1\n{"a": 2}\n')  # the first line is broken: still one a line
+        assert kind_of(path) == "lines"
+        path.write_text('{\n "a": 1,,\n "b": 2\n}\n')  # an object over lines with a fault in it
+        assert kind_of(path) == "objects"
+        assert "a.json:2: not valid JSON" in refusal(path)
+
+    def test_a_first_line_larger_than_what_is_looked_at_is_still_a_line(self, tmp_path):
+        path = lines(tmp_path / "a.jsonl", {"text": "x" * 200_000}, ROW)
+        assert kind_of(path) == "lines"
+        assert len(rows(path)) == 2
+
+    def test_text_is_text_where_it_is_asked_or_named_so(self, tmp_path):
+        (tmp_path / "a.txt").write_text("[note] {not json}\nmore")
+        assert data_of(tmp_path / "a.txt") == [{"text": "[note] {not json}\nmore"}]
+        (tmp_path / "b").write_text("{ a set, in words }")
+        assert data_of(tmp_path / "b", text_wanted=True) == [{"text": "{ a set, in words }"}]
+        assert "not valid JSON" in str(rows(tmp_path / "b")[0])
+
+    def test_a_table_without_its_suffix_is_told_by_its_header(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text("question,answer\nwhat?,that\n")
+        assert data_of(tmp_path / "a.jsonl") == [{"question": "what?", "answer": "that"}]
+        (tmp_path / "b.jsonl").write_text("Hello, world\nthis is prose\n")
+        assert "is not JSON" in refusal(tmp_path / "b.jsonl")
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"<!DOCTYPE html><html>", "a web page saved in place of the file"),
+            (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+            (b"PK\x03\x04rest", "a zip archive"),
+            (b"BZh9", "bunzip2"),
+            (b"\x80\x04\x95", "pickle"),
+            (b"('a', 1)", "json.dumps"),
+            (gzip.compress(gzip.compress(b"{}")), "gzipped twice"),
+            (gzip.compress(b"PAR1PAR1"), "is gzipped Parquet"),
+            (b"PAR1garbagePAR1", "is Parquet that cannot be read"),
+            (b"ARROW1garbage", "is Arrow that cannot be read"),
+            (gzip.compress(json.dumps(ROW).encode() * 50)[:-20], "cannot be read"),
+        ],
+    )
+    def test_what_is_no_data_file_says_what_it_is(self, tmp_path, content, message):
+        (tmp_path / "x.jsonl").write_bytes(content)
+        assert message in refusal(tmp_path / "x.jsonl")
+
+    def test_a_pipe_is_refused_not_waited_for(self, tmp_path):
+        import os
+
+        os.mkfifo(tmp_path / "pipe.jsonl")
+        assert "is no file" in refusal(tmp_path / "pipe.jsonl")
+
+
+class TestJson:
+    """Lines, lists and spread-out objects."""
+
+    def test_a_list_is_read_piece_by_piece_with_its_lines(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(raw.blocks, "__kwdefaults__", {**raw.blocks.__kwdefaults__, "size": 7})
+        items = [{"n": n, "text": "é\n" * n, "in": [1.5e3, -2, {"x": None}]} for n in range(30)]
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps(items, indent=1, ensure_ascii=False))
+        found = rows(path)
+        assert [row.data for row in found] == items
+        text = path.read_text().split("\n")
+        assert all(text[int(row.where.rpartition(":")[2]) - 1].strip() == "{" for row in found)
+        path.write_text("\n\n".join(json.dumps(item, indent=3) for item in items))
+        assert data_of(path) == items
+        path.write_text("[1, 12345, 1.5e+3, true, null]")
+        found = [row.detail for row in rows(path)]
+        assert found == ["1", "12345", "1500.0", "true", "null"]
+
+    def test_rows_that_share_a_line_have_their_columns(self, tmp_path):
+        (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 2},\n{"a": 3}]')
+        assert [row.where.removeprefix(f"{tmp_path}/") for row in rows(tmp_path / "a.json")] == [
+            "a.json:1",
+            "a.json:1:12",
+            "a.json:2",
+        ]
+
+    def test_a_fault_in_a_list_has_its_line_and_column(self, tmp_path):
+        (tmp_path / "a.json").write_text('[{"a": 1},\n {"a": tru}]')
+        assert refusal(tmp_path / "a.json") == (
+            f'{tmp_path}/a.json:2: not valid JSON: Expecting value at column 8. Line: {{"a": tru}}]'
+        )
+
+    def test_a_row_of_a_list_that_would_lose_something_is_a_bad_row_and_the_rest_is_read(self, tmp_path):
+        (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
+        found = rows(tmp_path / "a.json")
+        assert [str(row).rpartition("/")[2] for row in found[:4]] == [
+            'a.json:1: the key "a" stands twice in one object',
+            "a.json:2: NaN is not JSON",
+            "a.json:3: half of a surrogate pair (a broken emoji) in the text",
+            "a.json:4: a number is too large",
+        ]
+        assert found[4].data == {"b": 3}
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ('{"a": 1},', "remove the comma at the end (column 9)"),
+            ('{"a": 1}{"a": 2}', "a second object on the same line at column 9"),
+            ("{'a': 1}", "keys and strings stand in double quotes"),
+            ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
+            ('{"a": ' + "[" * 5_000, "nested too deeply"),
+            ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
+            ('{"a": "\\udc00"}', "half of a surrogate pair"),
+            ('{"a": 1e400}', "a number is too large"),
+            ('"text"', "a row is not an object"),
+        ],
+    )
+    def test_a_bad_line_says_what_to_do(self, tmp_path, line, message):
+        (tmp_path / "a.jsonl").write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
+        first, bad, last = rows(tmp_path / "a.jsonl")
+        assert message in str(bad)
+        assert bad.where.endswith("a.jsonl:2")
+        assert (first.data, last.data) == (ROW, ROW)
+
+    def test_pairs_of_surrogates_and_marks_inside_files_are_no_faults(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text('\ufeff{"a": "\\ud83d\\ude00"}\n\ufeff{"a": "b"}\n')
+        assert data_of(tmp_path / "a.jsonl") == [{"a": "\U0001f600"}, {"a": "b"}]
+
+    def test_control_characters_are_seen_without_looking_at_every_text(self, tmp_path):
+        path = lines(tmp_path / "a.jsonl", {"a": "plain \n é"}, {"a": "nul \0"}, {"a": "esc \x1b"}, {"a": "\x7f"})
+        assert [row.is_clean for row in rows(path)] == [True, False, False, False]
+
+    def test_rows_before_a_byte_that_is_not_utf8_are_given_first(self, tmp_path):
+        (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n{bad}\n{"a": "\xff"}\n')
+        found = []
+        with pytest.raises(DataError, match=r"a\.jsonl:3: byte 0xFF at column 8 is not UTF-8"):
+            found.extend(read_rows(tmp_path / "a.jsonl", split="train"))
+        reader = read_rows(tmp_path / "a.jsonl", split="train")
+        assert isinstance(next(reader), RawRow)
+        assert isinstance(next(reader), BadRow)
+
+
+TEXTS = {
+    "cp1251": ("Привет, как дела? Это простой текст на русском языке.", "Windows-1251", "cp1251"),
+    "koi8-r": ("Привет, как дела? Это простой текст на русском языке.", "KOI8-R", "koi8-r"),
+    "cp932": ("こんにちは、元気ですか？これはテストです。", "Shift-JIS", "cp932"),
+    "euc_jp": ("こんにちは、元気ですか？これはテストです。", "EUC-JP", "euc-jp"),
+    "euc_kr": ("안녕하세요, 오늘 날씨가 좋네요. 이것은 시험입니다.", "EUC-KR", "euc-kr"),
+    "big5": ("你好，今天天氣很好。這是一個測試，我們來看看。", "Big5", "big5"),
+    "gbk": ("你好，今天天气很好。这是一个测试，我们来看看。", "GBK", "gb18030"),
+    "latin-1": ("Où est le café? À côté", "Latin-1", "latin1"),
+    "cp1252": ("“Où” est le café – là", "Windows-1252", "cp1252"),
+}
+
+
+@pytest.mark.parametrize("encoding", TEXTS)
+def test_another_encoding_is_guessed_and_the_command_is_given(tmp_path, encoding):
+    text, name, iconv = TEXTS[encoding]
+    path = tmp_path / "a b.jsonl"
+    path.write_bytes(b'{"text": "ascii"}\n' + json.dumps({"text": text}, ensure_ascii=False).encode(encoding) + b"\n")
+    message = refusal(path)
+    first = next(byte for byte in path.read_bytes() if byte > 0x7F)
+    assert f"a b.jsonl:2: byte 0x{first:02X} at column 1" in message
+    assert f"(looks like {name})" in message
+    assert f"iconv -f {iconv} -t utf-8 '{path}' > 'utf8-a b.jsonl'" in message
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_wide_encodings_are_named_with_and_without_their_mark(tmp_path, encoding):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(ROW).encode(encoding))
+    assert f"is {encoding[:6].upper()}, not UTF-8" in refusal(tmp_path / "a.jsonl")
+
+
+def test_utf8_that_is_damaged_is_not_called_latin1(tmp_path):
+    raw_text = json.dumps({"text": "Où est le café? À côté, déjà vu"}, ensure_ascii=False).encode()
+    (tmp_path / "a.jsonl").write_bytes(raw_text.replace("é?".encode(), b"\xc3?"))
+    assert "UTF-8 that is damaged here" in refusal(tmp_path / "a.jsonl")
+
+
+def test_a_gzipped_file_that_unfolds_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "MAX_UNFOLDED_BYTES", 1 << 20)
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb") as file:
+        for _ in range(100):
+            file.write(b" " * (1 << 20))
+    assert "unfolds to more than" in refusal(tmp_path / "bomb.jsonl.gz")
+    lines(tmp_path / "fine.jsonl", *[{"text": str(n)} for n in range(100_000)])
+    (tmp_path / "fine.gz").write_bytes(gzip.compress((tmp_path / "fine.jsonl").read_bytes()))
+    assert len(rows(tmp_path / "fine.gz")) == 100_000
+
+
+class TestTables:
+    """CSV, Parquet and Arrow."""
+
+    def test_csv_takes_quotes_line_breaks_marks_and_other_delimiters(self, tmp_path):
+        (tmp_path / "a.csv").write_text('\ufeffquestion,answer\r\n"a ""b""\nc",d\r\n\r\ne,f\r\n')
+        found = rows(tmp_path / "a.csv")
+        assert [row.data for row in found] == [
+            {"question": 'a "b"\nc', "answer": "d"},
+            {"question": "e", "answer": "f"},
+        ]
+        assert [row.where.rpartition(":")[2] for row in found] == ["2", "5"]
+        for name, mark in (("b.csv", ";"), ("c.tsv", "\t"), ("d.csv", "|")):
+            (tmp_path / name).write_text(f"question{mark}answer\n1,5{mark}b\n")
+            assert data_of(tmp_path / name) == [{"question": "1,5", "answer": "b"}]
+        (tmp_path / "e.csv").write_text("text\none\ntwo\n")
+        assert data_of(tmp_path / "e.csv") == [{"text": "one"}, {"text": "two"}]
+
+    def test_a_ragged_csv_row_is_a_bad_row_with_its_line(self, tmp_path):
+        (tmp_path / "a.csv").write_text("question,answer\na,b\nc\nd,e,f\ng,h\n")
+        found = rows(tmp_path / "a.csv")
+        assert [str(row).rpartition("/")[2].partition(" (")[0] for row in found if isinstance(row, BadRow)] == [
+            "a.csv:3: 1 fields where 2 belong",
+            "a.csv:4: 3 fields where 2 belong",
+        ]
+        assert len(found) == 4
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ('a,b\n1,2\n3,"open\n4,5\n', "a.csv:3: a quote that is opened in this row is not closed"),
+            ("a,a\n1,2\n", 'names the column "a" twice'),
+            ("a,,c\n1,2,3\n", "column 2 of the header has no name"),
+            ("\n\n", "has no rows"),
+        ],
+    )
+    def test_a_csv_file_that_cannot_be_read_says_why(self, tmp_path, text, message):
+        (tmp_path / "a.csv").write_text(text)
+        assert message in refusal(tmp_path / "a.csv")
+
+    def test_an_index_that_pandas_wrote_is_no_column(self, tmp_path):
+        (tmp_path / "a.csv").write_text(",question,answer\n0,a,b\n")
+        assert data_of(tmp_path / "a.csv") == [{"question": "a", "answer": "b"}]
+
+    def table(self, count: int):
+        import pyarrow as pa
+
+        messages = [
+            [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}] for n in range(count)
+        ]
+        return pa.table({"messages": messages, "n": list(range(count)), "note": [None, "x"] * (count // 2)})
+
+    @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream", "feather"])
+    def test_parquet_and_arrow_are_read_row_by_row_by_their_content(self, tmp_path, kind):
+        import pyarrow as pa
+        import pyarrow.feather
+        import pyarrow.parquet
+
+        table, path = self.table(2_500), tmp_path / "a.jsonl"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path, row_group_size=700)
+        elif kind == "feather":
+            pyarrow.feather.write_feather(table, str(path))
+        else:
+            make = pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream
+            with make(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=900)
+        found = rows(path)
+        assert len(found) == 2_500
+        assert found[2_000].where == f"{path}:row 2001"
+        assert found[2_000].data == {"messages": table["messages"][2_000].as_py(), "n": 2_000}  # the null is left out
+        assert found[2_001].data["note"] == "x"
+
+    def test_values_that_json_has_not_become_values_that_it_has(self, tmp_path):
+        import datetime
+        import decimal
+
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        table = pa.table(
+            {
+                "text": pa.array([b"caf\xc3\xa9", b"\xff"], pa.binary()),
+                "day": [datetime.date(2026, 1, 2), None],
+                "cost": [decimal.Decimal("1.50"), None],
+                "score": [float("nan"), 0.5],
+                "deep": [[{"x": float("inf")}], None],
+            }
+        )
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        good, bad = rows(tmp_path / "a.parquet")
+        assert good.data == {"text": "café", "day": "2026-01-02", "cost": "1.50", "deep": [{"x": None}]}
+        assert "bytes that are not UTF-8" in str(bad)
+
+
+class TestParts:
+    """Work that several processes share."""
+
+    def same(self, source, **options):
+        whole = [(row.where, getattr(row, "data", None), str(row)) for row in rows(source)]
+        parts = file_parts(source, split="train", **options)
+        parts = pickle.loads(pickle.dumps(parts))
+        pieces = [(row.where, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
+        assert pieces == whole
+        return parts
+
+    @given(
+        st.lists(
+            st.sampled_from(["", "  ", '{"a": 1}', '{"a": "é"}', "{bad", '{"text": "' + "x" * 90 + '"}']), min_size=1
+        ),
+        st.integers(1, 200),
+        st.sampled_from(["\n", "\r\n"]),
+        st.booleans(),
+    )
+    @example(['{"a": 1}'] * 9, 8, "\n", True)
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_parts_of_lines_are_the_whole_with_its_line_numbers(self, tmp_path, found, size, end, is_marked):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(("\ufeff" * is_marked + '{"first": 1}' + end + end.join(found)).encode())
+        self.same(path, part_bytes=size)
+
+    def test_a_file_of_lines_is_split_and_others_are_not(self, tmp_path):
+        many = [{"text": f"row {n}"} for n in range(2_000)]
+        assert len(self.same(lines(tmp_path / "a.jsonl", *many), part_bytes=2_000)) > 15
+        (tmp_path / "b.json").write_text(json.dumps(many))
+        assert len(self.same(tmp_path / "b.json", part_bytes=2_000)) == 1
+        (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+        assert len(self.same(tmp_path / "c.jsonl.gz", part_bytes=2_000)) == 1
+        assert len(self.same(tmp_path, part_bytes=1 << 30)) == 3
+
+    def test_parquet_is_split_by_row_groups(self, tmp_path):
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(TestTables().table(100), tmp_path / "a.parquet", row_group_size=30)
+        assert [(part.start, part.first) for part in self.same(tmp_path / "a.parquet")] == [
+            (0, 1),
+            (1, 31),
+            (2, 61),
+            (3, 91),
+        ]
+
+
+def test_memory_stays_flat_however_long_a_list_is(tmp_path):
+    item = json.dumps({"text": "x" * 1_000})
+    path = tmp_path / "a.json"
+    path.write_text("[" + ",".join([item] * 30_000) + "]")  # 30 MB on one line
+    tracemalloc.start()
+    assert sum(1 for _ in read_rows(path, split="train")) == 30_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 << 20
+
+
+class TestSources:
+    """Globs, folders, lists, saved data sets and the hub."""
+
+    def test_globs_take_files_in_order_and_say_when_none_fits(self, tmp_path):
+        for name in ("b", "a", "c"):
+            lines(tmp_path / f"{name}.jsonl", {"text": name})
+        assert [row["text"] for row in data_of(f"{tmp_path}/[ab].jsonl")] == ["a", "b"]
+        (tmp_path / "deep").mkdir()
+        lines(tmp_path / "deep" / "d.jsonl", {"text": "d"})
+        assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")] == ["a", "b", "c", "d"]
+        with pytest.raises(DataError, match="no file fits"):
+            rows(f"{tmp_path}/*.csv")
+
+    def test_a_folder_is_read_whole_without_what_is_hidden(self, tmp_path):
+        (tmp_path / "x" / ".cache").mkdir(parents=True)
+        lines(tmp_path / "x" / ".cache" / "z.jsonl", {"text": "no"})
+        lines(tmp_path / "x" / "._a.jsonl", {"text": "no"})
+        lines(tmp_path / "x" / "a.jsonl", {"text": "one"})
+        (tmp_path / "b.csv").write_text("text\ntwo\n")
+        (tmp_path / "loop").symlink_to(tmp_path)
+        assert sorted(row["text"] for row in data_of(tmp_path)) == ["one", "two"]
+
+    def test_paths_may_be_globs_and_hub_ids(self, tmp_path):
+        lines(tmp_path / "a.jsonl", ROW)
+        data = DataConfig(train_path=f"{tmp_path}/*.jsonl", val_path="hub:owner/name:config", test_path=None)
+        paths = data_paths(data)
+        assert (str(paths.train), str(paths.val)) == (f"{tmp_path}/*.jsonl", "hub:owner/name:config")
+        assert data_of(paths.train) == [ROW]
+        assert isinstance(paths.val, Source)
+        assert paths.val.is_hub
+
+    def test_what_looks_like_a_hub_id_says_how_one_is_written(self):
+        with pytest.raises(DataError, match="a data set of the hub is written hub:HuggingFaceH4/ultrachat_200k"):
+            data_paths(DataConfig(train_path="HuggingFaceH4/ultrachat_200k", val_path=None, test_path=None))
+        with pytest.raises(DataError) as error:
+            data_paths(DataConfig(train_path="nowhere/a.jsonl", val_path=None, test_path=None))
+        assert "hub:" not in str(error.value)
+
+    @pytest.mark.parametrize("given", ["hub:", "hub:a/b/c", "hub:../x", "hub:a b"])
+    def test_a_hub_id_of_another_form_is_refused(self, given):
+        with pytest.raises(DataError, match="is written hub:owner/name"):
+            data_paths(DataConfig(train_path=given, val_path=None, test_path=None))
+
+    def test_the_default_files_that_process_had_no_rows_for_may_be_missing(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "data" / "processed").mkdir(parents=True)
+        lines(tmp_path / "data" / "processed" / "train.jsonl", ROW)
+        paths = data_paths(DataConfig())
+        assert (paths.val, paths.test) == (None, None)
+        assert "there is no data/processed/val.jsonl" in paths.notes[0]
+
+    def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
+        from sft_play.runs import sha256_of
+
+        path = lines(tmp_path / "a.jsonl", ROW)
+        glob, before = Source(f"{tmp_path}/*.jsonl"), source_digest(path)
+        assert before == sha256_of(path)
+        assert source_digest(tmp_path) == sha256_of(tmp_path)
+        of_glob = source_digest(glob)
+        lines(path, ROW, ROW)
+        assert source_digest(path) != before
+        assert source_digest(glob) != of_glob
+        assert source_digest(Source("hub:a/b")) != source_digest(Source("hub:a/c"))
+
+    def test_a_saved_data_set_inside_a_folder_is_one_item(self, tmp_path):
+        import datasets
+
+        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
+        lines(tmp_path / "z.jsonl", {"text": "line"})
+        assert [row["text"] for row in data_of(tmp_path)] == ["saved", "line"]
+        found = rows(tmp_path / "set")
+        assert found[0].where == f"{tmp_path}/set:row 1"
+
+    def test_a_saved_data_set_with_json_columns_is_decoded(self, tmp_path):
+        import datasets
+
+        row = {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"a": 1}]}, {"role": "user"}]}
+        features = datasets.Features({"messages": datasets.Json()})
+        datasets.Dataset.from_list([row], features=features).save_to_disk(str(tmp_path / "set"))
+        assert data_of(tmp_path / "set") == [row]
+
+    def test_a_damaged_saved_data_set_is_named(self, tmp_path):
+        import datasets
+
+        datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
+        next((tmp_path / "set").glob("*.arrow")).write_bytes(b"broken")
+        assert "cannot be loaded by datasets.load_from_disk" in refusal(tmp_path / "set")
+
+    @pytest.mark.parametrize(
+        ("names", "split", "found"),
+        [
+            (["train", "validation"], "val", "validation"),
+            (["train_sft", "test_sft", "train_gen"], "test", "test_sft"),
+            (["test"], "test", "test"),
+            (["odd"], "odd", "odd"),
+        ],
+    )
+    def test_a_split_is_found_by_its_usual_names(self, names, split, found):
+        assert tables.choose_split(names, split, "x") == found
+
+    def test_several_splits_that_could_be_meant_are_listed(self):
+        with pytest.raises(DataError, match="several could be train: train_sft, train_gen"):
+            tables.choose_split(["train_sft", "train_gen"], "train", "x")
+
+
+class TestHub:
+    """Data sets of the hub, without the network."""
+
+    @pytest.fixture
+    def hub(self, monkeypatch):
+        import datasets
+
+        def serve(answer):
+            def load(ident, config, **options):
+                self.asked = (ident, config, options)
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            monkeypatch.setattr(datasets, "load_dataset", load)
+            monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+        return serve
+
+    def test_rows_are_streamed_and_named(self, hub):
+        hub({"train": iter([{"text": "a"}, {"text": "b", "none": None}]), "test": iter([])})
+        found = rows("hub:owner/name:part")
+        assert [(row.where, row.data) for row in found] == [
+            ("hub:owner/name:part:train:row 1", {"text": "a"}),
+            ("hub:owner/name:part:train:row 2", {"text": "b"}),
+        ]
+        assert self.asked == ("owner/name", "part", {"streaming": True})
+
+    @pytest.mark.parametrize(
+        ("error", "message"),
+        [
+            (ConnectionError("no route"), "no connection to the hub"),
+            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), r"write hub:owner/name:CONFIG"),
+            (RuntimeError("Dataset scripts are no longer supported"), "needs a script of its own"),
+            (RuntimeError("this dataset is gated"), "hf auth login"),
+        ],
+    )
+    def test_errors_say_what_to_do(self, hub, error, message):
+        hub(error)
+        assert message in refusal("hub:owner/name")
+
+    def test_a_connection_that_breaks_off_is_an_error_of_the_data(self, hub):
+        def broken():
+            yield {"text": "a"}
+            raise ConnectionError("reset")
+
+        hub({"train": broken()})
+        assert "no connection to the hub (reset)" in refusal("hub:owner/name")
+
+    def test_offline_is_said_with_the_command_that_fetches(self, monkeypatch):
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        message = refusal("hub:owner/name")
+        assert "stay offline (HF_HUB_OFFLINE)" in message
+        assert "hf download owner/name --repo-type dataset" in message
+
+
+class TestSize:
+    """How much there is, roughly."""
+
+    def size(self, path, **options):
+        return rough_size(DataConfig(train_path=str(path)), **options)
+
+    def test_files_folders_and_globs_are_added_up(self, tmp_path):
+        lines(tmp_path / "a.jsonl", *[{"text": "four"}] * 10)
+        lines(tmp_path / "b.jsonl", *[{"text": "four"}] * 10)
+        assert (self.size(tmp_path / "a.jsonl").rows, self.size(tmp_path / "a.jsonl").characters) == (10, 40)
+        assert self.size(tmp_path).rows == self.size(f"{tmp_path}/*.jsonl").rows == 20
+        assert self.size(tmp_path / "none.jsonl") is None
+        assert self.size("hub:owner/name") is None
+
+    def test_a_large_list_is_told_by_its_beginning(self, tmp_path):
+        (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 50}] * 50_000))
+        assert abs(self.size(tmp_path / "a.json").rows - 50_000) < 2_500
+
+
+@given(
+    st.binary(max_size=300),
+    st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz", "x"]),
+    st.booleans(),
+)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content, name, text_wanted):
+    for found in (content, gzip.compress(content), b"PAR1" + content, b"ARROW1" + content, b'[{"a": 1},' + content):
+        (tmp_path / name).write_bytes(found)
+        with contextlib.suppress(DataError):
+            assert all(isinstance(row, (RawRow, BadRow)) for row in rows(tmp_path / name, text_wanted=text_wanted))
+            file_parts(tmp_path / name, split="train", text_wanted=text_wanted)
+
+
+@given(st.text(alphabet='{}[]",:\\ \n\rnul1e.-td8', max_size=60))
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_json_of_any_shape_ends_in_rows_or_an_error_of_the_data(tmp_path, text):
+    for start in ("{", "[", '[{"a": "', '{"a":\n'):
+        (tmp_path / "x.json").write_text(start + text)
+        try:
+            for row in rows(tmp_path / "x.json"):
+                assert isinstance(row, BadRow) or json.dumps(row.data).encode()
+        except DataError:
+            pass
+
+
+def test_real_files_are_read_whole():
+    counts = {
+        "sft/gsm8k/train.jsonl": 7_473,
+        "sft/gsm8k/test.jsonl": 1_319,
+        "sft/llamafactory/identity.json": 91,
+        "sft/llamafactory/glaive_toolcall_en_demo.json": 300,
+    }
+    for name, count in counts.items():
+        found = rows(shared(name))
+        assert len(found) == count, name
+        assert found == [
+            row for part in file_parts(shared(name), split="train", part_bytes=100_000) for row in read_part(part)
+        ]
+        assert [row.data for row in found] == (
+            json.loads(shared(name).read_text())
+            if name.endswith(".json")
+            else [json.loads(line) for line in shared(name).read_text().splitlines()]
+        )
+
+
+def test_a_table_of_real_rows_comes_back_as_it_was(tmp_path):
+    found = [row.data for row in rows(shared("sft/gsm8k/test.jsonl"))]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(found)
+    assert data_of(tmp_path / "a.csv") == found
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("train", "train"),
+        ("validation-00000-of-00002", "val"),
+        ("gsm8k_test", "test"),
+        ("dev", "val"),
+        ("Val.1", "val"),
+        ("testimonials", None),
+        ("training_data_notes", None),
+        ("latest", None),
+    ],
+)
+def test_names_of_splits_are_told_from_words_that_begin_like_them(name, split):
+    assert tables.split_of_name(name) == split
+
+
+def test_the_parts_of_a_config_name_their_files(tmp_path):
+    lines(tmp_path / "a.jsonl", ROW)
+    config = config_from_text(f"model: {{name: x}}\ndata: {{train_path: {tmp_path}}}", name="run.yaml")
+    assert [part.name for part in data_files(data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
+    assert files.suffix_of(Path("x.JSONL.gz")) == ".jsonl"
+    assert json_rows.parse_line('{"a": 1}', "x:1") == RawRow("x:1", {"a": 1}, True)

@@ -1,0 +1,444 @@
+"""Formats: what rows of every shape become, what is noted of them, and why some cannot be used."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import example as case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.schema import DataConfig
+from sft_play.data import formats
+from sft_play.data.files import BadRow, RawRow, read_rows
+from sft_play.data.formats import (
+    FORMATS,
+    Chat,
+    Text,
+    first_format,
+    formats_of,
+    recognise,
+    rename_columns,
+    to_example,
+    unknown_format,
+)
+from sft_play.data.messages import ROLES, merge_turns
+from sft_play.errors import DataError
+from sft_play.log import escape_control
+from tests.conftest import chat, shared
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def example(row: dict, *, is_clean: bool = False, **options):
+    shape = recognise(row)
+    assert shape is not None, row
+    return to_example(RawRow("f:1", row, is_clean), shape, DataConfig(**options))
+
+
+def turns(row: dict, **options) -> list[tuple[str, str]]:
+    found = example(row, **options)
+    assert isinstance(found, Chat), found
+    return [(message["role"], message["content"]) for message in found.messages]
+
+
+def answer(**message):
+    """A chat whose last turn is an assistant's with these keys."""
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **message}]}
+
+
+QA = [("user", "q"), ("assistant", "a")]
+SQA = [("system", "s"), *QA]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [{"role": "Human ", "content": "q"}, {"role": "AI", "content": "a"}]}, QA),
+        ({"messages": json.dumps(chat("q", "a")["messages"])}, QA),
+        ({"messages": [json.dumps(message) for message in chat("q", "a")["messages"]]}, QA),
+        ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
+        ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, SQA),
+        ({"dialog": ["q", "a"]}, QA),
+        ({"dialogue": [["q", "a"]]}, QA),
+        ({"turns": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]}, QA),
+        (
+            {
+                "systemInstruction": {"parts": [{"text": "s"}]},
+                "contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": ["a"]}],
+            },
+            SQA,
+        ),
+        ({"system": "s", "messages": chat("q", "a")["messages"]}, SQA),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, SQA),
+        ({"instruction": "q", "response": "a"}, QA),
+        ({"instruction": "q", "context": "c", "response": "a"}, [("user", "q\nc"), ("assistant", "a")]),
+        ({"instruction": "q", "input": "c", "response": "a"}, [("user", "q\nc"), ("assistant", "a")]),
+        ({"query": "q", "response": "a"}, QA),
+        ({"input": "q", "output": "a"}, QA),
+        ({"input": [{"role": "user", "content": "q"}], "output": "a"}, QA),
+        ({"problem": "q", "solution": "a", "answer": "4"}, QA),
+        ({"user": "q", "assistant": "a"}, QA),
+        ({"inputs": "q", "targets": "a"}, QA),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, QA),
+        ({"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []}, QA),
+        ({"chosen": chat("q", "a")["messages"], "rejected": []}, QA),
+        ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, QA),
+        ({"prompt": "q", "completion": [{"role": "assistant", "content": "a"}], "label": True}, QA),
+        ({"instruction": "q", "output": "a", "history": '[["x", "y"]]'}, [("user", "x"), ("assistant", "y"), *QA]),
+    ],
+)
+def test_chats_are_read_from_the_columns_that_data_sets_use(row, expected):
+    assert turns(row) == expected
+
+
+@pytest.mark.parametrize("key", ["text", "content", "document"])
+def test_text_is_read_from_its_usual_columns(key):
+    found = example({key: "words"})
+    assert isinstance(found, Text)
+    assert found.text == "words"
+
+
+def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
+    keys = {"messages", "question", "answer", "text"}
+    assert [shape.name for shape in formats_of(keys)] == ["messages", "question/answer", "text"]
+    assert recognise(keys).name == "messages"
+    assert recognise(keys, {"question": "frage", "answer": "antwort"}).name == "question/answer"
+    row = rename_columns(RawRow("f:1", {"q": "a", "r": "b", "messages": []}), {"prompt": "q", "completion": "r"})
+    assert recognise(row.data, {"prompt": "q", "completion": "r"}).name == "prompt/completion"
+
+
+def test_rows_that_process_wrote_need_no_mapping():
+    row = RawRow("f:1", {"messages": [], "source": "raw:1", "id": "0"})
+    formats.check_mapping(row, {"messages": "chat"})
+    assert rename_columns(row, {"messages": "chat"}) == row
+    with pytest.raises(DataError, match=r"data\.columns names chat"):
+        formats.check_mapping(RawRow("f:1", {"messages": []}), {"messages": "chat"})
+
+
+def test_formats_travel_between_processes():
+    for shape in FORMATS:
+        assert pickle.loads(pickle.dumps(shape)) is shape
+
+
+class TestMessages:
+    """Keys of one message."""
+
+    def last(self, **message):
+        found = example(answer(**message))
+        assert isinstance(found, Chat), found
+        return found.messages[-1]
+
+    @pytest.mark.parametrize("key", ["train", "training", "loss", "weight", "loss_weight"])
+    def test_a_turn_that_is_not_to_be_trained_says_so_in_one_way(self, key):
+        row = answer(content="a")
+        row["messages"] = [*chat("x", "y")["messages"], *row["messages"]]
+        for value, kept in ((0, {"train": False}), (False, {"train": False}), (0.0, {"train": False}), (1, {})):
+            row["messages"][1][key] = value
+            assert example(row).messages[1] == {"role": "assistant", "content": "y", **kept}
+        row["messages"][1][key] = None
+        assert "train" not in example(row).messages[1]
+
+    @pytest.mark.parametrize("value", [0.5, 2, -1, "0", [0], 1e-9])
+    def test_other_loss_weights_are_refused_with_their_value(self, value):
+        found = example(answer(content="a", weight=value))
+        assert found.reason == "a loss weight other than 0 and 1"
+        assert found.detail == f"messages[1].weight is {json.dumps(value)}; it is not rounded"
+
+    def test_two_keys_that_contradict_each_other_are_refused(self):
+        assert "both trained and not" in str(example(answer(content="a", weight=0, train=True)))
+
+    def test_a_row_of_which_nothing_is_trained_is_a_bad_row(self):
+        assert "every assistant turn has train: false" in str(example(answer(content="a", train=False)))
+
+    def test_a_users_turn_that_asks_to_be_trained_is_noted(self):
+        row = chat("q", "a")
+        row["messages"][0]["train"] = True
+        assert example(row).notes == (formats.NOTE_USER_TRAINED,)
+        assert example(row).messages[0] == {"role": "user", "content": "q"}
+
+    @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+    def test_think_text_is_kept_beside_the_answer(self, key):
+        assert self.last(content="a", **{key: "hm"})["reasoning_content"] == "hm"
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            {"content": None, "tool_calls": [CALL]},
+            {"content": "", "tool_calls": json.dumps([CALL])},
+            {"tool_calls": [{"function": json.dumps(CALL["function"])}]},
+            {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
+            {"content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+            {"content": [{"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
+            {
+                "content": [
+                    {"type": "function_call", "text": None, "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'}
+                ]
+            },
+        ],
+    )
+    def test_tool_calls_are_found_wherever_they_stand(self, message):
+        assert self.last(**message) == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+    def test_a_turn_of_a_call_has_its_role_in_any_case(self):
+        value = json.dumps({"name": "f", "arguments": {"x": 1}})
+        row = {"conversations": [{"from": "human", "value": "q"}, {"from": "Function_Call", "value": value}]}
+        assert example(row).messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+    def test_results_of_functions_are_tool_turns(self):
+        row = chat("q", "a")
+        row["messages"].insert(1, {"role": "function", "name": "f", "content": "42"})
+        assert example(row).messages[1] == {"role": "tool", "content": "42", "name": "f"}
+        row["messages"][1] = {"role": "tool", "content": {"temp": 3}}
+        assert example(row).messages[1]["content"] == '{"temp": 3}'
+        del row["messages"][1]["content"]
+        row["messages"][1]["role"] = "function"
+        assert 'unknown role "function"' in str(example(row))
+
+    @pytest.mark.parametrize(
+        ("message", "reason"),
+        [
+            ({"content": 4}, "content is not text (messages[1].content is a number, expected a string)"),
+            ({"content": None}, "content is not text (messages[1].content is null, expected a string)"),
+            ({"content": [{"type": "image", "url": "x"}]}, "a content part is not text"),
+            ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
+            ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
+            ({"tool_calls": [{"name": "f", "arguments": "{x}"}]}, "arguments are a string that is not JSON"),
+            ({"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, 'the key "a" stands twice'),
+            ({"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}, "half of a surrogate pair"),
+            ({"tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}, "NaN is not JSON"),
+            ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "tool call arguments are not an object"),
+        ],
+    )
+    def test_a_message_that_cannot_be_used_says_where_and_why(self, message, reason):
+        assert reason in str(example(answer(**message)))
+
+    def test_calls_of_a_user_are_refused(self):
+        row = {
+            "messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}, {"role": "assistant", "content": "a"}]
+        }
+        assert "tool calls stand in a user turn" in str(example(row))
+
+    def test_unknown_roles_list_those_that_are_known(self):
+        row = {"messages": [{"role": "narrator", "content": "q"}]}
+        assert str(example(row)) == f'f:1: unknown role "narrator" (messages[0]; known: {", ".join(ROLES)})'
+
+
+class TestRows:
+    """Rows as a whole."""
+
+    @pytest.mark.parametrize(
+        ("row", "reason"),
+        [
+            ({"messages": [{"role": "user", "content": "q"}]}, "ends with a user turn, nothing to learn from it"),
+            (
+                {"messages": [*chat("q", "a")["messages"], {"role": "user", "content": "q"}]},
+                "ends with a user turn, nothing to learn from it (messages[2])",
+            ),
+            ({"messages": [{"role": "system", "content": "s"}]}, "no assistant turn, so nothing to learn"),
+            ({**chat("q", "a"), "images": ["x.png"]}, "the row has images, and only text is trained"),
+            ({"prompt": "q", "completion": "a", "label": False}, "label is false"),
+            ({"role": "user", "content": "q"}, "a row is one message, not a conversation"),
+            ({"messages": "[{'role': 'user'}]"}, "messages is text that is not a JSON list"),
+            ({**chat("q", "a"), "tools": "{"}, "tools is a string that is not JSON"),
+            ({**chat("q", "a"), "tools": [1]}, "tools is not a list of objects"),
+            ({**chat("q", "a"), "system": 3}, "content is not text (system is a number"),
+            ({"chosen": "\n\nHuman: q"}, "chosen is not a list of turns"),
+            ({"prompt": None, "completion": [{"role": "assistant", "content": "a"}]}, "prompt is not text"),
+        ],
+    )
+    def test_a_row_that_cannot_be_used_says_why(self, row, reason):
+        found = example(row)
+        assert isinstance(found, BadRow)
+        assert reason in str(found)
+
+    def test_two_system_prompts_are_refused_and_the_same_twice_is_one(self):
+        row = {"messages": [{"role": "system", "content": "s"}, *chat("q", "a")["messages"]], "system": "s"}
+        assert turns(row) == SQA
+        assert "two system prompts" in str(example({**row, "system": "t"}))
+
+    def test_tools_may_be_text_one_object_or_a_list_of_texts(self):
+        for tools in ('[{"name": "f"}]', {"name": "f"}, ['{"name": "f"}'], [{"name": "f"}]):
+            assert example({**chat("q", "a"), "tools": tools}).tools == ({"name": "f"},)
+        assert example({**chat("q", "a"), "functions": [{"name": "f"}]}).tools == ({"name": "f"},)
+        for tools in (None, "", "[]", "null", [], {}):
+            assert example({**chat("q", "a"), "tools": tools}).tools == ()
+
+    @pytest.mark.parametrize("empty", ["", "  \n"])
+    def test_an_empty_answer_is_noted_or_left_out_where_asked(self, empty):
+        for row in (chat("q", empty), {"question": "q", "answer": empty}):
+            assert example(row).notes == (formats.NOTE_EMPTY,)
+            found = example(row, drop_empty=True)
+            assert isinstance(found, BadRow)
+            assert (found.reason, found.is_asked) == ("the answer is empty", True)
+        assert example(answer(content=empty, tool_calls=[CALL])).notes == ()
+        assert not example({"text": empty}).is_asked
+        assert example({"text": empty}, drop_empty=True).is_asked
+
+    def test_turns_of_the_same_role_are_noted_or_joined_where_asked(self):
+        row = {"messages": [{"role": "user", "content": "a"}, *chat("b", "c")["messages"]]}
+        assert example(row).notes == (formats.NOTE_TWO_IN_A_ROW,)
+        assert turns(row, merge_consecutive=True) == [("user", "a\n\nb"), ("assistant", "c")]
+        assert example(row, merge_consecutive=True).notes == ()
+
+    def test_merging_keeps_calls_and_think_text_and_leaves_apart_what_differs(self):
+        def assistant(**keys):
+            return {"role": "assistant", "content": "", **keys}
+
+        merged = merge_turns(
+            [
+                assistant(content="a", reasoning_content="x"),
+                assistant(tool_calls=[CALL]),
+                {"role": "tool", "content": "1"},
+                {"role": "tool", "content": "2"},
+                assistant(content="b", train=False),
+                assistant(content="c"),
+                {"role": "user", "content": "d", "name": "Ann"},
+                {"role": "user", "content": "e", "name": "Bob"},
+            ]
+        )
+        assert merged[0] == {"role": "assistant", "content": "a", "reasoning_content": "x", "tool_calls": [CALL]}
+        assert [message["content"] for message in merged] == ["a", "1", "2", "b", "c", "d", "e"]
+
+    @pytest.mark.parametrize(
+        ("row", "note"),
+        [
+            ({"messages": [{"role": "assistant", "content": "a"}]}, formats.NOTE_STARTS_WITH_ASSISTANT),
+            (chat("q \x00", "a"), formats.NOTE_CONTROL),
+            ({"text": "esc \x1b[31m"}, formats.NOTE_CONTROL),
+            (
+                {"messages": [*chat("q", "a")["messages"], {"role": "tool", "content": "r"}]},
+                formats.NOTE_ENDS_WITH_TOOL,
+            ),
+            (
+                answer(content="", tool_calls=[{"name": "f", "function": {"name": "f", "arguments": '"{}"'}}]),
+                formats.NOTE_ENCODED_TWICE,
+            ),
+        ],
+    )
+    def test_what_is_odd_is_noted(self, row, note):
+        assert example(row).notes == (note,)
+
+    def test_a_clean_row_is_not_searched(self):
+        assert example({"text": "\x00"}, is_clean=True).notes == ()
+
+
+class TestFirstRows:
+    """How a file's format is told."""
+
+    def rows(self, *found):
+        return iter([row if isinstance(row, BadRow) else RawRow(f"f:{n}", row) for n, row in enumerate(found, 1)])
+
+    def test_the_first_row_that_has_one_decides(self):
+        read, shape = first_format(self.rows(BadRow("f:0", "x"), {"odd": 1}, chat("q", "a")), DataConfig())
+        assert shape.name == "messages"
+        assert len(read) == 3
+        assert "messages is missing" in str(to_example(read[1], shape))
+
+    def test_rows_of_no_format_are_an_error_and_bad_rows_alone_are_none(self):
+        with pytest.raises(DataError, match=r"f:1: columns found: odd\. Expected one of: messages"):
+            first_format(self.rows(*[{"odd": 1}] * 50), DataConfig())
+        assert first_format(self.rows(BadRow("f:1", "x")), DataConfig())[1] is None
+
+    def test_a_file_that_is_one_object_around_its_rows_is_told(self):
+        text = str(unknown_format(RawRow("f:1", {"version": 1, "data": [chat("q", "a"), chat("q", "b")]})))
+        assert "Are the rows those below data?" in text
+        assert "columns found: version, data." in text
+
+
+MESSAGE_KEYS = {
+    *("role", "from", "content", "value", "type", "text", "tool_calls", "function", "name", "arguments", "weight"),
+    *("train", "parts", "reasoning", "reasoning_content", "function_call", "user", "assistant", "x"),
+}
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([*ROLES, "[", "{}"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "role",
+                    "from",
+                    "content",
+                    "value",
+                    "type",
+                    "text",
+                    "tool_calls",
+                    "function",
+                    "name",
+                    "arguments",
+                    "weight",
+                    "train",
+                    "parts",
+                    "reasoning",
+                    "reasoning_content",
+                    "function_call",
+                    "user",
+                    "assistant",
+                    "x",
+                ]
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from([*ROLES, "function", "x"]) | VALUES, "content": st.text(max_size=5) | VALUES},
+        optional={"tool_calls": VALUES, "weight": VALUES, "name": VALUES, "function_call": VALUES, "reasoning": VALUES},
+    ),
+    max_size=5,
+)
+KEYS = sorted(formats.KNOWN_COLUMNS | {"images", "label", "id", "source", "rejected"})
+OPTIONS = {"merge_consecutive": True, "drop_empty": False}
+
+
+@given(st.sampled_from(FORMATS), st.dictionaries(st.sampled_from(KEYS), VALUES | MESSAGES, max_size=4), st.data())
+@case(FORMATS[0], {"messages": [{"role": "user", "content": {"type": []}}]}, None)
+@settings(max_examples=300, deadline=None)
+def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
+    if data is not None:
+        row = {**{key: data.draw(VALUES | MESSAGES) for key in shape.needs}, **row}
+    for options in ({}, {"merge_consecutive": True, "drop_empty": True}):
+        found = to_example(RawRow("f:1", row), shape, DataConfig(**options))
+        assert isinstance(found, (Chat, Text, BadRow))
+        if isinstance(found, Chat):
+            assert any(message["role"] == "assistant" for message in found.messages)
+            for message in found.messages:
+                assert message["role"] in {"system", "user", "assistant", "tool"}
+                assert isinstance(message["content"], str)
+                assert set(message) <= {
+                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train"),
+                }
+        if isinstance(found, BadRow):
+            assert str(found) == escape_control(str(found)).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("sft/gsm8k/train.jsonl", 7_473),
+        ("sft/llamafactory/identity.json", 91),
+        ("sft/llamafactory/glaive_toolcall_en_demo.json", 300),
+        ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50),
+        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5),
+        ("sft/openai_cookbook/drone_training_first3.jsonl", 3),
+    ],
+)
+def test_real_files_become_chats_without_loss(name, count):
+    rows = read_rows(shared(name), split="train")
+    first, shape = first_format(rows, DataConfig())
+    found = [to_example(row, shape) for row in (*first, *rows)]
+    assert len(found) == count
+    assert all(isinstance(item, Chat) for item in found)
+    texts = sum(len(message["content"]) for item in found for message in item.messages)
+    assert texts > 100 * count / 4

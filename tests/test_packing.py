@@ -1,0 +1,523 @@
+"""Chats in one row: which share it, that no cut and no glance at another comes of it, and what it saves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft_play.data.packing import best_fit, grouped, padding_shares
+from sft_play.errors import ConfigError
+from tests.conftest import chat
+
+pytestmark = pytest.mark.build
+
+
+# --- which rows share a row -------------------------------------------------------------------------------------------
+def test_each_row_goes_into_the_fullest_pack_with_room_for_it():
+    # 7 opens a pack (3 left), 5 another (5 left); 3 fits both and goes where it leaves nothing; 2 and 2 go to the 5,
+    # which leaves 1; 1 fills it
+    packs = best_fit([5, 2, 7, 1, 3, 2], 10)
+    assert [pack.tolist() for pack in packs] == [[2, 4], [0, 1, 3, 5]]
+    assert packs.tokens.tolist() == [10, 10]
+    # 4 + 4 fill neither pack to its end, and 2 + 2 do
+    assert [pack.tolist() for pack in best_fit([4, 4, 4, 2, 2], 10)] == [[0, 1, 3], [2, 4]]
+    assert len(best_fit([], 10)) == 0
+
+
+def by_the_book(lengths: list[int], capacity: int) -> list[int]:
+    """Tokens of the packs of best-fit decreasing, looking at every open pack for every row."""
+    packs: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        room = [(capacity - tokens, place) for place, tokens in enumerate(packs) if tokens + length <= capacity]
+        if room:
+            packs[min(room)[1]] += length
+        else:
+            packs.append(length)
+    return sorted(packs)
+
+
+def test_packs_are_those_of_best_fit_decreasing_and_hold_every_row_once():
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        capacity = int(draw.integers(1, 1500))
+        lengths = draw.integers(1, capacity + 1, size=int(draw.integers(0, 50)))
+        packs = best_fit(lengths, capacity)
+        assert sorted(packs.tokens.tolist()) == by_the_book(lengths.tolist(), capacity)
+        assert sorted(packs.indices.tolist()) == list(range(len(lengths)))
+        for pack, tokens in zip(packs, packs.tokens, strict=True):
+            assert lengths[pack].sum() == tokens <= capacity
+            assert pack.tolist() == sorted(pack.tolist())
+
+
+def test_a_row_that_is_empty_or_longer_than_a_pack_is_refused():
+    with pytest.raises(ValueError, match=r"rows of 3 to 11 tokens; a pack takes rows of 1 to 10"):
+        best_fit([3, 11], 10)
+    with pytest.raises(ValueError, match="rows of 0 to 3 tokens"):
+        best_fit([3, 0], 10)
+
+
+def test_a_million_rows_are_packed_in_seconds_and_the_same_way_each_time():
+    draw = np.random.default_rng(0)
+    for lengths, capacity in (
+        (np.clip(draw.lognormal(5.5, 0.9, 1_000_000).astype(int), 1, 2048), 2048),
+        (draw.integers(1, 131_073, 1_000_000), 131_072),
+    ):
+        began = time.monotonic()
+        packs = best_fit(lengths, capacity)
+        assert time.monotonic() - began < 20  # 0.3 and 1.1 s on two quiet cores
+        assert packs.tokens.mean() > 0.99 * capacity
+    few = lengths[:20_000]
+    assert np.array_equal(best_fit(few, capacity).indices, best_fit(few, capacity).indices)
+
+
+def test_rows_of_a_step_are_sorted_by_length_and_stay_in_it():
+    lengths = np.array([5, 1, 9, 5, 2, 7, 3])
+    order = [6, 2, 0, 1, 3, 5, 4]  # lengths 3 9 5 1 | 5 7 2
+    assert grouped(order, lengths, window=4).tolist() == [2, 0, 6, 1, 5, 3, 4]
+    assert grouped([3, 0], lengths, window=4).tolist() == [3, 0]  # as they came where they are equal
+
+
+def test_padding_of_each_choice_is_that_of_its_micro_batches():
+    # two rows a micro-batch: beside each other by length none is padded; a 4 beside a 1 wastes 3 of 8 places
+    shares = padding_shares([4, 1, 4, 1], micro_batch=2, effective_batch=4, max_seq_len=5, seed=0)
+    assert shares["grouped"] == shares["best_fit"] == 0
+    drawn = {
+        padding_shares([4, 1, 4, 1], micro_batch=2, effective_batch=4, max_seq_len=5, seed=seed)["random"]
+        for seed in range(20)
+    }
+    assert drawn == {0.0, 6 / 16}
+    # a step of one micro-batch has nothing to sort; rows that are longer than the limit count as cut
+    one = padding_shares([9, 2], micro_batch=2, effective_batch=2, max_seq_len=4, seed=0)
+    assert one == {"random": 2 / 8, "grouped": 2 / 8, "best_fit": 2 / 8}
+    assert padding_shares([], micro_batch=2, effective_batch=2, max_seq_len=4, seed=0)["random"] == 0
+
+
+# --- rows of packs ----------------------------------------------------------------------------------------------------
+def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
+    from datasets import Dataset
+
+    ids = [[100 * (n + 1) + place for place in range(length)] for n, length in enumerate(lengths)]
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "source": sources or [0] * len(lengths)})
+
+
+def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
+    from sft_play.train.rows import TrainingRows
+
+    rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6), unit=4)
+    assert rows.count == 2
+    assert len(rows) == 4
+    first, second = rows[0], rows[1]
+    assert first["input_ids"].tolist() == [200, 201, 300, 301, 302, 303]
+    assert first["labels"].tolist() == [-100, 201, -100, 301, 302, 303]
+    assert first["chat_lengths"].tolist() == [2, 4]
+    assert second["input_ids"].tolist() == [100, 101, 102]
+    assert rows[3]["labels"].tolist() == [-100, -100]
+    assert [row["input_ids"].tolist() for row in rows.__getitems__([1, 0])] == [
+        second["input_ids"].tolist(),
+        first["input_ids"].tolist(),
+    ]
+    with pytest.raises(IndexError):
+        rows[4]
+
+
+def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
+    """A mapped file, a selection of it: the rows are read through the table, whatever order it is in."""
+    from datasets import load_from_disk
+
+    from sft_play.train.rows import TrainingRows, lengths_of, trained_tokens
+
+    dataset([3, 2, 4, 5]).save_to_disk(str(tmp_path / "rows"))
+    loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
+    assert lengths_of(loaded).tolist() == [5, 3, 4]
+    assert trained_tokens(loaded) == 4 + 2 + 3
+    rows = TrainingRows(loaded, packs=best_fit(lengths_of(loaded), 8))
+    assert [row["input_ids"][0] for row in rows] == [400, 300]
+
+
+def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
+    from sft_play.train.collate import Collator
+    from sft_play.train.rows import TrainingRows
+
+    rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=best_fit([3, 2, 4], 6))
+    batch = Collator(pad_id=7, by_source=True)([rows[0], rows[1]])
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 0, 0, 0]]
+    assert batch["input_ids"][1].tolist() == [100, 101, 102, 7, 7, 7]
+    assert batch["labels"][1].tolist() == [-100, 101, 102, -100, -100, -100]
+    assert batch["source"].tolist() == [[1, 1, 0, 0, 0, 0], [0] * 6]
+    assert "attention_mask" not in batch
+    assert (int(batch["token_count"]), int(batch["sample_count"])) == (9, 3)
+    flat = Collator(pad_id=7, flat=True, by_source=True)([rows[0], rows[1]])
+    assert flat["input_ids"].shape == (1, 9)
+    assert flat["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3, 0, 1, 2]]
+    assert flat["cu_seq_lens_q"].tolist() == flat["cu_seq_lens_k"].tolist() == [0, 2, 6, 9]
+    assert flat["max_length_q"] == 4
+
+
+def test_a_batch_of_single_rows_is_the_one_that_trl_makes():
+    import torch
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from sft_play.train.collate import Collator
+
+    rows = dataset([3, 2, 5])
+    ours = Collator(pad_id=7)([rows[n] for n in range(3)])
+    theirs = DataCollatorForLanguageModeling(pad_token_id=7)([rows[n] for n in range(3)])
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- no chat sees another ---------------------------------------------------------------------------------------------
+BASE = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KEEP_APART: dict[str, dict[str, Any]] = {
+    "llama": BASE,
+    "mistral": {**BASE, "sliding_window": 4},
+    "qwen2": BASE,
+    "qwen3": {**BASE, "head_dim": 8},
+    "gemma2": {**BASE, "head_dim": 8, "sliding_window": 4},
+    "gemma3_text": {**BASE, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": BASE,
+    "gpt2": {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "mixtral": {**BASE, "num_local_experts": 4},
+    "qwen3_moe": {**BASE, "head_dim": 8, **EXPERTS},
+    "llama4_text": {**BASE, "head_dim": 8, "attention_chunk_size": 4, "num_local_experts": 2, "num_hidden_layers": 4},
+}
+ATTENTION = [(kind, name) for kind in KEEP_APART for name in ("sdpa", "eager") if (kind, name) != ("gemma2", "sdpa")]
+
+
+def tiny(kind: str, attention: str, **changes: Any) -> Any:
+    """A model of the class with weights that let everything which is seen show."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[kind](**{**KEEP_APART[kind], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=draw) * 0.3)
+    return model.eval()
+
+
+def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]:
+    """A batch of packs, each given as its chats, as training makes it."""
+    from datasets import Dataset
+
+    from sft_play.data.packing import Packs
+    from sft_play.train.collate import COUNTS, Collator
+    from sft_play.train.rows import TrainingRows
+
+    chats = [ids for row in rows for ids in row]
+    data = Dataset.from_dict({"input_ids": chats, "labels": chats})
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    packs = Packs(offsets, np.arange(len(chats)), np.array([sum(map(len, row)) for row in rows]))
+    made = TrainingRows(data, packs=packs)
+    batch = Collator(pad_id=0, flat=flat)([made[n] for n in range(len(rows))])
+    return {name: value for name, value in batch.items() if name not in COUNTS}
+
+
+def logits(model: Any, batch: dict[str, Any]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs, use_cache=False).logits
+
+
+def chats(*lengths: int, seed: int = 0) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(3, 97, size=length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize(("kind", "attention"), ATTENTION)
+def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
+    model = tiny(kind, attention)
+    first, second, third, other = chats(7, 9, 5, 7)
+    alone = logits(model, packed([[second]]))[0]
+    # two packs in a batch, the shorter one padded
+    both = logits(model, packed([[first, second, third], [second]]))
+    assert both.shape[:2] == (2, 21)
+    assert both.isfinite().all()  # a padded place sees itself: no row of the mask is empty
+    spread = float(alone.std())
+    for found in (both[0, 7:16], both[1, :9]):
+        assert float((found - alone).abs().max()) < 1e-5 * max(1.0, spread)
+    changed = logits(model, packed([[other, second, third], [second]]))
+    assert float((changed[0, 7:] - both[0, 7:]).abs().max()) < 1e-6 * max(1.0, spread)
+    assert float((changed[0, :7] - both[0, :7]).abs().max()) > 0.1  # it is seen where it should be
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "attention"), ATTENTION)
+def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention, checkpointing):
+    import torch
+
+    from sft_play.train.collate import Collator
+
+    model = tiny(kind, attention).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    texts = chats(7, 9, 5, 6)
+    rows = Collator(pad_id=0)([{"input_ids": ids, "labels": ids} for ids in texts])
+
+    def of(batch: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        model.zero_grad()
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        scores = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(scores, batch["labels"][:, 1:].flatten(), reduction="sum")
+        loss.backward()
+        grads = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        return float(loss.detach()), grads
+
+    loss, gradients = of(rows)
+    packed_loss, packed_gradients = of(packed([texts[:3], texts[3:]]))
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    assert set(gradients) == set(packed_gradients)
+    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert float((packed_gradients[name] - gradient).norm()) < 1e-4 * largest, name
+
+
+def varlen(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    """Attention over the borders that are told, as flash attention's kernel for rows of several lengths has it."""
+    import torch
+
+    assert attention_mask is None
+    assert query.shape[0] == 1
+    ends = options["cu_seq_lens_q"].tolist()
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(tensor[:, :, start:end] for tensor in (query, key, value)), is_causal=True, scale=options["scaling"]
+        )
+        for start, end in itertools.pairwise(ends)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_the_borders_of_a_flat_batch_reach_every_layer(kind):
+    """What flash attention is given, looked at with a kernel of the same interface."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("varlen_on_cpu", varlen)
+    model = tiny(kind, "varlen_on_cpu")
+    first, second, third = chats(7, 9, 5)
+    plain = tiny(kind, "sdpa")
+    alone = logits(plain, packed([[second]]))[0]
+    flat = logits(model, packed([[first, second], [third]], flat=True))
+    assert flat.shape[:2] == (1, 21)
+    assert float((flat[0, 7:16] - alone).abs().max()) < 1e-4
+
+
+def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_for_eager(monkeypatch):
+    """What the plan's memory model counts for padded rows, it counts for packs."""
+    import torch
+
+    seen: list[Any] = []
+    batch = packed([chats(7, 9), chats(12)])
+    model = tiny("llama", "sdpa")
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(options["attn_mask"])
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    logits(model, batch)
+    assert [(mask.dtype, tuple(mask.shape)) for mask in seen] == [(torch.bool, (2, 1, 16, 16))] * 2
+    assert len({mask.data_ptr() for mask in seen}) == 1  # one for all layers
+    eager = tiny("llama", "eager")
+    eager.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, options: seen.append(options["attention_mask"]), with_kwargs=True
+    )
+    logits(eager, batch)
+    assert (seen[-1].dtype, tuple(seen[-1].shape)) == (torch.float32, (2, 1, 16, 16))
+
+
+# --- classes that cannot ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("falcon", "it sees the first"),  # makes its mask without position ids
+        ("gpt_oss", "it sees the first"),
+        ("opt", "it sees the first"),
+        ("bloom", "it sees the first"),
+        ("mamba", "it sees the first"),  # a state that goes on from chat to chat
+        ("recurrent_gemma", "it sees the first"),
+        ("jamba", "it sees the first"),
+        ("qwen3_next", "it sees the first"),
+    ],
+)
+def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.train.packable import require_packable
+
+    options = {"use_mamba_kernels": False} if kind == "jamba" else {}
+    with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
+        require_packable(CONFIG_MAPPING[kind](**options), attention="eager")
+    assert says in str(error.value)
+    assert "use data.packing=none" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "deepseek_v3", "gpt2", "mistral"]
+)
+def test_a_class_of_any_size_is_measured_in_a_moment(kind):
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.train.packable import require_packable
+
+    config = CONFIG_MAPPING[kind]()
+    before, state = config.to_dict(), torch.random.get_rng_state()
+    began = time.monotonic()
+    note = require_packable(config, attention="eager" if kind == "gemma2" else "flash_attention_2")
+    assert time.monotonic() - began < 10  # 0.1 s on a quiet core
+    assert f"Packing: {kind} keeps the chats of a row apart" in note
+    assert config.to_dict() == before
+    assert torch.equal(torch.random.get_rng_state(), state)  # the run's random numbers are its own
+
+
+def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
+    from transformers import LlamaConfig
+
+    from sft_play.train import packable
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("heads\x1b[31m and tails")
+
+    monkeypatch.setattr(packable, "measure", refuse)
+    with pytest.raises(
+        ConfigError, match=r"whether llama keeps .* cannot be measured \(.*RuntimeError: heads"
+    ) as error:
+        packable.require_packable(LlamaConfig(), attention="sdpa")
+    assert "\x1b" not in str(error.value)
+    blind = packable.Apart(leak=0.0, alone=0.0, padded=0.0, seen=0.001)
+    monkeypatch.setattr(packable, "measure", lambda *_, **__: blind)
+    with pytest.raises(ConfigError, match="hardly depends on those before it"):
+        packable.require_packable(LlamaConfig(), attention="sdpa")
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+def test_the_plan_counts_the_mask_of_packs_even_for_one_row(tiny_llama):
+    from sft_play.config.load import config_from_text
+    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.hardware import Gpu, Hardware
+    from sft_play.plan.plan import make_plan
+
+    machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
+
+    def plan(*overrides: str) -> Any:
+        text = "model: {name: Qwen/Qwen2.5-0.5B, max_seq_len: 4096}\ntrain: {effective_batch_size: 8, batch_size: 1}\n"
+        config = config_from_text(text, name="run.yaml", overrides=overrides)
+        return make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), machine)
+
+    single, packs, text = plan(), plan("data.packing=best_fit"), plan("data.packing=best_fit", "task_mode=cpt")
+    assert not single.choice.step.padded
+    assert packs.choice.step.padded
+    assert packs.memory.allocated - single.memory.allocated >= 4096**2  # a byte a place
+    assert any("several chats to a row, with a mask between them" in reason for reason in packs.reasons)
+    assert text.memory.terms == plan("task_mode=cpt").memory.terms  # full blocks: nothing to pack
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+def run_yaml(folder: Any, model: Any, *, rows: int = 24) -> Any:
+    words = ["the", "light", "in", "kitchen", "is", "on", "yes", "no"]
+    draw = np.random.default_rng(3)
+    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(rows)]
+    lines = [json.dumps(chat(f"what is {n}?", answer)) for n, answer in enumerate(answers)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 96}}\ntuning: {{mode: full}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: {folder}/rows.jsonl, test_path: null}}\n"
+        "train: {effective_batch_size: 24, batch_size: 4, max_steps: 2, report_to: [], learning_rate: 1e-2,\n"
+        "        warmup_steps: 0, lr_scheduler_type: constant, bf16: false}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return path
+
+
+def metrics(folder: Any, name: str) -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_on_packs_learns_what_the_run_on_rows_does(tmp_path, tiny_llama, command):
+    """All 24 chats are one step, packed or not: the losses of both steps and the figures after are the same."""
+    path = run_yaml(tmp_path, tiny_llama)
+    code, said = command("train", "--config", str(path), "output.name=rows", "train.group_by_length=false")
+    assert code == 0, said
+    code, said = command("train", "--config", str(path), "output.name=packs", "data.packing=best_fit")
+    assert code == 0, said
+    rows, packs = metrics(tmp_path, "rows"), metrics(tmp_path, "packs")
+    for name in ("loss", "grad_norm", "eval_loss"):
+        of_rows, of_packs = ([line[name] for line in lines if name in line] for lines in (rows, packs))
+        assert of_rows
+        assert of_packs == pytest.approx(of_rows, rel=1e-4), name
+    last = [[line for line in lines if "padding_share" in line][-1] for lines in (rows, packs)]
+    assert last[0]["samples_seen"] == last[1]["samples_seen"] == 48  # chats, not packs
+    assert last[0]["num_tokens"] == last[1]["num_tokens"]
+    assert last[1]["padding_share"] < last[0]["padding_share"]
+    assert "Packing: llama keeps the chats of a row apart" in said
+    assert "Packing: 24 chats in " in said
+    assert "are fewer than one effective batch of 24" in said
+
+
+def test_a_run_on_packs_goes_on_as_if_it_had_not_stopped(tmp_path, tiny_llama, command, monkeypatch):
+    """Stopped in the middle of an epoch of packs, rows prepared in a process of their own."""
+    path = run_yaml(tmp_path, tiny_llama)
+    words = ["--config", str(path), "data.packing=best_fit", "train.effective_batch_size=2", "train.batch_size=1",
+             "train.max_steps=4", "model.max_seq_len=64", "train.dataloader_num_workers=1"]  # fmt: skip
+    code, said = command("train", *words, "output.name=whole")
+    assert code == 0, said
+    code, said = command("train", *words, "output.name=parts", "train.stop_after_steps=2")
+    assert code == 0, said
+    monkeypatch.setenv("RUN", "parts")
+    code, said = command("resume", *words)
+    assert code == 0, said
+    whole, parts = ([line["loss"] for line in metrics(tmp_path, name) if "loss" in line] for name in ("whole", "parts"))
+    assert len(whole) == 4
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_full_blocks_leave_nothing_to_pack_and_it_is_said(tmp_path, tiny_llama, command):
+    path = run_yaml(tmp_path, tiny_llama)
+    (tmp_path / "text.txt").write_text("the light in the kitchen is on. " * 300)
+    code, said = command(
+        "train", "--config", str(path), "task_mode=cpt", f"data.train_path={tmp_path}/text.txt", "data.val_path=null",
+        "data.packing=best_fit", "output.name=text", "train.max_steps=1", "train.effective_batch_size=4",
+    )  # fmt: skip
+    assert code == 0, said
+    assert "Packing: task_mode=cpt trains full blocks of text, which leave nothing to pack" in said
+
+
+def test_a_run_on_packs_is_refused_before_weights_are_read_where_the_class_cannot(tmp_path, tiny_llama, command):
+    import shutil
+
+    from transformers import FalconConfig
+
+    model = tmp_path / "falcon"
+    shutil.copytree(tiny_llama, model)  # the weights of another class: reading them would fail otherwise
+    FalconConfig(
+        vocab_size=400, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1, eos_token_id=2
+    ).save_pretrained(model)
+    path = run_yaml(tmp_path, model)
+    code, said = command("train", "--config", str(path), "output.name=no", "data.packing=best_fit")
+    assert code == 2, said
+    assert "data.packing=best_fit: falcon does not keep the chats of a row apart" in said
+    assert not (tmp_path / "outputs" / "no").exists()

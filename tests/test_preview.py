@@ -1,0 +1,388 @@
+"""The preview: what a token shows as, what is marked, what no text of the data can do to page or terminal."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play import pipeline
+from sft_play.config.load import load_config
+from sft_play.data import preview
+from sft_play.data.preview import Gap, Piece, Shown, TokenBytes, kept_tokens, pieces_of, shortened, signs, spread_out
+from sft_play.errors import DataError
+from tests.conftest import chat, shared
+
+NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'& \x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c ]] [[ ~~"
+
+
+def run_yaml(folder: Path, model: Path, rows: list[dict[str, Any]], **more: Any) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"name": str(model), "max_seq_len": 256},
+        "tuning": {"mode": "lora"},
+        "data": {"train_path": str(folder / "rows.jsonl"), "val_path": None, "test_path": None},
+        **more,
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def look(folder: Path, model: Path, rows: list[dict[str, Any]], *words: str, **wish: Any) -> pipeline.Preview:
+    loaded = load_config(run_yaml(folder, model, rows), overrides=words)
+    asked = {"count": None, "row": None, "page": folder / "page.html", "force": False, **wish}
+    return pipeline.preview(loaded, **asked)
+
+
+class Page(HTMLParser):
+    """The tags, attributes and token texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tokens: list[tuple[str, str]] = []
+        self._in_token = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        if tag == "span" and "title" in found:
+            self.tokens.append((str(found["class"]), ""))
+            self._in_token = 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "span":
+            self._in_token = 0
+
+    def handle_data(self, data: str) -> None:
+        if self._in_token:
+            name, text = self.tokens[-1]
+            self.tokens[-1] = (name, text + data)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A byte-level tokenizer of single bytes, and one special token with the id 300."""
+
+    class _Decoder:
+        def __getstate__(self) -> bytes:
+            return b'{"type":"ByteLevel"}'
+
+    class _Backend:
+        decoder = None
+
+    def __init__(self) -> None:
+        self.backend_tokenizer = self._Backend()
+        self.backend_tokenizer.decoder = self._Decoder()  # type: ignore[assignment]
+        self.added_tokens_decoder: dict[int, Any] = {}
+        self.all_special_ids = [300]
+        self._names = {byte: letter for letter, byte in preview._LETTERS.items()}
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return ["<|end|>" if number == 300 else self._names[number] for number in ids]
+
+
+def pieces(ids: list[int], labels: list[int] | None = None, kept: list[bool] | None = None) -> list[Piece]:
+    return pieces_of(ids, labels or ids, TokenBytes(Letters()), kept=kept or [True] * len(ids))
+
+
+def test_tokens_that_make_one_character_are_one_piece():
+    found = pieces([*"aé".encode(), *"😀".encode(), 300])
+    assert [piece.text for piece in found] == ["a", "é", "😀", "<|end|>"]
+    assert [len(piece.ids) for piece in found] == [1, 2, 4, 1]
+    assert [piece.special for piece in found] == [False, False, False, True]
+
+
+def test_bytes_that_are_no_character_are_shown_by_their_number():
+    found = pieces([0xF0, 0x9F, 0x41])
+    shown = "".join(sign for piece in found for _, sign in signs(piece.text))
+    assert shown == "⟨0xF0⟩⟨0x9F⟩A"
+    assert sum(len(piece.ids) for piece in found) == 3
+
+
+def test_a_character_of_which_only_a_part_is_trained_is_not_shown_whole():
+    found = pieces(list("é".encode()), labels=[-100, 0xA9])
+    assert [(piece.text, piece.trained) for piece in found] == [("\udcc3", False), ("\udca9", True)]
+
+
+def test_a_special_token_ends_a_character_that_is_not_complete():
+    assert [piece.ids for piece in pieces([0xC3, 300, 0x41])] == [(0xC3,), (300,), (0x41,)]
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2", "gpt2"]
+)
+def test_the_pieces_of_real_tokenizers_are_the_text(name):
+    """Byte-level vocabularies give the text back byte for byte; SentencePiece puts one space before it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    text = "héllo 👩‍👩‍👧 日本語\n\n  y\t<0x41> ▁ مرحبا é 🇩🇪 \x00"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
+    joined = "".join(piece.text for piece in found)
+    assert joined.removeprefix(" ").replace(" ", "▁") == text.replace(" ", "▁")
+    assert [number for piece in found for number in piece.ids] == ids
+    assert not any(piece.special for piece in found)
+
+
+def test_special_tokens_of_real_tokenizers_are_shown_by_name():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
+    found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
+    assert [(piece.text, piece.special) for piece in found] == [
+        ("<tool_call>", True),
+        ("a", False),
+        ("<|im_end|>", True),
+    ]
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_row_is_the_beginning_the_end_or_both_ends_of_the_whole_one():
+    assert kept_tokens([1, 2, 3, 4], [1, 2]) == [True, True, False, False]
+    assert kept_tokens([1, 2, 3, 4], [3, 4]) == [False, False, True, True]
+    assert kept_tokens([1, 2, 3, 4], [1, 3, 4]) == [True, False, True, True]
+    assert kept_tokens([1, 2], [1, 2]) == [True, True]
+    assert kept_tokens([1, 2, 3], [2, 1]) is None
+    assert kept_tokens([1], [1, 2]) is None
+
+
+def test_rows_are_spread_over_the_file_with_first_last_and_longest():
+    assert spread_out(100, 5, longest=60) == [0, 25, 60, 74, 99]  # even: 0, 25, 50, 74, 99; 60 is nearest to 50
+    assert spread_out(100, 2, longest=60) == [0, 99]
+    assert spread_out(100, 1, longest=60) == [0]
+    assert spread_out(3, 5, longest=1) == [0, 1, 2]
+    assert spread_out(100, 5, longest=99) == [0, 25, 50, 74, 99]
+
+
+def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
+    row = [Piece("a", (1,)) for _ in range(1_000)] + [Piece("b", (2,), trained=True) for _ in range(30)]
+    found = shortened(row, 100)
+    gaps = [item for item in found if isinstance(item, Gap)]
+    assert [(gap.tokens, gap.trained) for gap in gaps] == [(930, 0)]  # 100 - 30 are left for the first stretch
+    assert sum(1 for item in found if not isinstance(item, Gap) and item.trained) == 30
+    assert shortened(row, 2_000) == row
+
+
+# --- signs ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_seen_is_shown():
+    assert [sign for _, sign in signs(" \t\n")] == ["·", "⇥", "⏎"]
+    for character in "\x00\x1b\x7f\x9b\r\u00ad\u00a0\u200b\u200e\u202a\u202e\u2028\u2066\u2069\u3164\ufeff\U000e0041":
+        assert [sign for _, sign in signs(character)] == [f"⟨U+{ord(character):04X}⟩"]
+
+
+def test_accents_stay_on_their_letter_unless_they_have_none_or_are_many():
+    assert preview.visible("e\u0301") == "e\u0301"
+    assert preview.visible("\u0301") == "⟨U+0301⟩"
+    assert preview.visible("e" + "\u0301" * 6) == "e" + "\u0301" * 4 + "⟨U+0301⟩" * 2
+
+
+# --- terminal ---------------------------------------------------------------------------------------------------------
+
+
+def shown(found: list[Piece], **more: Any) -> Shown:
+    ids = tuple(number for piece in found for number in piece.ids)
+    labels = tuple(number if piece.trained else -100 for piece in found for number in piece.ids)
+    return Shown(1, "a.jsonl:1", ids, labels, tuple(found), **more)
+
+
+def test_plain_text_marks_what_is_trained_and_what_is_cut():
+    row = shown(
+        [Piece("hi", (1,)), Piece(" yes", (2,), trained=True), Piece("no", (3,), trained=True, kept=False)],
+        cut=1,
+        lost=1,
+    )
+    assert preview.plain_lines(row) == [
+        "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
+        "  hi[[·yes]]",
+        "  --- max_seq_len cuts 1 tokens, 1 of them trained ---",
+        "  ~~[[no]]~~",
+    ]
+
+
+def test_texts_cannot_write_our_marks():
+    lines = preview.plain_lines(shown([Piece("a[[b]]~~", (1,)), Piece("[", (2,)), Piece("[", (3,))]))
+    assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
+    assert "[[" not in preview.example_line(shown([Piece("[", (2,)), Piece("[", (3,))]))
+
+
+def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
+    row = shown([Piece(NASTY, (1,), trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
+    text = preview.terminal_text(row).plain + "".join(preview.plain_lines(row))
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    assert "⟨U+001B⟩[31m" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def a_preview() -> pipeline.Preview:
+    row = shown([Piece("hi", (1,)), Piece("yes", (2,), trained=True)])
+    return pipeline.Preview("a.jsonl", 1, (row,), (), Path("page.html"))
+
+
+def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, file = Terminal(), io.StringIO()
+    assert a_preview().draw(terminal)
+    assert "\x1b[" in terminal.getvalue()
+    assert not a_preview().draw(file)
+    assert file.getvalue() == ""
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not a_preview().draw(Terminal())
+
+
+# --- page -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_holds_nothing_of_the_data_but_text():
+    row = shown([Piece(NASTY, (1,), trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
+    text = preview.page([row], title=NASTY, about=[NASTY])
+    page = Page(text)
+    assert {tag for tag, _ in page.tags} == {
+        *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "section", "div"),
+        *("span", "i", "pre", "wbr"),
+    }
+    allowed = {"lang", "charset", "http-equiv", "content", "name", "class", "dir", "title"}
+    assert {name for _, found in page.tags for name in found} <= allowed
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+    text.encode("utf-8")
+
+
+def test_the_page_allows_its_own_style_and_nothing_else():
+    text = preview.page([], title="t", about=[])
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'" in text
+    assert "url(" not in text
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_the_page_shows_every_token_in_order_with_its_id(tiny_llama, tmp_path):
+    found = look(tmp_path, tiny_llama, [chat("hello there", "the light is on")])
+    page = Page((tmp_path / "page.html").read_text())
+    example = found.examples[0]
+    assert "".join(text for _, text in page.tokens) == (
+        "<|im_start|>user⏎\nhello·there<|im_end|>⏎\n<|im_start|>assistant⏎\nthe·light·is·on<|im_end|>⏎\n"
+    )
+    trained = "".join(text for name, text in page.tokens if "y" in name.split())
+    assert trained == "the·light·is·on<|im_end|>"
+    titles = [str(attrs["title"]) for tag, attrs in page.tags if "title" in attrs]
+    assert [int(title.split()[1]) for title in titles] == list(example.ids)
+    assert example.method
+
+
+def test_truncation_is_marked_with_its_counts(tiny_llama, tmp_path):
+    found = look(tmp_path, tiny_llama, [chat("hello", "yes no " * 40)], "model.max_seq_len=24")
+    example = found.examples[0]
+    assert example.cut == len(example.ids) - 24
+    assert sum(len(piece.ids) for piece in example.pieces if not piece.kept) == example.cut
+    page = (tmp_path / "page.html").read_text()
+    assert f"max_seq_len cuts {example.cut} tokens, {example.lost} of them trained" in page
+    assert any("x" in name.split() for name, _ in Page(page).tokens)
+
+
+def test_a_row_that_loses_its_answer_is_shown_with_the_reason(tiny_llama, tmp_path):
+    found = look(tmp_path, tiny_llama, [chat("hello " * 40, "yes")], "model.max_seq_len=24")
+    assert "max_seq_len" in found.examples[0].reason
+    assert found.examples[0].pieces
+    assert found.ok
+
+
+def test_a_bad_row_is_shown_with_its_reason_and_how_it_begins(tiny_llama, tmp_path):
+    bad = {"messages": [{"role": "asistant", "content": "<b>\x1b"}]}
+    found = look(tmp_path, tiny_llama, [chat("a", "b"), bad])
+    assert 'unknown role "asistant"' in found.examples[1].reason
+    lines = "\n".join(found.lines())
+    assert "CANNOT BE USED: " in lines
+    assert '"content": "<b>\\u001b"' in lines
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_shown_by_its_number(tiny_llama, tmp_path):
+    rows = [chat(f"what is {n}?", f"it is {n}.") for n in range(9)]
+    found = look(tmp_path, tiny_llama, rows, row=7)
+    assert [example.number for example in found.examples] == [7]
+    assert "it·is·6." in "".join(found.lines()).replace("¦", "")
+
+
+def test_a_row_beyond_the_file_says_how_many_there_are(tiny_llama, tmp_path):
+    with pytest.raises(DataError, match=r"ROW=10: .*rows\.jsonl has 9 rows; rows are counted from 1"):
+        look(tmp_path, tiny_llama, [chat("a", "b")] * 9, row=10)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_five_rows_are_shown_evenly_with_the_longest(tiny_llama, tmp_path):
+    rows = [chat(f"what is {n}?", "yes " * (50 if n == 33 else 1)) for n in range(101)]
+    found = look(tmp_path, tiny_llama, rows)
+    numbers = [example.number for example in found.examples]
+    assert len(numbers) == 5
+    assert numbers[0] == 1
+    assert numbers[-1] == 101
+    assert 34 in numbers
+    assert found.rows == 101
+
+
+def test_a_page_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
+    rows = [chat("a", "b")]
+    look(tmp_path, tiny_llama, rows)
+    look(tmp_path, tiny_llama, rows)
+    page = tmp_path / "page.html"
+    page.write_text(page.read_text() + "<!-- mine -->")
+    with pytest.raises(DataError, match="edited since make preview wrote it"):
+        look(tmp_path, tiny_llama, rows)
+    assert "mine" in page.read_text()
+    look(tmp_path, tiny_llama, rows, force=True)
+    assert "mine" not in page.read_text()
+
+
+def test_the_command_says_plain_text_without_escapes_and_json(tiny_llama, tmp_path, command, monkeypatch):
+    config = run_yaml(tmp_path, tiny_llama, [chat("hi \x1b[31m", "yes")])
+    monkeypatch.chdir(tmp_path)
+    code, said = command("preview", "--config", str(config), "--n", "1")
+    assert code == 0
+    assert "\x1b" not in said
+    assert "yes" in said.replace("¦", "")
+    assert "<|im_end|>]]" in said
+    assert (tmp_path / "data" / "preview.html").is_file()
+    code, said = command("preview", "--config", str(config), "--json")
+    answer = json.loads(said)
+    assert code == 0
+    assert answer["rows"] == 1
+    example = answer["examples"][0]
+    assert len(example["input_ids"]) == len(example["labels"]) == example["tokens"]
+    assert example["trained"] == sum(label != -100 for label in example["labels"])
+
+
+def test_documents_are_shown_whole_for_cpt(tiny_llama, tmp_path):
+    found = look(tmp_path, tiny_llama, [{"text": "yes no " * 200}], "task_mode=cpt", "model.max_seq_len=32")
+    assert found.examples[0].cut == 0
+    assert found.examples[0].method == "document"
+    assert all(piece.trained for piece in found.examples[0].pieces)

@@ -1,0 +1,540 @@
+"""`make process` and `make style`: raw files to checked, split conversations, and their system prompts."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.load import config_from_text
+from sft_play.data.files import Part
+from sft_play.data.process import content_digest, process, read_processed, split_of
+from sft_play.data.style import style
+from sft_play.errors import ConfigError, DataError
+from tests.conftest import chat, shared
+
+
+def count_words(texts):
+    return [len(text.split()) for text in texts]
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chats(start: int, stop: int):
+    return [chat(f"what is {n}?", f"it is {n}") for n in range(start, stop)]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Processes tmp_path/raw (or `raw`) into tmp_path/out with these settings."""
+
+    def made(*settings: str, raw: object = None, force: bool = False, name: str = "no/model", task: str = "sft"):
+        given = raw if raw is not None else tmp_path / "raw"
+        given = json.dumps([str(item) for item in given] if isinstance(given, (list, tuple)) else str(given))
+        config = config_from_text(
+            f"task_mode: {task}\nmodel: {{name: {name}, max_seq_len: 8}}\n"
+            f"data: {{process: {{raw_path: {given}, out_dir: {tmp_path}/out}}, style: {{out_dir: {tmp_path}/styled}}}}",
+            name="run.yaml",
+            overrides=settings,
+        )
+        return process(config, force=force, token_counter=count_words)
+
+    made.folder = tmp_path / "out"
+    return made
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contents(path: Path) -> set[str]:
+    return {row["messages"][0]["content"] for row in rows_of(path)} if path.exists() else set()
+
+
+def refusal(run, *settings, **options) -> str:
+    with pytest.raises(DataError) as error:
+        run(*settings, **options)
+    return str(error.value)
+
+
+def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
+    raw = tmp_path / "raw"
+    write(raw / "a.jsonl", {"question": "q1", "answer": "a1", "score": 3})
+    (raw / "b.json").write_text(json.dumps([{"instruction": "q2", "input": "", "output": "a2"}]))
+    (raw / "c.csv").write_text("prompt,completion\nq3,a3\n")
+    write(raw / "deep" / "d.jsonl", {"messages": [*chat("q4", "a4")["messages"]], "tools": [{"name": "f"}]})
+    (raw / "README.md").write_text("about this")
+    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    found = rows_of(run.folder / "train.jsonl")
+    assert [[message["content"] for message in row["messages"]] for row in found] == [
+        ["q1", "a1"],
+        ["q2", "a2"],
+        ["q3", "a3"],
+        ["q4", "a4"],
+    ]
+    assert [row["source"].removeprefix(f"{raw}/") for row in found] == [
+        "a.jsonl:1",
+        "b.json:1",
+        "c.csv:2",
+        "deep/d.jsonl:1",
+    ]
+    assert [set(row) for row in found] == [{"messages", "source", "id"}] * 3 + [{"messages", "tools", "source", "id"}]
+    assert [file.format for file in report.files] == ["question/answer", "alpaca", "prompt/completion", "messages"]
+    assert report.files[0].unused == ("score",)
+    text = "\n".join(report.lines())
+    assert "a.jsonl: 1 rows, question/answer; columns not used: score" in text
+    assert "README.md" in text
+    assert json.loads((run.folder / "report.json").read_text()) == report.as_json()
+    assert not (run.folder / "val.jsonl").exists()
+
+
+class TestSplits:
+    """Where rows go."""
+
+    def test_rows_never_move_when_others_are_added(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 300))
+        run("data.process.val_fraction=0.2", "data.process.test_fraction=0.1")
+        before = {name: contents(run.folder / f"{name}.jsonl") for name in ("train", "val", "test")}
+        write(tmp_path / "raw" / "0.jsonl", *chats(300, 700))
+        run("data.process.val_fraction=0.2", "data.process.test_fraction=0.1")
+        after = {name: contents(run.folder / f"{name}.jsonl") for name in ("train", "val", "test")}
+        assert all(before[name] <= after[name] for name in before)
+        assert [len(before[name]) for name in ("val", "test")] == pytest.approx([60, 30], abs=25)
+        assert sum(map(len, after.values())) == 700
+
+    def test_rows_with_the_same_content_land_on_the_same_side(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
+        other = [{"question": f"what is {n}?", "answer": f"it is {n}"} for n in range(100)]
+        write(tmp_path / "raw" / "b.jsonl", *other)
+        report = run("data.process.val_fraction=0.5")
+        assert report.duplicates.count == 100
+        assert report.leaks.count == 0
+        assert not contents(run.folder / "train.jsonl") & contents(run.folder / "val.jsonl")
+
+    def test_the_split_of_a_row_is_the_place_of_its_digest(self):
+        # the first 8 bytes as a share of 2**64: 0x40… is 0.25, 0x80… is 0.5
+        def of(first):
+            return split_of(bytes([first, *[0] * 31]), val_fraction=0.25, test_fraction=0.25)
+
+        assert [of(0x00), of(0x3F)] == ["val", "val"]
+        assert [of(0x40), of(0x7F)] == ["test", "test"]
+        assert [of(0x80), of(0xFF)] == ["train", "train"]
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("train.jsonl", "validation.jsonl", "test.jsonl"),
+            ("train/a.jsonl", "dev/a.jsonl", "test/a.jsonl"),
+            ("more.jsonl", "sums_val.jsonl", "test-00000-of-00001.jsonl"),
+        ],
+    )
+    def test_files_that_bring_their_own_splits_keep_them(self, run, tmp_path, names):
+        for at, name in enumerate(names):
+            write(tmp_path / "raw" / name, *chats(10 * at, 10 * at + 10))
+        report = run()
+        for at, name in enumerate(("train", "val", "test")):
+            assert contents(run.folder / f"{name}.jsonl") == {f"what is {n}?" for n in range(10 * at, 10 * at + 10)}
+        assert report.own_splits
+        assert "bring their own splits (train, val, test)" in "\n".join(report.lines())
+
+    def test_a_file_called_train_alone_brings_no_splits(self, run, tmp_path):
+        write(tmp_path / "raw" / "train.jsonl", *chats(0, 200))
+        report = run("data.process.val_fraction=0.2")
+        assert not report.own_splits
+        assert report.splits["val"].rows > 10
+        run(raw=write(tmp_path / "test.jsonl", *chats(0, 50)), force=True)
+        assert rows_of(run.folder / "train.jsonl")
+
+    def test_the_splits_of_a_saved_data_set_are_kept(self, run, tmp_path):
+        import datasets
+
+        made = {"train": chats(0, 20), "validation": chats(20, 25), "odd": chats(25, 26)}
+        saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in made.items()})
+        saved.save_to_disk(str(tmp_path / "set"))
+        report = run(raw=tmp_path / "set")
+        assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "val": 5}
+        assert "its split odd is none of train, val, test: not read" in "\n".join(report.lines())
+        assert rows_of(run.folder / "val.jsonl")[0]["source"].endswith("set:validation:row 1")
+
+    def test_the_splits_of_a_hub_data_set_are_kept(self, run, monkeypatch):
+        import datasets
+
+        rows = {"train_sft": chats(0, 20), "test_sft": chats(20, 25)}
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: dict(rows))
+        report = run(raw="hub:owner/name")
+        assert {name: split.rows for name, split in report.splits.items()} == {"train": 20, "test": 5}
+
+    def test_all_rows_outside_train_are_an_error_that_says_what_to_do(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"))
+        share = int.from_bytes(bytes.fromhex(self.id_of(run))[:8], "big") / 2**64
+        settings = ("data.process.val_fraction=0.5", "data.process.test_fraction=0.5") if share < 1 else ()
+        (run.folder / "train.jsonl").unlink()
+        assert "none into train; set data.process.val_fraction=0" in refusal(run, *settings, force=True)
+
+    def id_of(self, run) -> str:
+        run("data.process.val_fraction=0", "data.process.test_fraction=0")
+        return rows_of(run.folder / "train.jsonl")[0]["id"]
+
+
+class TestDoubles:
+    """Duplicates and leaks."""
+
+    def test_duplicates_are_counted_and_left_out_where_asked(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 30), *chats(0, 25))
+        report = run()
+        assert (report.duplicates.count, report.rows_kept) == (25, 55)
+        assert report.duplicates.first[0].endswith("a.jsonl:31")
+        assert len(report.duplicates.first) == 20
+        assert "… and 5 more" in "\n".join(report.lines())
+        report = run("data.process.drop_duplicates=true")
+        assert (report.duplicates.count, report.rows_kept, report.rows_in) == (25, 30, 55)
+        assert report.dropped["a duplicate of an earlier row"].count == 25
+
+    def test_training_rows_that_are_held_out_too_are_counted_and_left_out_where_asked(self, run, tmp_path):
+        write(tmp_path / "raw" / "train.jsonl", *chats(0, 10))
+        write(tmp_path / "raw" / "val.jsonl", *chats(8, 12))
+        write(tmp_path / "raw" / "test.jsonl", *chats(11, 13))
+        report = run()
+        assert [place.removeprefix(f"{tmp_path}/raw/") for place in report.leaks.first] == [
+            "test.jsonl:1 (val)",
+            "train.jsonl:9 (val)",
+            "train.jsonl:10 (val)",
+        ]
+        assert report.splits["train"].rows == 10
+        report = run("data.process.drop_leaks=true")
+        assert contents(run.folder / "train.jsonl") == {f"what is {n}?" for n in range(8)}
+        assert (report.splits["val"].rows, report.splits["test"].rows) == (4, 2)
+        assert report.dropped["stands in val or test too"].count == 2
+
+
+class TestBadRows:
+    """What cannot be used."""
+
+    def test_all_problems_of_all_files_are_in_one_report_and_nothing_is_written(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, *[{"messages": [1]}] * 30)
+        (tmp_path / "raw" / "b.jsonl").write_text('{"messages": [\n')
+        (tmp_path / "raw" / "c.json").write_text("[{},]")
+        (tmp_path / "raw" / "d.jsonl").write_bytes(b'{"text": "\xff"}')
+        write(tmp_path / "raw" / "e.jsonl", {"odd": 1})
+        message = refusal(run)
+        for part in (
+            "a.jsonl: 31 of 32 rows cannot be used (30 x a message is not an object; 1 x messages is empty):",
+            "a.jsonl:2: messages is empty",
+            "a.jsonl:21: a message is not an object",
+            "… and 11 more",
+            "b.jsonl: 1 of 1 rows cannot be used (1 x not valid JSON)",
+            "c.json:1: remove the comma before `]`",
+            "d.jsonl:1: byte 0xFF",
+            "e.jsonl:1: columns found: odd",
+            "data.on_bad_row=skip; nothing was written",
+        ):
+            assert part in message, part
+        assert "a.jsonl:22:" not in message
+        assert not list(run.folder.glob("*.jsonl"))
+        assert not list(run.folder.glob(".*.part"))
+
+    def test_bad_rows_are_left_out_and_counted_where_asked(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", chat("q", "a"), {"messages": []}, {"messages": []})
+        report = run("data.on_bad_row=skip", "data.process.val_fraction=0", "data.process.test_fraction=0")
+        assert (report.rows_in, report.rows_kept) == (3, 1)
+        line = next(line for line in report.lines() if line.startswith("Left out"))
+        assert line == f"Left out: 2 rows: messages is empty: {tmp_path}/raw/a.jsonl:2, {tmp_path}/raw/a.jsonl:3"
+
+    def test_empty_answers_are_noted_or_left_out_without_an_error(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), chat("q", " "))
+        assert any("an answer is empty" in note for note in run().notes)
+        report = run("data.drop_empty=true")
+        assert (report.rows_kept, report.dropped["the answer is empty"].count) == (10, 1)
+
+    def test_unknown_roles_come_with_the_known_ones_that_were_seen(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 10), {"messages": [{"role": "narrator", "content": "x"}]})
+        message = refusal(run)
+        assert '1 x unknown role "narrator"' in message
+        assert "turns of known roles in the other rows: user 10, assistant 10" in message
+
+    def test_nothing_left_is_an_error(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", {"messages": []})
+        assert "no row is left of 1 (1 x messages is empty)" in refusal(run, "data.on_bad_row=skip")
+
+    def test_chats_and_text_do_not_mix(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 3))
+        write(tmp_path / "raw" / "b.jsonl", {"text": "words"})
+        message = refusal(run)
+        assert "mix chats" in message
+        assert "b.jsonl" in message
+
+    def test_raw_files_that_are_not_there_are_named(self, run, tmp_path):
+        assert f"data.process.raw_path: {tmp_path}/raw does not exist" in refusal(run)
+
+    def test_what_process_wrote_is_not_read_again(self, run, tmp_path):
+        write(tmp_path / "a.jsonl", *chats(0, 10))
+        assert run(raw=tmp_path).rows_in == 10
+        assert run(raw=tmp_path).rows_in == 10
+        assert "lies in the folder that is written to" in refusal(run, raw=run.folder)
+
+
+def test_options_of_formats_reach_raw_rows(run, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, *chat(f"b{n}", "c")["messages"]]} for n in range(9)]
+    write(tmp_path / "raw" / "a.jsonl", *rows)
+    run("data.merge_consecutive=true", "data.process.val_fraction=0", "data.process.test_fraction=0")
+    assert rows_of(run.folder / "train.jsonl")[0]["messages"][0]["content"] == "a\n\nb0"
+    write(tmp_path / "raw" / "a.jsonl", {"frage": "q", "antwort": "a"})
+    columns = "data.columns={question: frage, answer: antwort}"
+    run(columns, "data.process.val_fraction=0", "data.process.test_fraction=0")
+    assert contents(run.folder / "train.jsonl") == {"q"}
+
+
+def test_turns_that_are_not_trained_stay_marked(run, tmp_path):
+    row = {"messages": [*chat("a", "b")["messages"], *chat("c", "d")["messages"]]}
+    row["messages"][1]["weight"] = 0
+    write(tmp_path / "raw" / "a.jsonl", row)
+    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    (kept,) = rows_of(run.folder / "train.jsonl")
+    assert [message.get("train") for message in kept["messages"]] == [None, False, None, None]
+    assert report.splits["train"].trained_turns == 1
+
+
+def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
+    # words: "q" + "w"*n, n words; max_seq_len is 8
+    write(
+        tmp_path / "raw" / "a.jsonl",
+        chat("q", "w " * 3),
+        chat("q", "w " * 7),
+        chat("q", "w " * 9),
+        chat("q", "w " * 300),
+    )
+    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    train = report.as_json()["splits"]["train"]
+    assert train["tokens_estimated"] == 4 + 8 + 10 + 301
+    assert train["share_over_max_seq_len"] == 0.5
+    assert (train["token_lengths"]["<= 128"], train["token_lengths"]["<= 512"], train["longest"]) == (3, 1, 301)
+    assert report.as_json()["tokens_per_epoch_estimated"] == 323
+    assert "train: about 323 tokens an epoch, longest row 301; 50.0% of the rows are over model.max_seq_len 8" in (
+        "\n".join(report.lines())
+    )
+
+
+def test_lengths_of_many_rows_are_told_by_a_tenth_of_those_behind(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("sft_play.data.process.COUNTED_ROWS", 100)
+    write(tmp_path / "raw" / "a.jsonl", *chats(0, 5_000))
+    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
+    assert report.splits["train"].tokens == pytest.approx(5_000 * 6, rel=0.2)
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer_or_estimated_and_said(tmp_path, tiny_llama):
+    from transformers import AutoTokenizer
+
+    write(tmp_path / "raw" / "a.jsonl", *chats(0, 4))
+
+    def made(name):
+        return process(
+            config_from_text(
+                f"model: {{name: {name}}}\ndata: {{process: {{raw_path: {tmp_path}/raw, out_dir: {tmp_path}/out, "
+                "val_fraction: 0, test_fraction: 0}}",
+                name="run.yaml",
+            )
+        )
+
+    report = made("no/model")
+    texts = [f"what is {n}?\nit is {n}" for n in range(4)]
+    assert report.lengths_by == "lengths are estimated at 4 characters per token"
+    assert report.splits["train"].tokens == sum(round(len(text) / 4) for text in texts)
+    report = made(tiny_llama)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    assert report.splits["train"].tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
+    assert report.lengths_by.startswith("counted by the model's tokenizer")
+
+
+class TestWriting:
+    """What stands on disk."""
+
+    def test_a_second_time_writes_the_same_bytes(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
+        run()
+        before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
+        run()
+        assert {path.name: path.read_bytes() for path in run.folder.iterdir()} == before
+
+    def test_files_that_were_edited_are_kept_unless_told(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 100))
+        run()
+        (run.folder / "val.jsonl").write_text("mine")
+        assert "make process FORCE=1" in refusal(run)
+        assert (run.folder / "val.jsonl").read_text() == "mine"
+        run(force=True)
+        assert (run.folder / "val.jsonl").read_text() != "mine"
+
+    def test_what_was_processed_comes_back_the_same_from_a_second_processing(self, run, tmp_path):
+        write(tmp_path / "raw" / "a.jsonl", *chats(0, 20))
+        run("data.process.val_fraction=0", "data.process.test_fraction=0")
+        first = (run.folder / "train.jsonl").read_text()
+        write(tmp_path / "again" / "a.jsonl", *rows_of(run.folder / "train.jsonl"))
+        run("data.process.val_fraction=0", "data.process.test_fraction=0", raw=tmp_path / "again")
+        assert (run.folder / "train.jsonl").read_text() == first
+
+    def test_text_rows_are_written_as_text(self, run, tmp_path):
+        (tmp_path / "raw").mkdir()
+        (tmp_path / "raw" / "a.txt").write_text("one document")
+        run("data.process.val_fraction=0", "data.process.test_fraction=0", task="cpt")
+        (row,) = rows_of(run.folder / "train.jsonl")
+        assert (row["text"], row["source"]) == ("one document", f"{tmp_path}/raw/a.txt")
+
+
+WORDS = st.text() | st.sampled_from(["user", "assistant"])
+MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content"]), WORDS))
+ROWS = st.dictionaries(st.sampled_from(["messages", "text", "prompt", "completion"]), st.text() | MESSAGES)
+
+
+@given(st.lists(ROWS, max_size=6))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_raw_rows_of_any_shape_end_in_files_that_can_be_read_or_an_error(run, tmp_path, rows):
+    write(tmp_path / "raw" / "a.jsonl", *rows)
+    try:
+        report = run("data.on_bad_row=skip", force=True)
+    except DataError:
+        return
+    found = [row for name in report.splits for row in read_processed(run.folder / f"{name}.jsonl")]
+    assert len(found) == report.rows_kept
+
+
+def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
+    def peak(count):
+        write(tmp_path / "raw" / "a.jsonl", *({"text": f"{n} " + "x" * 1_000} for n in range(count)))
+        tracemalloc.start()
+        run()
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    few, many = peak(3_000), peak(9_000)  # 3 and 9 MB, both more than a block
+    assert many - few < 6_000 * 250
+
+
+def test_real_files_are_processed_whole(run):
+    report = run(raw=[shared("sft/llamafactory"), f"{shared('sft/openai_cookbook')}/*.jsonl"])
+    assert (report.rows_in, report.rows_kept) == (449, 449)
+    report = run(raw=shared("sft/gsm8k"))
+    assert {name: split.rows for name, split in report.splits.items()} == {"train": 7_473, "test": 1_319}
+    assert (report.duplicates.count, report.leaks.count) == (0, 0)
+    first = rows_of(run.folder / "test.jsonl")[0]
+    assert content_digest_of(first) == first["id"]
+
+
+def content_digest_of(row) -> str:
+    from sft_play.data.formats import Chat
+
+    return content_digest(Chat("elsewhere", tuple(row["messages"]))).hex()[:32]
+
+
+class TestStyle:
+    """System prompts."""
+
+    @pytest.fixture
+    def made(self, run, tmp_path):
+        systems = [
+            {"messages": [{"role": "system", "content": "old"}, *chat(f"s{n}", "a")["messages"]]} for n in range(3)
+        ]
+        write(tmp_path / "raw" / "a.jsonl", *systems)
+        write(tmp_path / "raw" / "b.jsonl", *[chat(f"b{n}", "a") for n in range(2)])
+        run("data.process.val_fraction=0", "data.process.test_fraction=0")
+
+        def styled(text, *settings, force=False):
+            config = config_from_text(
+                f"model: {{name: x}}\ndata: {{process: {{out_dir: {tmp_path}/out}}, "
+                f"style: {{out_dir: {tmp_path}/styled}}}}",
+                name="run.yaml",
+                overrides=settings,
+            )
+            return style(config, text, force=force)
+
+        styled.folder = tmp_path / "styled"
+        return styled
+
+    def first_messages(self, made):
+        return [row["messages"][0] for row in rows_of(made.folder / "train.jsonl")]
+
+    @pytest.mark.parametrize(
+        ("how", "content", "counts"),
+        [
+            ("prepend", "be terse\n\nold", {"prepended": 3, "set": 2}),
+            ("replace", "be terse", {"replaced": 3, "set": 2}),
+            ("keep", "old", {"left": 3, "set": 2}),
+        ],
+    )
+    def test_a_prompt_is_set_prepended_replaced_or_left(self, made, how, content, counts):
+        report = made("be terse", f"data.style.how={how}")
+        assert self.first_messages(made) == [
+            *[{"role": "system", "content": content}] * 3,
+            *[{"role": "system", "content": "be terse"}] * 2,
+        ]
+        assert dict(report.total) == counts
+        assert report.as_json()["set"] == 2
+        assert report.ok
+        assert "5 rows" in report.lines()[0]
+
+    def test_what_is_given_on_the_command_goes_before_the_config(self, made):
+        made("one", "data.style.system=two", "data.style.how=replace")
+        assert self.first_messages(made)[0]["content"] == "one"
+        made(None, "data.style.system=two", "data.style.how=replace")
+        assert self.first_messages(made)[0]["content"] == "two"
+
+    def test_files_may_have_prompts_of_their_own(self, made):
+        report = made(None, 'data.style.per_source={"b.*": "for b", "z*": "none"}')
+        assert [message["content"] for message in self.first_messages(made)] == ["old", "old", "old", "for b", "for b"]
+        assert report.unused_globs == ("z*",)
+        assert "no row's source fits z*" in "\n".join(report.lines())
+        assert dict(report.total) == {"left": 3, "set": 2}
+
+    def test_rows_keep_their_source_and_id(self, made, tmp_path):
+        made("x")
+        before, after = (rows_of(folder / "train.jsonl") for folder in (tmp_path / "out", made.folder))
+        assert [(row["source"], row["id"]) for row in before] == [(row["source"], row["id"]) for row in after]
+
+    def test_nothing_given_says_how(self, made):
+        for given_text in (None, "", "  "):
+            with pytest.raises(ConfigError, match="make style STYLE="):
+                made(given_text)
+
+    def test_edited_files_are_kept_and_missing_ones_are_named(self, made, tmp_path):
+        made("x")
+        (made.folder / "train.jsonl").write_text("mine")
+        with pytest.raises(DataError, match="make style FORCE=1"):
+            made("x")
+        made("x", force=True)
+        (tmp_path / "out" / "train.jsonl").unlink()
+        with pytest.raises(DataError, match=r"train\.jsonl is not there; make process writes it"):
+            made("x", force=True)
+
+    def test_the_processed_folder_is_not_written_over(self, made, tmp_path):
+        with pytest.raises(ConfigError, match="give it another folder"):
+            made("x", f"data.style.out_dir={tmp_path}/out")
+
+    def test_rows_of_text_are_untouched(self, made, run, tmp_path):
+        write(tmp_path / "text" / "a.jsonl", *[{"text": f"t {n}"} for n in range(40)])
+        run(raw=tmp_path / "text")
+        report = made("x")
+        assert report.total["text"] == 40
+        assert "40 rows of plain text untouched" in report.lines()[0]
+        assert (tmp_path / "out" / "train.jsonl").read_bytes() == (made.folder / "train.jsonl").read_bytes()
+
+
+def test_commands_answer_with_their_exit_codes(command, tmp_path):
+    write(tmp_path / "raw.jsonl", *chats(0, 40))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {tmp_path}/raw.jsonl, out_dir: {tmp_path}/out}}, "
+        f"style: {{out_dir: {tmp_path}/styled}}}}\n"
+    )
+    code, said = command("process", "--config", str(tmp_path / "run.yaml"))
+    assert code == 0, said
+    assert "Processed 40 rows of 1 file" in said
+    code, said = command("style", "--config", str(tmp_path / "run.yaml"))
+    assert (code, "no system prompt is given" in said) == (2, True)
+    assert Part(str(tmp_path / "out" / "train.jsonl")).path.exists()
