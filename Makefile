@@ -148,7 +148,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TB_PORT=6006 TB_HOST=127.0.0.1 TB_KEEP=1   TensorBoard's address; let it live on after the run
 #: STYLE='You are terse.'  style, full-pipeline: the system prompt
 #: N=5  ROW=12             preview: how many examples; or this row of the training file
-#: FORCE=1                 process, style, dapt-docx, render: write over files that were edited by hand
+#: FORCE=1                 process, style, dapt-docx, render, preview: write over files that were edited by hand
 #: TEMPLATES=FOLDER  TOKENIZER=FOLDER   mask-score: chat templates, and the tokenizer to score them with
 #: ROWS=10000,1000000      bench-data: how many rows
 #: YES=1                   tb-clean: remove without asking

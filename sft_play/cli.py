@@ -732,6 +732,8 @@ def _preview(request: Request) -> int:
 
     loaded = load_config(request.config, overrides=request.overrides)
     answer = pipeline.preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
+    if not request.json and answer.draw(sys.stdout):
+        return 0
     return _say(request, answer, out=False)
 
 

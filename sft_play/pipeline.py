@@ -97,7 +97,7 @@ def _prepare(config: RunConfig) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if config.model.name != BASE_NAME:
         with contextlib.suppress(ModelError):  # a folder that is not there is said where it is looked for
-            start._offline_without_hub(config.model.name)
+            start.offline_without_hub(config.model.name)
 
 
 def _files(paths: DataPaths) -> list[tuple[str, AnySource]]:
@@ -720,7 +720,7 @@ class _Checks:
             return
         planned = doctor.Planned(self._config, start.shape_for(self._config), self._plan)
         states = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
-        for finding in doctor._disk_findings(planned, Spread(), os.environ):
+        for finding in doctor.disk_findings(planned, Spread(), os.environ):
             yield Check(finding.name, states[finding.verdict], finding.found, finding.remedy)  # type: ignore[arg-type]
 
 
@@ -738,7 +738,7 @@ def _missing_weights(config: RunConfig) -> str:
     folder = local_folder(name)
     if folder is None:
         check_available(name, revision=config.model.revision)
-        if doctor._is_here(config, os.environ) or hub_answers():
+        if doctor.is_here(config, os.environ) or hub_answers():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     config_json(name)

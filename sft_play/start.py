@@ -179,7 +179,7 @@ def _quiet_libraries(model: str, hardware: Hardware) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not hardware.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
-    _offline_without_hub(model)
+    offline_without_hub(model)
 
 
 # --- a rank of several ------------------------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
     )
 
 
-def _offline_without_hub(name: str) -> None:
+def offline_without_hub(name: str) -> None:
     """Tell the libraries, before they are imported, not to wait for a hub that does not answer."""
     if local_folder(name) is None and not hub_answers():
         logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)

@@ -186,7 +186,7 @@ def test_content_parts_are_joined_and_reasoning_and_calls_kept_apart():
         ({"messages": [{"content": "a"}]}, "a message has no role"),
         ({"messages": [{"role": "assistant", "content": None}]}, "content is not text"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content is not text"),
-        ({"messages": ["a"]}, "a message is not an object"),
+        ({"messages": [1]}, "a message is not an object"),
         ({"question": "a", "answer": None}, "answer is not text"),
         ({"question": "a", "answer": {"x": 1}}, "answer is not text"),
         ({"text": "  "}, "text is empty"),

@@ -73,6 +73,7 @@ def shown(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
+    """What a value is, in words."""
     names: dict[type, str] = {
         type(None): "null",
         bool: "true or false",
@@ -118,6 +119,7 @@ def turns_of(value: Any, key: str) -> list[Message]:
 
 
 def pair_of_texts(item: list[Any], key: str) -> list[Message]:
+    """The two messages of a list of a question and its answer; raises Unusable for another list."""
     if len(item) != 2 or not all(isinstance(part, str) for part in item):
         raise Unusable(f"{key} is not a list of [question, answer]", shown(item))
     return [{"role": "user", "content": item[0]}, {"role": "assistant", "content": item[1]}]
@@ -225,6 +227,7 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
 
 
 def content_text(value: Any, where: str, *, may_be_none: bool = False, role: str = "") -> str:
+    """The text of a message's content: a text or parts of one; raises Unusable for anything else."""
     if isinstance(value, str):
         return value
     if value is None and may_be_none:
@@ -345,6 +348,7 @@ def _calls_in_text(value: Any, where: str) -> list[Any]:
 
 
 def tools_of(value: Any) -> tuple[Any, ...]:
+    """The tools of a row as objects, however they are written; raises Unusable for anything else."""
     if isinstance(value, str) and value.strip():
         try:
             value = strict_json(value)

@@ -60,6 +60,9 @@ _ONE_IN = 10
 _BATCH = 500
 LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+_LINE = json.JSONEncoder(ensure_ascii=False)
+
 TokenCounter = Callable[[list[str]], list[int]]
 """Texts → the number of tokens of each."""
 
@@ -264,8 +267,7 @@ def _histogram(split: SplitReport) -> str:
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
     content: Any = example.text if isinstance(example, Text) else [example.messages, example.tools]
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+    return hashlib.sha256(_CANONICAL.encode(content).encode("utf-8", "replace")).digest()
 
 
 def split_of(digest: bytes, *, val_fraction: float, test_fraction: float) -> str:
@@ -460,8 +462,7 @@ class _Process:
             return  # nothing will be written; the rest is read for its faults
         if place not in self._files:
             self._files[place] = out.open(f"{place}.jsonl")
-        line = json.dumps(as_row(example, digest), ensure_ascii=False)
-        self._files[place].write(line + "\n")
+        self._files[place].write(_LINE.encode(as_row(example, digest)) + "\n")
         counts = report.splits.setdefault(place, SplitReport())
         _count(example, counts)
         assert self._lengths is not None

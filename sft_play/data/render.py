@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
@@ -92,6 +92,65 @@ def trained_tokens(labels: list[int]) -> int:
     return counted - (1 if labels and labels[0] != IGNORED else 0)
 
 
+@dataclass(frozen=True)
+class TokenizerParts:
+    """What rendering needs of a tokenizer: small enough to be sent to another process, where transformers stays out."""
+
+    state: str
+    """The backend as `tokenizers` writes it."""
+    templates: tuple[tuple[str, str], ...]
+    """Chat templates by name; one tokenizer may have a `default` and a `tool_use` one."""
+    special_map: tuple[tuple[str, str], ...]
+    special: tuple[str, ...]
+    added: tuple[tuple[int, str, bool], ...]
+    """Added tokens: id, text, and whether they are special."""
+    bos_id: int | None
+    eos: str | None
+    end_of_text: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenizerParts:
+        """Those of a transformers tokenizer.
+
+        Raises:
+            TokenizerError: it cannot say which characters a token stands for.
+        """
+        if isinstance(tokenizer, cls):
+            return tokenizer
+        if not tokenizer.is_fast:
+            raise TokenizerError(
+                f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
+                "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
+            )
+        given = tokenizer.chat_template
+        templates = given if isinstance(given, dict) else {"default": given} if given else {}
+        special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        added = tokenizer.added_tokens_decoder.items()
+        return cls(
+            tokenizer.backend_tokenizer.to_str(),
+            tuple(templates.items()),
+            tuple(special_map.items()),
+            tuple(tokenizer.all_special_tokens),
+            tuple((number, str(token.content), bool(token.special)) for number, token in added),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token,
+            end_of_text_id(tokenizer),
+        )
+
+    def template(self, *, with_tools: bool) -> str:
+        """The template of rows with tools or without; raises TokenizerError where there is none."""
+        named = dict(self.templates)
+        source = named.get("tool_use") if with_tools else None
+        source = source or named.get("default") or next(iter(named.values()), None)
+        if source is None:
+            raise TokenizerError("the tokenizer has no chat template; give data.chat_template one")
+        return source
+
+    def with_template(self, source: str) -> TokenizerParts:
+        """The same tokenizer with another template."""
+        return replace(self, templates=(("default", source),))
+
+
 class Renderer:
     """Renders examples with one tokenizer and the data section of a run.
 
@@ -112,20 +171,14 @@ class Renderer:
         today: date | None = None,
         encoder: Encoder | None = None,
     ) -> None:
-        if not tokenizer.is_fast:
-            raise TokenizerError(
-                f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
-                "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
-            )
+        self.parts = TokenizerParts.of(tokenizer)
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
-        self.tokenizer = tokenizer
         self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
-        self._encoder = encoder or Encoder(tokenizer)
+        self._encoder = encoder or Encoder(self.parts)
         self._backend = self._encoder.backend
-        self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._bos = tokenizer.bos_token_id
-        self._end_of_text = end_of_text_id(tokenizer)
+        self._added = frozenset(number for number, _, _ in self.parts.added)
+        self._bos = self.parts.bos_id
         self._turns: dict[bool, Turns] = {}
         self._specials: _Specials | None = None
 
@@ -134,15 +187,14 @@ class Renderer:
     def turns(self, *, with_tools: bool = False) -> Turns:
         """The turns of the tokenizer's template; some tokenizers have another one for rows with tools."""
         if with_tools not in self._turns:
-            source = self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+            source = self.parts.template(with_tools=with_tools)
             other = self._turns.get(not with_tools)
             if other is not None and other.template.source == source:
                 self._turns[with_tools] = other
             else:
-                variables = {**self.tokenizer.special_tokens_map, **self.data.chat_template_kwargs}
+                variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs}
                 template = ChatTemplate(source, variables=variables, today=self.today)
-                special = self.tokenizer.all_special_tokens
-                self._turns[with_tools] = Turns(template, special_tokens=special, eos_token=self.tokenizer.eos_token)
+                self._turns[with_tools] = Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos)
         return self._turns[with_tools]
 
     @property
@@ -153,14 +205,14 @@ class Renderer:
     @property
     def writes_date(self) -> bool:
         """Whether the chat template writes the day."""
-        return self.tokenizer.chat_template is not None and self.turns().template.writes_date
+        return any("strftime_now" in source for _, source in self.parts.templates)
 
     @property
     def specials(self) -> _Specials:
         """The special tokens that texts of the data may hold."""
         if self._specials is None:
-            ends = self.turns().habits.markers if self.tokenizer.chat_template is not None else ()
-            self._specials = _Specials(self.tokenizer, ends)
+            ends = self.turns().habits.markers if self.parts.templates else ()
+            self._specials = _Specials(self.parts, ends)
         return self._specials
 
     # Rows.
@@ -331,7 +383,7 @@ class Renderer:
 
     def _document(self, encoding: Any) -> list[int]:
         ids = list(encoding.ids)
-        end = self._end_of_text
+        end = self.parts.end_of_text
         return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
     def rendered(self, chat: Chat) -> str:
@@ -411,10 +463,10 @@ def _without_beginning(ids: list[int], labels: list[int], limit: int, bos: int |
 class Encoder:
     """A copy of a tokenizer's backend that neither pads nor cuts, made once; and one that splits at edges."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, parts: TokenizerParts) -> None:
         from tokenizers import Tokenizer
 
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend = Tokenizer.from_str(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
 
@@ -530,10 +582,10 @@ class _Specials:
     is no special token there.
     """
 
-    def __init__(self, tokenizer: Any, markers: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        named = {str(token.content) for token in added if token.special or str(token.content) in markers}
+    def __init__(self, parts: TokenizerParts, markers: Sequence[str]) -> None:
+        self._parts = parts
+        self._ids = {text: number for number, text, _ in parts.added}
+        named = {text for _, text, is_special in parts.added if is_special or text in markers}
         self.tokens = sorted((token for token in named if token.strip()), key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
         self._number = {token: number for number, token in enumerate(self.tokens)}
@@ -602,7 +654,7 @@ class _Specials:
     def _renamed(self) -> Any:
         from tokenizers import Tokenizer
 
-        state = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        state = json.loads(self._parts.state)
         names = {token: self._name(token) for token in self.tokens}
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
@@ -610,17 +662,13 @@ class _Specials:
         renamed = _rename_strings(state.get("post_processor"), names)
         state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
         copy = Tokenizer.from_str(json.dumps(state))
-        wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._id(token)]
+        wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
         if wrong:
             raise TokenizerError(
                 f"this tokenizer cannot take {one_line(wrong[0])} as plain text; set "
                 "data.special_tokens_in_text=control or fail"
             )
         return copy
-
-    def _id(self, token: str) -> int | None:
-        found = self._tokenizer.backend_tokenizer.token_to_id(token)
-        return found if found is None else int(found)
 
 
 class _Moved:

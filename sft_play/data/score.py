@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat
-from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer
+from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer, TokenizerParts
 from sft_play.errors import ConfigError, TokenizerError
 from sft_play.log import one_line
 
@@ -202,8 +202,9 @@ def score(folder: Path, tokenizer: str) -> Score:
     if not files:
         raise ConfigError(f"TEMPLATES={folder} holds no templates; looked for {', '.join(sorted(SUFFIXES))}")
     loaded = _load(tokenizer)
-    encoder = Encoder(loaded)
-    return Score(tuple(row for file in files for row in _of_template(file, folder, loaded, encoder)))
+    parts = TokenizerParts.of(loaded)
+    encoder = Encoder(parts)
+    return Score(tuple(row for file in files for row in _of_template(file, folder, loaded, parts, encoder)))
 
 
 def _load(name: str) -> Any:
@@ -217,17 +218,15 @@ def _load(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if looks_local else name)
     except Exception as error:  # a damaged file fails in as many ways as there are tokenizers
         raise TokenizerError(f"TOKENIZER={name} cannot be loaded: {one_line(str(error), limit=300)}") from error
-    if not tokenizer.is_fast:
-        raise TokenizerError(f"TOKENIZER={name} is no fast tokenizer (a tokenizer.json), which masks need")
     return tokenizer
 
 
-def _of_template(file: Path, folder: Path, tokenizer: Any, encoder: Encoder) -> Iterator[Row]:
+def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder) -> Iterator[Row]:
     name = file.relative_to(folder).as_posix()
     try:
         own = copy.copy(tokenizer)
         own.chat_template = file.read_text(encoding="utf-8-sig")
-        renderer = Renderer(own, max_seq_len=_NO_LIMIT, encoder=encoder)
+        renderer = Renderer(parts.with_template(own.chat_template), max_seq_len=_NO_LIMIT, encoder=encoder)
         renderer.turns()
     except (TokenizerError, UnicodeDecodeError, OSError) as error:
         for case in CASES:

@@ -128,6 +128,16 @@ class LimitCost:
                 self._steps[begin + 1] += 1
                 self._steps[end + 1] -= 1
 
+    def merge(self, other: LimitCost) -> None:
+        """Add the rows of another."""
+        self.longest = max(self.longest, other.longest)
+        self.trained += other.trained
+        longer = len(other._steps) - len(self._steps)
+        if longer > 0:
+            self._steps.extend([0] * longer)
+        for index, step in enumerate(other._steps):
+            self._steps[index] += step
+
     def _kept(self) -> Iterator[int]:
         """Trained tokens that limits of 0, 1, 2, … keep."""
         return itertools.accumulate(itertools.accumulate(self._steps))

@@ -85,8 +85,8 @@ class OutputFolder:
         for name in self._names:
             aside = self._aside.get(name)
             if aside is None:
-                (self.path / name).unlink(missing_ok=True)
-                record.pop(name, None)
+                if record.pop(name, None) is not None:  # ours, from an earlier time
+                    (self.path / name).unlink(missing_ok=True)
             else:
                 record[name] = _digest(aside)
                 aside.replace(self.path / name)

@@ -71,7 +71,7 @@ def examine(
     findings = [
         *_machine_findings(around, spread, planned, chosen),
         *said,
-        *(_disk_findings(planned, spread, environment) if planned else ()),
+        *(disk_findings(planned, spread, environment) if planned else ()),
         *_together(
             around,
             spread,
@@ -179,7 +179,7 @@ def _for_cuda(cuda: str | None) -> str:
     return f"built for CUDA {cuda}" if cuda else "a build for the CPU alone"
 
 
-def _disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, str]) -> list[Finding]:
+def disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, str]) -> list[Finding]:
     config, layout = planned.config, planned.plan.choice.layout
     found = []
     if spread.nodes.rank > 0 and not layout.is_zero:
@@ -198,11 +198,11 @@ def _disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, s
                 )
             )
     there, space = free_at(surroundings.hub_cache(environment))
-    here = _is_here(config, environment)
+    here = is_here(config, environment)
     return [*found, disk.check_fetch(planned.shape, cached=here, there=there, space=space)]
 
 
-def _is_here(config: RunConfig, environment: Mapping[str, str]) -> bool:
+def is_here(config: RunConfig, environment: Mapping[str, str]) -> bool:
     """Whether the model's weights need not be fetched."""
     name = config.model.name
     if name == BASE_NAME or local_folder(name) is not None:
