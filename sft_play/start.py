@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,8 @@ def _work(config: RunConfig) -> Callable[[int], Work | None]:
         steps = config.train.max_steps
         if size is None:
             return Work(steps, None) if steps else None
-        rows = max(1, size.tokens // config.model.max_seq_len) if text else size.rows
+        full = text or config.data.packing != "none"
+        rows = max(1, size.tokens // config.model.max_seq_len) if full else size.rows
         per_epoch = math.ceil(rows / effective)
         steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
         tokens = min(size.tokens, rows * config.model.max_seq_len)
@@ -155,9 +156,15 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
     from sft_play.train.run import Job, run
 
     with _beside(folder, wanted=board):
-        summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer))
+        summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer, today=first_day(folder)))
     _remember(planned, plan, summary)
     return 0
+
+
+def first_day(folder: RunFolder) -> date:
+    """The day of the run's first start, which a chat template is told that writes the date."""
+    kept = folder.manifest().get("template_date") if folder.manifest_path.is_file() else None
+    return date.fromisoformat(kept) if isinstance(kept, str) else date.today()
 
 
 def _beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextManager[object]:
@@ -196,6 +203,8 @@ class Handed:
     deepspeed: dict[str, Any] | None = None
     finished: bool = False
     """Whether there is nothing left to do."""
+    today: str = ""
+    """The day that a chat template is told which writes the date (YYYY-MM-DD): that of the run's first start."""
 
     def text(self) -> str:
         """As JSON."""
@@ -231,6 +240,7 @@ def start_rank(
     job = Job(
         loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
         made=handed.made, deepspeed=handed.deepspeed, timeout_s=timeout_of(loaded.config, os.environ),
+        today=date.fromisoformat(handed.today) if handed.today else date.today(),
     )  # fmt: skip
     with _beside(folder, wanted=spread.board and ranks.is_first):
         summary = run(job)
@@ -276,7 +286,7 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
     else:
         plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
         _say_plan(plan, loaded.config)
-        handed = Handed(place, plan.as_json(), resume, made=False, deepspeed=resolved)
+        handed = Handed(place, plan.as_json(), resume, made=False, deepspeed=resolved, today=str(first_day(folder)))
     handed_over(handed.text())
     return handed
 
@@ -483,7 +493,10 @@ def _write_launch(
         runs.create(folder, loaded, manifest=manifest, plan=plan.as_json())
     else:
         folder.write_json("plan.json", plan.as_json())
-    handed = Handed(str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved)
+    handed = Handed(
+        str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved,
+        today=str(first_day(folder)),
+    )  # fmt: skip
     runs.write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
         runs.write_json(folder.path / runs.DEEPSPEED_FILE, resolved)

@@ -80,6 +80,8 @@ def trainer(config: RunConfig) -> Any:
     class Recorder:
         def __init__(self, **options: Any) -> None:
             seen.update({key: options[key] for key in ("checkpoint_limit", "patience")})
+            seen["packs"] = options["packs"] and len(options["packs"])
+            seen["group_window"] = options["group_window"]
             seen["callbacks"] = [type(item).__name__ for item in options["callbacks"]]
 
         def remove_callback(self, *_: Any) -> None: ...
@@ -144,7 +146,7 @@ def splits(config: RunConfig, *, raw: bool = False) -> Any:
     made = build_splits(config, data_paths(config.data), loaded.tokenizer, max_seq_len=64)
     if raw:
         return made
-    return [(split.rows, split.report) if split else None for split in (made.train, made.val, made.test)], made.notes
+    return [(split.rows[:], split.report) if split else None for split in (made.train, made.val, made.test)], made.notes
 
 
 def folder(config: RunConfig) -> Any:

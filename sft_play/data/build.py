@@ -36,7 +36,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from sft_play.cache import cache_dir
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part, split_part
+from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part, source_digest, split_part
 from sft_play.data.formats import Chat, Example, Format, Text, first_format, rename_columns, to_example
 from sft_play.data.process import content_digest
 from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenizerParts, TokenRow
@@ -228,6 +228,15 @@ def _content(part: Part) -> str:
     path = part.path
     files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
     return hashlib.sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+
+
+def content_digest_of(source: AnySource) -> str:
+    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own."""
+    path = Path(str(source)).expanduser()
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return digest_of(path)
+    return source_digest(source)
 
 
 def _hub_commit(name: str) -> str:

@@ -1,41 +1,36 @@
 """Splits of token rows with a report of everything that was left out, cut, packed or mixed.
 
 sft: chats with their loss masks. cpt: documents joined by the end-of-text token and cut into full blocks, every
-token trained. cpt_mixed: both, in a given ratio.
+token trained. cpt_mixed: both, in a given ratio. The rows themselves lie in the token cache (`build.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import dataclasses
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from datetime import date
+from typing import Any, Literal, overload
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.files import BadRow, DataPaths, RawRow, read_rows
-from sft_play.data.formats import (
-    Chat,
-    Example,
-    Format,
-    Text,
-    check_columns,
-    check_mapping,
-    recognise,
-    rename_columns,
-    to_example,
-    unknown_format,
-)
-from sft_play.data.render import LOST_TO_LENGTH, Renderer, TokenRow
+from sft_play.data.build import HELD, KEPT, Built, Counts, Recipe, build, chat_of
+from sft_play.data.files import AnySource, BadRow, DataPaths, data_files, read_part
+from sft_play.data.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.render import Renderer, TokenizerParts, TokenRow
 from sft_play.errors import DataError
+from sft_play.log import one_line
 
 SplitName = Literal["train", "val", "test"]
-_SHOWN_BAD_ROWS = 8
+SHOWN_BAD_ROWS = 20
 MAX_TEXT_PASSES = 1_000
 """Passes over the same text in one epoch beyond which a mix cannot be meant."""
+FEW_DOCUMENTS = 20
+"""Below so many documents a validation share is taken from the end of each: a hash would take all or nothing."""
+HELD_TEXT_FRACTION = 0.05
+"""Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +47,95 @@ class Report:
     tokens_trained: int = 0
     tokens_cut: int = 0
     trained_tokens_lost: int = 0
+    lost_fraction: float = 0.0
     answers_merged: int = 0
+    methods: dict[str, int] = field(default_factory=dict)
+    untrained_turns: int = 0
+    stripped_think: int = 0
+    special_rows: int = 0
+    noted: dict[str, int] = field(default_factory=dict)
 
     def lines(self, split: str) -> list[str]:
         """The report in words, one thing a line."""
+        share = f" ({self.tokens_trained / self.tokens:.0%})" if self.tokens else ""
         lines = [
             f"Data {split}: {self.rows_kept:,} of {self.rows_in:,} rows of {self.source} ({self.format}); "
-            f"{self.tokens:,} tokens, {self.tokens_trained:,} of them trained"
+            f"{self.tokens:,} tokens, {self.tokens_trained:,} of them trained{share}"
         ]
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
             lines.append(f"Data {split}: {count:,} rows left out: {reason}")
-        if self.rows_cut:
+        for note, count in sorted(self.noted.items(), key=lambda item: -item[1]):
+            lines.append(f"Data {split}: {count:,} rows: {note}")
+        return [*lines, *self._length_lines(split), *self._mask_lines(split)]
+
+    def _length_lines(self, split: str) -> list[str]:
+        if not self.trained_tokens_lost and not self.rows_cut:
+            return []
+        return [
+            f"Data {split}: {self.rows_cut:,} rows cut at max_seq_len: {self.tokens_cut:,} tokens; with the rows left "
+            f"out for their length {self.trained_tokens_lost:,} trained tokens ({self.lost_fraction:.1%}) are lost"
+        ]
+
+    def _mask_lines(self, split: str) -> list[str]:
+        lines = []
+        masks = {method: count for method, count in self.methods.items() if method != "document"}
+        if masks:
+            said = ", ".join(f"{count:,} by {method}" for method, count in sorted(masks.items(), key=lambda i: -i[1]))
+            lines.append(f"Data {split}: masks verified on every row: {said} (docs/masks.md)")
+        if self.untrained_turns:
             lines.append(
-                f"Data {split}: {self.rows_cut:,} rows cut at max_seq_len: {self.tokens_cut:,} tokens, "
-                f"{self.trained_tokens_lost:,} of them trained ones, are lost"
+                f"Data {split}: {self.untrained_turns:,} assistant turns are not trained, since the template writes "
+                "them otherwise than they are generated; data.multi_turn=split trains each as a last turn"
             )
+        if self.stripped_think:
+            lines.append(
+                f"Data {split}: the template leaves out {self.stripped_think:,} pieces of think text of earlier turns; "
+                "data.multi_turn=split keeps them"
+            )
+        if self.special_rows:
+            lines.append(f"Data {split}: {self.special_rows:,} rows spell special tokens in their texts")
         if self.answers_merged:
             lines.append(
-                f"Data {split}: {self.answers_merged:,} answers begin inside the last token of their prompt (white "
-                "space before the answer?); that token is not trained"
+                f"Data {split}: {self.answers_merged:,} ends of answers stand inside a token, which is split there as "
+                "generation would"
             )
         return lines
 
 
+class Chats(Sequence[Chat]):
+    """The conversations of a split's rows, read from the cache one at a time."""
+
+    def __init__(self, column: Any = (), places: Sequence[int] = ()) -> None:
+        self._column, self._places = column, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Chat: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chat]: ...
+    def __getitem__(self, index: int | slice) -> Chat | list[Chat]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        return chat_of(self._column[int(self._places[index])])
+
+
 @dataclass(frozen=True)
 class Split:
-    """Token rows in their order, the report of how they came about, and the chats for generated answers."""
+    """Token rows in their order, the report of how they came about, and the chats for generated answers.
 
-    rows: tuple[TokenRow, ...]
+    `rows` is a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text).
+    """
+
+    rows: Any
     report: Report
-    chats: tuple[Chat, ...] = ()
+    chats: Sequence[Chat] = ()
+
+    def first(self) -> TokenRow:
+        """The first row."""
+        row = self.rows[0]
+        return TokenRow(self.report.source, list(row["input_ids"]), list(row["labels"]))
 
 
 @dataclass(frozen=True)
@@ -94,270 +148,364 @@ class Splits:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Examples of one source with what could not be used."""
-
-    examples: list[Example]
-    bad: list[BadRow]
-    format: str
-    source: str
-
-
-def build_splits(config: RunConfig, paths: DataPaths, tokenizer: Any, *, max_seq_len: int) -> Splits:
-    """Every split of a run as token rows.
+def build_splits(
+    config: RunConfig, paths: DataPaths, tokenizer: Any, *, max_seq_len: int, today: date | None = None
+) -> Splits:
+    """Every split of a run as token rows; `today` is the day that a template is told.
 
     Raises:
-        DataError: rows that cannot be used (unless they are to be skipped), or nothing to learn.
+        DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
+            to learn.
     """
     check_columns(config.data)
-    builder = _Builder(config, Renderer(tokenizer, loss_on=config.data.loss_on, max_seq_len=max_seq_len), max_seq_len)
-    return builder.build(paths)
+    return _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, today or date.today()).build(paths)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The rows of one source as they were kept, with what became of the others."""
+
+    rows: Any
+    counts: Counts
+    source: str
+    chats: Sequence[Chat] = ()
+
+    @property
+    def format(self) -> str:
+        return ", ".join(name for name, _ in self.counts.formats.most_common()) or "unknown"
 
 
 class _Builder:
-    def __init__(self, config: RunConfig, renderer: Renderer, max_seq_len: int) -> None:
-        self._config = config
-        self._renderer = renderer
-        self._max_seq_len = max_seq_len
+    def __init__(self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, today: date) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._max_seq_len, self._today = max_seq_len, today
+        self._is_text = config.task_mode == "cpt"
         self._notes: list[str] = []
 
     def build(self, paths: DataPaths) -> Splits:
         """Train, validation and test, the validation split off the training rows where there is no file."""
-        text_wanted = self._config.task_mode == "cpt"
-        train = self._read(paths.train, "train", text_wanted=text_wanted)
         val = self._held_out(paths.val, "val")
+        share = self._config.data.val_fraction if val is None else 0.0
+        train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
-        if val is None and self._config.data.val_fraction > 0:
-            train, val = self._split_off(train)
-        splits = Splits(
-            train=self._train(train, paths),
-            val=None if val is None else self._split(val, "val"),
-            test=None if test is None else self._split(test, "test"),
+        self._judge(train, "train")
+        if val is None and split_off is not None:
+            self._judge(split_off, "val")
+            val = split_off
+        if share and val is None:
+            self._notes.append(f"data.val_fraction={share} of {train.counts.kept} rows leaves no validation rows")
+        made_train = self._split(train)
+        made_val = self._split(val) if val else None
+        if self._config.task_mode == "cpt_mixed":
+            assert paths.text is not None
+            made_train, made_val = self._mixed(made_train, made_val, paths.text)
+        return Splits(made_train, made_val, self._split(test) if test else None, (*paths.notes, *self._notes))
+
+    def _recipe(self, *, documents: bool, held_share: float, keeps_chats: bool) -> Recipe:
+        return Recipe(
+            self._tokenizer,
+            self._config.data,
+            self._max_seq_len,
+            self._today,
+            documents=documents,
+            held_share=held_share,
+            keeps_chats=keeps_chats,
         )
-        return Splits(splits.train, splits.val, splits.test, (*paths.notes, *self._notes))
 
-    def _held_out(self, path: Path | None, split: SplitName) -> _Read | None:
-        """A held-out file's examples; None, said aloud, where plain text is trained and the file holds chats."""
-        if path is None:
+    def _source(
+        self, source: AnySource, split: str, *, documents: bool, held_share: float = 0.0
+    ) -> tuple[_Made, _Made | None]:
+        """The rows of a source, and those split off it."""
+        if documents and held_share:
+            few = self._few_documents(source, split)
+            if few is not None:
+                return self._ends_split_off(few, source, held_share)
+        keeps = split != "train" or held_share > 0
+        recipe = self._recipe(documents=documents, held_share=held_share, keeps_chats=keeps)
+        built = build(source, recipe, split=split, workers=self._config.data.workers)
+        kept = self._made(built, KEPT, str(source))
+        if not kept.counts.rows:
+            raise DataError(f"{source} has no rows")
+        held = self._made(built, HELD, f"{held_share:g} of {source} by content hash") if held_share else None
+        if held is not None:
+            kept.counts.rows -= held.counts.rows
+        return kept, held if held is not None and held.rows is not None else None
+
+    def _made(self, built: Built, name: str, source: str) -> _Made:
+        rows, counts = built.dataset(name), built.counts[name]
+        if name == HELD:
+            counts = dataclasses.replace(
+                counts, formats=built.counts[KEPT].formats, rows=counts.kept + counts.too_long + counts.bad.total()
+            )
+        if rows is None or "chat" not in rows.column_names:
+            return _Made(rows, counts, source)
+        column = rows.with_format("arrow")
+        places = [index for index, valid in enumerate(_is_valid(column)) if valid]
+        return _Made(rows.remove_columns("chat"), counts, source, Chats(rows.select_columns("chat")["chat"], places))
+
+    def _held_out(self, source: AnySource | None, split: SplitName) -> _Made | None:
+        """A held-out file's rows; None, said aloud, where plain text is trained and the file holds chats."""
+        if source is None:
             return None
-        read = self._read(path, split, text_wanted=self._config.task_mode == "cpt")
-        if self._config.task_mode == "cpt" and any(isinstance(example, Chat) for example in read.examples):
+        if self._is_text and self._holds_chats(source, split):
+            share = self._config.data.val_fraction
+            instead = f"; {share:g} of the training text is" if share else "; data.val_fraction would split some off"
             self._notes.append(
-                f"data.{split}_path={path} holds chats ({read.format}) and task_mode is cpt: it is not used"
-                + self._instead(split)
+                f"data.{split}_path={source} holds chats and task_mode is cpt: it is not used"
+                + (instead if split == "val" else "")
             )
             return None
-        return read
+        made, _ = self._source(source, split, documents=self._is_text)
+        self._judge(made, split)
+        return made
 
-    def _instead(self, split: SplitName) -> str:
-        share = self._config.data.val_fraction
-        if split != "val":
-            return ""
-        return f"; {share:g} of the training text is" if share else "; data.val_fraction would split off training text"
+    def _holds_chats(self, source: AnySource, split: str) -> bool:
+        for part in data_files(source, split=split, text_wanted=True):
+            rows, shape = first_format(read_part(part), self._config.data)
+            if shape is not None:
+                example = to_example(rename_columns(_last_row(rows), self._config.data.columns), shape)
+                return isinstance(example, Chat) or (isinstance(example, BadRow) and shape.name != "text")
+        return False
 
-    def _read(self, path: Path, split: SplitName, *, text_wanted: bool) -> _Read:
-        examples: list[Example] = []
-        bad: list[BadRow] = []
-        shape: Format | None = None
-        columns = self._config.data.columns
-        for raw in read_rows(path, split=split, text_wanted=text_wanted):
-            if isinstance(raw, RawRow) and shape is None and split == "train":
-                check_mapping(raw, columns)
-            row = rename_columns(raw, columns) if isinstance(raw, RawRow) else raw
-            if isinstance(row, RawRow) and shape is None:
-                shape = recognise(row.data)
-                if shape is None:
-                    raise unknown_format(row)
-            if isinstance(row, BadRow):
-                bad.append(row)
-                continue
-            assert shape is not None
-            item = to_example(row, shape)
-            if isinstance(item, BadRow):
-                bad.append(item)
-            else:
-                examples.append(item)
-        if not examples and not bad:
-            raise DataError(f"{path} has no rows")
-        return _Read(examples, bad, shape.name if shape else "unknown", str(path))
+    # Judging.
 
-    def _split_off(self, train: _Read) -> tuple[_Read, _Read | None]:
-        """Validation examples by content hash: adding rows moves none of the others."""
-        if self._config.task_mode == "cpt" and len(train.examples) < 20:
-            return self._split_text(train)
-        share = self._config.data.val_fraction
-        kept: list[Example] = []
-        held: list[Example] = []
-        for example in train.examples:
-            (held if content_share(example) < share else kept).append(example)
-        if not held or not kept:
-            self._notes.append(f"data.val_fraction={share} of {len(train.examples)} rows leaves no validation rows")
-            return train, None
-        source = f"{share:g} of {train.source} by content hash"
-        return _Read(kept, train.bad, train.format, train.source), _Read(held, [], train.format, source)
-
-    def _split_text(self, train: _Read) -> tuple[_Read, _Read | None]:
-        """The end of each of a few long documents: a hash of whole documents would take all or nothing."""
-        share = self._config.data.val_fraction
-        kept: list[Example] = []
-        held: list[Example] = []
-        for example in train.examples:
-            text = example.text if isinstance(example, Text) else ""
-            cut = int(len(text) * (1 - share))
-            kept.append(Text(example.where, text[:cut]))
-            held.append(Text(example.where, text[cut:]))
-        held = [example for example in held if isinstance(example, Text) and example.text.strip()]
-        source = f"the last {share:g} of each document of {train.source}"
-        return _Read(kept, train.bad, train.format, train.source), _Read(held, [], "text", source) if held else None
-
-    def _train(self, read: _Read, paths: DataPaths) -> Split:
-        split = self._split(read, "train")
-        if self._config.task_mode != "cpt_mixed":
-            return split
-        assert paths.text is not None
-        texts = self._read(paths.text, "train", text_wanted=True)
-        if not all(isinstance(example, Text) for example in texts.examples):
-            raise DataError(f"data.text_path={paths.text} holds {texts.format} rows; it takes plain text")
-        return self._mix(split, self._packed(texts, "text"))
-
-    def _split(self, read: _Read, split: str) -> Split:
-        if self._config.task_mode == "cpt":
-            chats = next((example for example in read.examples if isinstance(example, Chat)), None)
-            if chats is not None:
-                raise DataError(
-                    f"{chats.where}: task_mode is cpt, which trains plain text, and the rows are chats "
-                    f"({read.format}); use task_mode=sft, or rows with a text column"
-                )
-            return self._packed(read, split)
-        return self._chats(read, split)
-
-    def _chats(self, read: _Read, split: str) -> Split:
-        if any(isinstance(example, Text) for example in read.examples):
-            self._notes.append(f"Data {split}: rows of plain text have no turns: every token of them is trained")
-        rows: list[TokenRow] = []
-        chats: list[Chat] = []
-        bad = list(read.bad)
-        for example in read.examples:
-            row = self._renderer(example)
-            if isinstance(row, BadRow):
-                bad.append(row)
-                continue
-            rows.append(row)
-            if isinstance(example, Chat):
-                chats.append(example)
-        self._judge(bad, read, split, kept=len(rows))
-        return Split(tuple(rows), _report(read, rows, bad), tuple(chats))
-
-    def _judge(self, bad: Sequence[BadRow], read: _Read, split: str, *, kept: int) -> None:
-        """Raises DataError for bad rows that may not be skipped; rows lost to length are always counted only."""
-        broken = [row for row in bad if row.reason != LOST_TO_LENGTH]
-        if broken and self._config.data.on_bad_row == "fail":
-            raise DataError(_bad_rows_message(broken, read, split))
-        if kept == 0:
-            raise DataError(_nothing_left_message(bad, read, split, self._max_seq_len))
-
-    def _packed(self, read: _Read, split: str) -> Split:
-        """Documents joined by the end-of-text token, cut into blocks of exactly max_seq_len tokens.
-
-        The rest that fills no block is dropped and counted; a text shorter than one block is an error.
-        """
-        self._judge(read.bad, read, split, kept=len(read.examples))
-        stream: list[int] = []
-        for example in read.examples:
-            if isinstance(example, Text):
-                stream += self._renderer.document_ids(example)
-        block = self._max_seq_len
-        blocks = [stream[start : start + block] for start in range(0, len(stream) - block + 1, block)]
-        if not blocks and split in ("val", "test") and stream:
-            blocks = [stream]
-        if not blocks:
+    def _judge(self, made: _Made, split: str) -> None:
+        """Raises DataError for bad rows that may not be skipped, rows of the wrong kind, and too much that is lost."""
+        counts, data = made.counts, self._config.data
+        if self._is_text and counts.chats:
             raise DataError(
-                f"{read.source}: {len(read.examples)} documents are {len(stream):,} tokens, less than one block of "
-                f"max_seq_len {block}; lower model.max_seq_len or give more text"
+                f"data.{split}_path={made.source}: task_mode is cpt, which trains plain text, and {counts.chats:,} "
+                f"rows are chats ({made.format}); use task_mode=sft, or rows with a text column"
             )
-        rows = [TokenRow(f"{read.source}:block {n + 1}", ids, list(ids)) for n, ids in enumerate(blocks)]
-        report = _report(read, rows, read.bad, kept=len(read.examples))
-        left = len(stream) - sum(map(len, blocks))
-        note = f"Data {split}: packed into {len(rows):,} blocks of {block} tokens; the last {left:,} tokens fill none"
-        self._notes.append(note)
-        return Split(tuple(rows), report)
+        if counts.bad and data.on_bad_row == "fail":
+            raise DataError(_bad_rows_message(made, split))
+        if counts.kept == 0:
+            raise DataError(_nothing_left_message(made, split, self._max_seq_len))
+        if split == "train" and _lost_fraction(counts) > data.max_lost_fraction:
+            raise DataError(_lost_message(made, split, self._max_seq_len, data.max_lost_fraction))
+
+    # Splits.
+
+    def _split(self, made: _Made) -> Split:
+        if self._is_text:
+            return self._packed(made)
+        if made.counts.texts:
+            self._notes.append(
+                f"{made.source}: {made.counts.texts:,} rows of plain text have no turns: every token is trained"
+            )
+        return Split(made.rows, _report(made), made.chats)
+
+    def _packed(self, made: _Made) -> Split:
+        """Documents as blocks of exactly max_seq_len tokens; a text shorter than one block is an error."""
+        block = self._max_seq_len
+        if made.rows is None:
+            raise DataError(
+                f"{made.source}: {made.counts.kept} documents are {made.counts.tokens:,} tokens, less than one block "
+                f"of max_seq_len {block}; lower model.max_seq_len or give more text"
+            )
+        count = len(made.rows)
+        tokens = count * block if count > 1 or len(made.rows[0]["input_ids"]) == block else made.counts.tokens
+        left = made.counts.tokens - tokens
+        self._notes.append(
+            f"{made.source}: packed into {count:,} blocks of {block} tokens; the last {left:,} tokens fill none"
+        )
+        report = dataclasses.replace(_report(made), tokens=tokens, tokens_trained=tokens)
+        return Split(made.rows, report)
+
+    def _mixed(self, chats: Split, val: Split | None, source: AnySource) -> tuple[Split, Split | None]:
+        """Chats and text in one split each; held-out text is judged beside held-out chats."""
+        share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if val is not None else 0.0)
+        kept, held = self._source(source, "train", documents=True, held_share=share)
+        if kept.counts.chats:
+            raise DataError(f"data.text_path={source} holds {kept.format} rows; it takes plain text")
+        if kept.counts.bad and self._config.data.on_bad_row == "fail":
+            raise DataError(_bad_rows_message(kept, "text"))
+        train = self._mix(chats, self._packed(kept))
+        if val is None or held is None:
+            return train, val
+        text = self._packed(held)
+        self._notes.append(
+            f"Data val: {len(text.rows):,} blocks of held-out text ({text.report.source}) beside the chats"
+        )
+        return train, Split(_joined([val.rows, text.rows]), _sum(val.report, text.report), val.chats)
 
     def _mix(self, chats: Split, text: Split) -> Split:
         """All chats once, with as many text blocks between them as the ratio asks for, in a seeded order."""
         share = self._config.data.text_fraction
-        wanted = max(1, round(len(chats.rows) * share / (1 - share)))
-        if wanted > MAX_TEXT_PASSES * len(text.rows):
+        count, blocks = len(chats.rows), len(text.rows)
+        wanted = max(1, round(count * share / (1 - share)))
+        if wanted > MAX_TEXT_PASSES * blocks:
             raise DataError(
-                f"data.text_fraction={share:g} of {len(chats.rows)} chats asks for {wanted:,} text blocks, and "
-                f"{text.report.source} has {len(text.rows)}: more than {MAX_TEXT_PASSES} passes over it; lower it"
+                f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
+                f"{text.report.source} has {blocks}: more than {MAX_TEXT_PASSES} passes over it; lower it"
             )
-        order = random.Random(self._config.train.seed)
-        blocks = [text.rows[index % len(text.rows)] for index in range(wanted)]
-        rows = [*chats.rows, *blocks]
-        order.shuffle(rows)
-        passes = wanted / len(text.rows)
+        order = [*range(count), *(count + index % blocks for index in range(wanted))]
+        random.Random(self._config.train.seed).shuffle(order)
+        rows = _joined([chats.rows, text.rows]).select(order)
         self._notes.append(
-            f"Data train: {len(chats.rows):,} chats and {wanted:,} text blocks ({share:g} of the sequences; "
-            f"{passes:.2g} passes over the text)"
+            f"Data train: {count:,} chats and {wanted:,} text blocks ({share:g} of the sequences; "
+            f"{wanted / blocks:.2g} passes over the text)"
         )
-        report = chats.report
-        mixed = Report(
-            source=f"{report.source} + {text.report.source}",
-            format=f"{report.format} + text blocks",
-            rows_in=report.rows_in + text.report.rows_in,
-            rows_kept=report.rows_kept + text.report.rows_kept,
-            dropped=dict(Counter(report.dropped) + Counter(text.report.dropped)),
-            rows_cut=report.rows_cut,
-            tokens=sum(len(row.input_ids) for row in rows),
-            tokens_trained=sum(row.trained for row in rows),
-            tokens_cut=report.tokens_cut,
-            trained_tokens_lost=report.trained_tokens_lost,
+        added = wanted * self._max_seq_len
+        report = dataclasses.replace(text.report, tokens=added, tokens_trained=added)
+        return Split(rows, _sum(chats.report, report), chats.chats)
+
+    # A few long documents.
+
+    def _few_documents(self, source: AnySource, split: str) -> list[Text] | None:
+        """The documents of a source that has only a few; None where it has more, or bad ones (which are judged)."""
+        found: list[Text] = []
+        for part in data_files(source, split=split, text_wanted=True):
+            rows = read_part(part)
+            first, shape = first_format(rows, self._config.data)
+            for raw in itertools.chain(first, rows):
+                example: Example | BadRow | None = None
+                if not isinstance(raw, BadRow) and shape is not None:
+                    example = to_example(rename_columns(raw, self._config.data.columns), shape, self._config.data)
+                if not isinstance(example, Text) or len(found) + 1 >= FEW_DOCUMENTS:
+                    return None
+                found.append(example)
+        return found
+
+    def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[_Made, _Made | None]:
+        """The end of each of a few long documents for validation."""
+        recipe = self._recipe(documents=True, held_share=0.0, keeps_chats=False)
+        renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=self._max_seq_len, today=self._today)
+        cuts = [int(len(text.text) * (1 - share)) for text in texts]
+        pieces = {
+            KEPT: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
+            HELD: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
+        }
+        kept, held = (self._in_memory(renderer, pieces[name], is_held=name == HELD) for name in (KEPT, HELD))
+        kept[1].rows = len(texts)
+        made = _Made(kept[0], kept[1], str(source))
+        if held[0] is None:
+            return made, None
+        return made, _Made(held[0], held[1], f"the last {share:g} of each document of {source}")
+
+    def _in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held: bool) -> tuple[Any, Counts]:
+        from datasets import Dataset, Features, List, Value
+
+        whole = [text for text in texts if text.strip()]
+        stream = list(itertools.chain.from_iterable(renderer.documents(whole)))
+        size = self._max_seq_len
+        blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
+        if not blocks and is_held and stream:
+            blocks = [stream]
+        counts = Counts(rows=len(whole), kept=len(whole), texts=len(whole), tokens=len(stream))
+        counts.formats["text"] = len(whole)
+        features = Features(
+            {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
         )
-        return Split(tuple(rows), mixed, chats.chats)
+        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
+        return Dataset.from_dict(columns, features=features) if blocks else None, counts
 
 
-def _report(read: _Read, rows: Sequence[TokenRow], bad: Sequence[BadRow], *, kept: int | None = None) -> Report:
-    cut = [row for row in rows if row.cut]
+def _last_row(rows: Sequence[Any]) -> Any:
+    return next(row for row in reversed(rows) if not isinstance(row, BadRow))
+
+
+def _is_valid(dataset: Any) -> Any:
+    """Whether each row has a conversation beside it."""
+    for table in dataset.select_columns("chat").iter(batch_size=10_000):
+        yield from table["chat"].is_valid().to_pylist()
+
+
+def _joined(datasets: Sequence[Any]) -> Any:
+    from datasets import concatenate_datasets
+
+    return concatenate_datasets([dataset.select_columns(["input_ids", "labels", "source"]) for dataset in datasets])
+
+
+def _report(made: _Made) -> Report:
+    counts = made.counts
+    dropped = Counter(counts.bad) + Counter(counts.left_out)
+    if counts.too_long:
+        dropped["nothing trained is left within max_seq_len, or too long"] += counts.too_long
     return Report(
-        source=read.source,
-        format=read.format,
-        rows_in=len(read.examples) + len(read.bad),
-        rows_kept=len(rows) if kept is None else kept,
-        dropped=dict(Counter(row.reason for row in bad)),
-        rows_cut=len(cut),
-        tokens=sum(len(row.input_ids) for row in rows),
-        tokens_trained=sum(row.trained for row in rows),
-        tokens_cut=sum(row.cut for row in cut),
-        trained_tokens_lost=sum(row.lost for row in cut),
-        answers_merged=sum(row.merged for row in rows),
+        source=made.source,
+        format=made.format,
+        rows_in=counts.rows,
+        rows_kept=counts.kept,
+        dropped=dict(dropped),
+        rows_cut=counts.cut_rows,
+        tokens=counts.tokens,
+        tokens_trained=counts.trained,
+        tokens_cut=counts.tokens_cut,
+        trained_tokens_lost=counts.lost,
+        lost_fraction=_lost_fraction(counts),
+        answers_merged=counts.merged,
+        methods=dict(counts.methods),
+        untrained_turns=counts.untrained_turns,
+        stripped_think=counts.stripped_think,
+        special_rows=counts.special_rows,
+        noted={f"{note} (first: {one_line(counts.first_noted[note])})": many for note, many in counts.notes.items()},
     )
 
 
-def _bad_rows_message(bad: Sequence[BadRow], read: _Read, split: str) -> str:
-    total = len(read.examples) + len(read.bad)
-    counts = Counter(row.reason for row in bad)
-    reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(6))
-    shown = "\n".join(f"  {row}" for row in bad[:_SHOWN_BAD_ROWS])
-    more = f"\n  … and {len(bad) - _SHOWN_BAD_ROWS} more" if len(bad) > _SHOWN_BAD_ROWS else ""
+def _sum(one: Report, other: Report) -> Report:
+    """Both reports as one."""
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(Report):
+        mine, theirs = getattr(one, item.name), getattr(other, item.name)
+        if isinstance(mine, dict):
+            values[item.name] = dict(Counter(mine) + Counter(theirs))
+        elif isinstance(mine, str):
+            values[item.name] = f"{mine} + {theirs}"
+        else:
+            values[item.name] = mine + theirs
+    return Report(**{**values, "lost_fraction": one.lost_fraction})
+
+
+def _lost_fraction(counts: Counts) -> float:
+    return counts.lost / counts.whole_trained if counts.whole_trained else 0.0
+
+
+def _bad_rows_message(made: _Made, split: str) -> str:
+    counts = made.counts
+    total = counts.bad.total()
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.bad.most_common(6))
+    shown = "\n".join(f"  {row}" for row in counts.first_bad[:SHOWN_BAD_ROWS])
+    more = f"\n  … and {total - SHOWN_BAD_ROWS:,} more" if total > SHOWN_BAD_ROWS else ""
     return (
-        f"{len(bad)} of {total} rows of data.{split}_path={read.source} cannot be used ({reasons}):\n{shown}{more}\n"
-        "mend them, or leave them out, counted, with data.on_bad_row=skip"
+        f"{total:,} of {counts.rows:,} rows of data.{split}_path={made.source} cannot be used ({reasons}):\n"
+        f"{shown}{more}\nmend them, or leave them out, counted, with data.on_bad_row=skip"
     )
 
 
-def _nothing_left_message(bad: Sequence[BadRow], read: _Read, split: str, max_seq_len: int) -> str:
-    if bad and all(row.reason == LOST_TO_LENGTH for row in bad):
+def _nothing_left_message(made: _Made, split: str, max_seq_len: int) -> str:
+    counts = made.counts
+    if counts.too_long and not counts.bad:
         return (
-            f"data.{split}_path={read.source}: all {len(bad)} rows lose their answer at max_seq_len {max_seq_len} "
-            f"(the first: {bad[0].detail}); raise model.max_seq_len"
+            f"data.{split}_path={made.source}: all {counts.too_long:,} rows lose their answer at max_seq_len "
+            f"{max_seq_len} (shortest prompt: {counts.shortest_prompt:,} tokens; the first row is "
+            f"{counts.first_too_long}); raise model.max_seq_len, or keep the answers with data.truncate=prompt"
         )
-    reasons = "; ".join(f"{count} x {reason}" for reason, count in Counter(row.reason for row in bad).most_common(6))
-    return f"data.{split}_path={read.source}: no row is left of {len(bad)} ({reasons})"
+    every = counts.bad + counts.left_out
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
+    return f"data.{split}_path={made.source}: no row is left of {counts.rows:,} ({reasons or 'nothing was in it'})"
 
 
-def content_share(example: Example) -> float:
-    """A number in [0, 1) from the example's content alone: the same row always falls on the same side."""
-    content: Any = example.text if isinstance(example, Text) else [example.messages, example.tools]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace"))
-    return int.from_bytes(digest.digest()[:8], "big") / 2**64
+def _lost_message(made: _Made, split: str, max_seq_len: int, allowed: float) -> str:
+    counts = made.counts
+    return (
+        f"data.{split}_path={made.source}: {counts.lost:,} of {counts.whole_trained:,} trained tokens "
+        f"({_lost_fraction(counts):.1%}) are lost to max_seq_len {max_seq_len}, more than "
+        f"data.max_lost_fraction={allowed:g}: {counts.cut_rows:,} rows are cut and {counts.too_long:,} lose all. "
+        f"{_longer_limits(counts, max_seq_len, allowed)}, or keep the ends of rows with data.truncate=prompt, or "
+        "accept the loss with data.max_lost_fraction"
+    )
+
+
+def _longer_limits(counts: Counts, max_seq_len: int, allowed: float) -> str:
+    """Which longer limits would keep how much."""
+    said: list[str] = []
+    limit = max_seq_len
+    while limit < counts.cost.longest and len(said) < 6:
+        limit = min(limit * 2, -(-counts.cost.longest // 64) * 64)
+        short = counts.whole_trained - counts.cost.trained
+        kept = (short + counts.cost.kept_share(limit) * counts.cost.trained) / counts.whole_trained
+        said.append(f"{limit} keeps {kept:.1%}")
+        if kept == 1:
+            break
+    return f"model.max_seq_len={', '.join(said)}" if said else "Raise model.max_seq_len"

@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.files import AnySource
 from sft_play.data.preview import METHODS
-from sft_play.data.survey import TEMPLATE, Survey
+from sft_play.data.render import Renderer
+from sft_play.data.survey import TEMPLATE, RowMaker, Survey, Surveyor
 from sft_play.log import escape_control, one_line
 
 State = Literal["ok", "warning", "problem", "skipped"]
@@ -342,3 +344,17 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
         f"{names.get(key, key)} {share:.1%}{' (this run)' if key == own else ''}" for key, share in shares.items()
     ]
     return [ok("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")]
+
+
+FIRST_ROWS = 200
+"""Rows that the first lines of a run are told from."""
+
+
+def first_lines(path: AnySource, renderer: Renderer, tokenizer: Any, *, task_mode: str) -> list[str]:
+    """What the first rows of the training file say of the masks: trained tokens by role, BOS, end of turn, padding."""
+    maker = RowMaker(renderer, task_mode=task_mode)
+    surveyor = Surveyor(renderer.data, tokenizer=tokenizer, maker=maker)
+    survey = surveyor.survey(path, "train", text_wanted=task_mode == "cpt", rows=FIRST_ROWS)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    checks = [*judge_roles(survey), *judge_marks(survey, tokenizer, adds_bos=adds_bos)]
+    return [f"First {survey.rows} rows: {check.name}: {check.what}" for check in checks]

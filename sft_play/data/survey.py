@@ -368,8 +368,8 @@ class Surveyor:
             added = getattr(tokenizer, "added_tokens_decoder", {})
             self._special = frozenset(added) | frozenset(tokenizer.all_special_ids)
 
-    def survey(self, path: AnySource, split: str, *, text_wanted: bool = False) -> Survey:
-        """Every row of a file, read, rendered and counted; `split` is train, val, test, or text.
+    def survey(self, path: AnySource, split: str, *, text_wanted: bool = False, rows: int | None = None) -> Survey:
+        """Every row of a file, read, rendered and counted, or the first `rows`; `split` is train, val, test, or text.
 
         Raises:
             DataError: the whole file cannot be read, or its columns are those of no format.
@@ -378,11 +378,11 @@ class Surveyor:
         reader = ExampleReader(
             path, self._data, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
         )
-        rows = _counted(reader, found)
+        counted = itertools.islice(_counted(reader, found), rows)
         if self._maker is None:
-            collections.deque(rows, maxlen=0)
+            collections.deque(counted, maxlen=0)
         else:
-            for made in made_rows(rows, self._maker, document=split == "text"):
+            for made in made_rows(counted, self._maker, document=split == "text"):
                 assert isinstance(made, Made)
                 self._tokens(found, made)
         found.format, found.rows = reader.format, reader.rows

@@ -12,8 +12,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,8 +25,10 @@ from transformers import TrainerCallback
 from sft_play import runs
 from sft_play.config.load import LoadedConfig, resolved
 from sft_play.config.schema import RunConfig
+from sft_play.data.build import content_digest_of
 from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
+from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
 from sft_play.facts.architecture import check_available
@@ -85,6 +87,8 @@ class Job:
     """DeepSpeed's config, every value resolved."""
     timeout_s: float = 1800.0
     """Seconds after which ranks give up waiting for each other."""
+    today: date = field(default_factory=date.today)
+    """The day that a chat template is told which writes the date."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def run(job: Job) -> dict[str, Any]:
         engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,
     ):
-        engine.require_alike(_digests(job, facts))
+        engine.require_alike(_digests(job, facts, writes_date=prepared.renderer.writes_date))
         watch = _Watch(memory, beat, started)
         if not engine.is_first():
             engine.barrier()  # rank 0 makes the folder, or says why it cannot
@@ -193,7 +197,7 @@ def prepare(job: Job) -> Prepared:
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
-    splits = build_splits(config, job.paths, tokenizer.tokenizer, max_seq_len=plan.max_seq_len)
+    splits = build_splits(config, job.paths, tokenizer.tokenizer, max_seq_len=plan.max_seq_len, today=job.today)
     _say(splits.notes)
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
@@ -204,10 +208,11 @@ def prepare(job: Job) -> Prepared:
         logger.warning(
             "Data train: %d rows are fewer than one effective batch of %d: a step sees them all", count, effective
         )
-    row = one_line(show_row(splits.train.rows[0], tokenizer.tokenizer), limit=2_000)
+    row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
     logger.info("First training row, trained part in [[ ]]: %s", row)
     _say(blueprint.notes)
-    renderer = Renderer(tokenizer.tokenizer, loss_on=config.data.loss_on, max_seq_len=plan.max_seq_len)
+    renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=job.today)
+    _say(first_lines(job.paths.train, renderer, tokenizer.tokenizer, task_mode=config.task_mode))
     return Prepared(backend, tokenizer, splits, blueprint, renderer)
 
 
@@ -222,7 +227,7 @@ def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, A
     facts: dict[str, Any] = {}
     for name, path in (("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)):
         if path is not None:
-            facts[name] = {"path": str(path), "sha256": runs.sha256_of(path)}
+            facts[name] = {"path": str(path), "sha256": content_digest_of(path)}
     for name, split in (
         ("train", prepared.splits.train),
         ("val", prepared.splits.val),
@@ -235,7 +240,7 @@ def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, A
     return facts
 
 
-def _digests(job: Job, facts: dict[str, Any]) -> dict[str, str]:
+def _digests(job: Job, facts: dict[str, Any], *, writes_date: bool) -> dict[str, str]:
     """What has to be alike on every rank, since each reads it from its own disk, as short texts."""
     versions = runs.versions()
     files = {name: str(fact.get("sha256"))[:12] for name, fact in facts.items() if "sha256" in fact}
@@ -244,6 +249,7 @@ def _digests(job: Job, facts: dict[str, Any]) -> dict[str, str]:
         **{
             f"the content of the {name} file" if name in _FILES else f"the {name}": text for name, text in files.items()
         },
+        **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
         **{f"the version of {name}": str(versions[name]) for name in _MUST_AGREE},
     }
@@ -275,6 +281,8 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
     manifest["batch"] = batch_facts(job.plan)
     manifest["layout"] = job.plan.layout
     manifest["choices"] = _choices(job, prepared)
+    if prepared.renderer.writes_date:
+        manifest["template_date"] = str(prepared.renderer.today)
     if job.made:
         job.folder.update_manifest(**manifest)
         return runs.lock(job.folder)
