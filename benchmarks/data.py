@@ -1,0 +1,430 @@
+"""Data preparation beside TRL's own: rows a second and memory, on the same rows, with the same tokenizer.
+
+    make bench-data OUT=data.json ROWS=10000,1000000    # TRL_ROWS=1000000: TRL on all of them too (most of an hour)
+
+Real rows (GSM8K's where the shared material is there, else the starter's) are repeated with changes into a file of
+conversations. Four things are measured on it, each in a process of its own that may use two cores:
+
+- `trl`: SFTTrainer's own preparation, built on a model of no size, nothing trained: with assistant_only_loss, and with
+  prompt and completion; with one process and with two. Its clock runs over its maps alone, not over reading the file.
+- `ours`: `sft_play.data.build`, masks verified as before training; reading the file and writing the cache included.
+- `tokenizer`: the tokenizer's own batch call on rendered texts, with its threads; its clock runs over the calls alone.
+- `ours_again`: a second start, which finds the cache.
+
+Every run says `prepare_s`, seconds of the preparation alone, and `total_s`, from the start of the process with its
+imports on. `peak_rss_bytes` is the highest sum of resident memory over the process and its children, sampled;
+`peak_private_bytes` leaves out what they share with others (mapped files, for one). Ratios compare the quickest run of
+each tool's best setting, by `prepare_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_play.facts.hardware import detect
+from sft_play.runs import versions, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+CORES = 2
+MAX_LENGTH = 2048
+"""Tokens; no row made here has as many."""
+BATCH_ROWS = 1_000
+SAMPLE_S = 0.1
+TRL_ROWS = 20_000
+"""TRL takes the first so many rows of a longer file: its rows a second do not depend on it, and it is slow."""
+ROUNDS = 3
+ONE_ROUND_FROM = 100_000
+"""Files of so many rows are measured once, with each tool's best setting only."""
+MARK = "bench-data "
+Run = dict[str, Any]
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement. `rows` of the file of `of` rows are taken."""
+
+    tool: str
+    rows: int
+    of: int
+    processes: int = 1
+    form: str = "messages"
+    file: str = ""
+    tokenizer: str = ""
+    cache: str = ""
+
+    @property
+    def setting(self) -> tuple[str, int, str]:
+        """What is compared with other settings of the same tool."""
+        return self.tool, self.processes, self.form
+
+
+# Rows.
+
+
+def real_rows() -> tuple[str, list[Messages]]:
+    """Where rows come from, and those rows as conversations."""
+    path = SHARED / "sft" / "gsm8k" / "train.jsonl"
+    if path.is_file():
+        rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return "GSM8K", [_pair(row["question"], row["answer"]) for row in rows]
+    path = ROOT / "sft_play" / "starter" / "data" / "train.jsonl"
+    return "the starter's data", [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+
+
+def _pair(question: str, answer: str) -> Messages:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def changed_rows(rows: Sequence[Messages], count: int) -> Iterator[Messages]:
+    """`count` conversations, no two alike: the rows over and over, each time with another number in every text."""
+    for number, messages in enumerate(itertools.islice(itertools.cycle(rows), count)):
+        yield [
+            {**message, "content": f"{message['content']}\n(No. {number} {message['role']})"}
+            if message["role"] == "assistant"
+            else {**message, "content": f"No. {number}: {message['content']}"}
+            for message in messages
+        ]
+
+
+def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
+    """One JSON object a line: `messages`, or `prompt` and `completion` (lists of messages)."""
+    with path.open("w", encoding="utf-8") as file:
+        for messages in rows:
+            row = {"messages": messages}
+            if form == "prompt_completion":
+                row = {"prompt": messages[:-1], "completion": messages[-1:]}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+# What is measured: runs in a process of its own.
+
+
+def run_stage(job: Job) -> None:
+    """Measure in this process; says so when it is done, then counts what came out."""
+    cores = sorted(os.sched_getaffinity(0))[:CORES] if hasattr(os, "sched_getaffinity") else []
+    if cores:
+        os.sched_setaffinity(0, cores)
+    os.environ["RAYON_NUM_THREADS"] = str(CORES)
+    done = {"trl": _trl, "ours": _ours, "ours_again": _ours, "tokenizer": _tokenizer}[job.tool](job)
+    _say(done["run"])
+    _say(_counted(done["made"]) if job.tool != "ours_again" and done["made"] is not None else {})
+
+
+def _say(what: Mapping[str, Any]) -> None:
+    sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def _ours(job: Job) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from sft_play.config.schema import DataConfig
+    from sft_play.data.build import Recipe, build
+    from sft_play.data.render import TokenizerParts
+
+    parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))
+    recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())
+    began = time.perf_counter()
+    built = build(Path(job.file), recipe, split="train", workers=job.processes)
+    run = {"prepare_s": time.perf_counter() - began}
+    counts = built.counts["kept"]
+    assert counts.kept == counts.rows == job.rows, f"{counts.kept} of {counts.rows} rows kept"
+    return {"run": {**run, "masks": dict(counts.methods)}, "made": built.dataset("kept")}
+
+
+def _tokenizer(job: Job) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from sft_play.data.render import Renderer
+
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+    turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turns()
+    spent, tokens = 0.0, 0
+    with Path(job.file).open(encoding="utf-8") as file:
+        while lines := list(itertools.islice(file, BATCH_ROWS)):
+            texts = [turns.rendered(json.loads(line)["messages"]) for line in lines]
+            began = time.perf_counter()
+            encoded = tokenizer(texts, add_special_tokens=False)
+            spent += time.perf_counter() - began
+            tokens += sum(map(len, encoded["input_ids"]))
+    return {"run": {"prepare_s": spent, "tokens": tokens}, "made": None}
+
+
+def _trl(job: Job) -> dict[str, Any]:
+    os.environ["HF_DATASETS_CACHE"] = job.cache
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    spent = [0.0]
+
+    class Timed(SFTTrainer):  # type: ignore[misc]
+        def _prepare_dataset(self, *args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return super()._prepare_dataset(*args, **options)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
+    began = time.perf_counter()
+    rows = load_dataset("json", data_files=job.file, split="train", cache_dir=job.cache)
+    read_s = time.perf_counter() - began
+    arguments = SFTConfig(
+        output_dir=str(Path(job.cache) / "out"), max_length=MAX_LENGTH, assistant_only_loss=job.form == "messages",
+        dataset_num_proc=job.processes if job.processes > 1 else None, report_to=[], use_cpu=True, bf16=False,
+    )  # fmt: skip
+    trainer = Timed(_tiny_model(len(tokenizer)), arguments, train_dataset=rows, processing_class=tokenizer)
+    return {"run": {"prepare_s": spent[0], "read_s": read_s}, "made": trainer.train_dataset}
+
+
+def _tiny_model(vocabulary: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    return LlamaForCausalLM(shape)
+
+
+def _counted(dataset: Any) -> Run:
+    """Tokens, trained tokens and a digest of the ids, in the order of the rows."""
+    import numpy as np
+
+    digest, tokens, trained = hashlib.sha256(), 0, 0
+    for batch in dataset.with_format("arrow").iter(BATCH_ROWS):
+        ids, labels = (
+            np.concatenate([chunk.flatten() for chunk in batch[key].chunks]) for key in ("input_ids", "labels")
+        )
+        digest.update(ids.astype(np.int32).tobytes())
+        tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
+    return {"tokens": tokens, "trained_tokens": trained, "ids_digest": digest.hexdigest()[:16]}
+
+
+# Measuring.
+
+
+class Sampler:
+    """The highest resident memory of a process and its children, in bytes."""
+
+    def __init__(self, pid: int) -> None:
+        self.rss = self.private = 0
+        self._pid, self._stop = pid, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take no more samples."""
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._pid)
+            while not self._stop.wait(SAMPLE_S):
+                rss = private = 0
+                for one in (root, *root.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                        used = one.memory_info()
+                        rss, private = rss + used.rss, private + used.rss - getattr(used, "shared", 0)
+                self.rss, self.private = max(self.rss, rss), max(self.private, private)
+
+
+def measure(job: Job) -> Run:
+    """Run one job in a process of its own; an error is a result."""
+    words = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "SFT_PLAY_CACHE": job.cache, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        with Sampler(process.pid) as sampler:
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    run.setdefault("total_s", time.perf_counter() - began)
+                    sampler.stop()
+                    run |= json.loads(line.removeprefix(MARK))
+        if process.wait():
+            errors.seek(0)
+            return {**run, "error": " / ".join(errors.read().strip().splitlines()[-3:])[-600:]}
+    run |= {"peak_rss_bytes": sampler.rss, "peak_private_bytes": sampler.private}
+    return {**run, "rows_per_s": job.rows / run["prepare_s"]}
+
+
+def jobs_of(rows: int, trl_rows: int) -> list[Job]:
+    """Every setting of every tool."""
+    taken = min(rows, trl_rows)
+    trl = [Job("trl", taken, rows, count, form) for form in ("messages", "prompt_completion") for count in (1, 2)]
+    return [*(Job("ours", rows, rows, count) for count in (1, 2)), Job("tokenizer", rows, rows, CORES), *trl]
+
+
+def best_only(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Job]:
+    """Of each tool the job whose setting was quickest in the runs so far; all of them where there is none."""
+    found = []
+    for tool in dict.fromkeys(job.tool for job in jobs):
+        mine = [job for job in jobs if job.tool == tool]
+        quickest = best(runs, tool)
+        setting = quickest and (tool, quickest["processes"], quickest["form"])
+        found += [job for job in mine if job.setting == setting] or mine
+    return found
+
+
+def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
+    """The run of a tool with the most rows a second."""
+    mine = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
+    return max(mine, key=lambda run: run["rows_per_s"], default=None)
+
+
+# What it comes to.
+
+
+def ratios(runs: Sequence[Run]) -> dict[str, Any]:
+    """Rows a second and memory against each other, at each number of rows; the first of all by their plain names."""
+    sizes = sorted({run["of"] for run in runs})
+    found: dict[str, Any] = {}
+    by_rows: dict[str, dict[str, float]] = {}
+    for size in sizes:
+        ours, trl, alone, again = (best(runs, tool, size) for tool in ("ours", "trl", "tokenizer", "ours_again"))
+        made = by_rows.setdefault(str(size), {})
+        for name, other in (("ours_over_trl", trl), ("ours_over_tokenizer", alone)):
+            if ours and other:
+                made[name] = ours["rows_per_s"] / other["rows_per_s"]
+                found.setdefault(name, made[name])
+        if ours and trl:
+            made["memory_ours_over_trl"] = ours["peak_rss_bytes"] / trl["peak_rss_bytes"]
+            made["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
+        if again:
+            made["second_start_s"] = again["prepare_s"]
+    return {**found, **_memory_ratios(runs, sizes), "by_rows": by_rows}
+
+
+def _memory_ratios(runs: Sequence[Run], sizes: Sequence[int]) -> dict[str, float]:
+    """Memory of ours at the most rows over that at the fewest, with the setting that was measured at both."""
+    last = best(runs, "ours", sizes[-1]) if len(sizes) > 1 else None
+    if last is None:
+        return {}
+    alike = [run for run in runs if run["of"] == sizes[0] and run["processes"] == last["processes"]]
+    first = best(alike, "ours", sizes[0])
+    name = f"memory_{_short(sizes[-1])}_over_{_short(sizes[0])}"
+    return {name: last["peak_rss_bytes"] / first["peak_rss_bytes"]} if first else {}
+
+
+def _short(count: int) -> str:
+    for size, letter in ((1_000_000, "M"), (1_000, "k")):
+        if count % size == 0:
+            return f"{count // size}{letter}"
+    return str(count)
+
+
+# The whole.
+
+
+def bench(sizes: Sequence[int], tokenizer: str, out: Path, *, trl_rows: int, rounds: int) -> dict[str, Any]:
+    """Measure everything; OUT is written after every run."""
+    source, rows = real_rows()
+    runs: list[Run] = []
+    answer: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in sorted(sizes):
+            few = size < ONE_ROUND_FROM
+            jobs = jobs_of(size, trl_rows)
+            for turn in range(rounds if few else 1):
+                for job in jobs if few else best_only(jobs, runs):
+                    runs += _measured(replace(job, tokenizer=tokenizer), rows, Path(scratch), turn)
+                    answer = _answer(source, tokenizer, runs)
+                    write_json(out.absolute(), answer)
+            for file in Path(scratch).glob("*.jsonl"):
+                file.unlink()
+    return answer
+
+
+def _measured(job: Job, rows: Sequence[Messages], scratch: Path, turn: int) -> Iterator[Run]:
+    """The run of a job, and of a second start behind ours."""
+    file = scratch / f"{job.rows}.{job.form}.jsonl"
+    if not file.is_file():
+        write_rows(file, changed_rows(rows, job.rows), job.form)
+    with tempfile.TemporaryDirectory(dir=scratch) as cache:
+        job = replace(job, file=str(file), cache=cache)
+        again = [replace(job, tool="ours_again")] if job.tool == "ours" else []
+        for one in (job, *again):
+            run = {"turn": turn, **measure(one)}
+            sys.stdout.write(f"{json.dumps(run)}\n")
+            sys.stdout.flush()
+            yield run
+
+
+def _answer(source: str, tokenizer: str, runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": detect().as_json(),
+        "versions": versions(),
+        "rows_from": source,
+        "tokenizer": Path(tokenizer).name,
+        "cores": CORES,
+        "runs": list(runs),
+        "ratios": ratios(runs),
+    }
+
+
+def row_counts(text: str) -> list[int]:
+    """The numbers of `10000,1000000`; exits where they are none."""
+    try:
+        found = [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise SystemExit(f"ROWS={text}: expected numbers of rows such as 10000,1000000")
+    return found
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=os.environ.get("OUT") or "data.json")
+    parser.add_argument("--rows", default=os.environ.get("ROWS") or "10000,1000000")
+    parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER") or None, help="folder with a chat template")
+    parser.add_argument("--trl-rows", type=int, default=int(os.environ.get("TRL_ROWS") or TRL_ROWS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.stage:
+        run_stage(Job(**json.loads(given.stage)))
+        return
+    tokenizer = given.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")
+    if not Path(tokenizer).is_dir():
+        raise SystemExit(f"no tokenizer at {tokenizer}; give TOKENIZER=FOLDER, one with a chat template")
+    sizes = row_counts(given.rows)
+    answer = bench(sizes, tokenizer, Path(given.out), trl_rows=given.trl_rows, rounds=given.rounds)
+    sys.stdout.write(f"{json.dumps(answer['ratios'], indent=2)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,417 @@
+"""Splits of token rows: what is kept, what stops a run, blocks of text, mixes, and the cache they lie in."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.data import build as build_module
+from sft_play.data.build import KEPT, Recipe, build, content_share
+from sft_play.data.dataset import build_splits
+from sft_play.data.files import RawRow, data_paths
+from sft_play.data.formats import Chat, recognise, to_example
+from sft_play.data.render import IGNORED, TokenizerParts
+from sft_play.errors import DataError
+from tests.conftest import chat, shared
+
+ROW = chat("hello there", "how are you today?")
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class TestSplits:
+    @pytest.fixture
+    def tokenizer(self, tiny_llama):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tiny_llama)
+
+    def build(self, tokenizer, text, *, limit=64):
+        config = config_from_text(f"model: {{name: x}}\n{text}", name="run.yaml")
+        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit)
+
+    def test_a_split_by_content_hash_does_not_move_when_rows_are_added(self, tokenizer, tmp_path):
+        def held_out(count):
+            path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(count)))
+            splits = self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, val_fraction: 0.2}}"
+            )
+            assert len(splits.train.rows) + len(splits.val.rows) == count
+            return {item.messages[0]["content"] for item in splits.val.chats}
+
+        few, more = held_out(50), held_out(80)
+        assert few == {question for question in more if int(question.split()[1]) < 50}
+        assert 3 <= len(few) <= 20
+
+    def test_the_share_of_a_row_depends_on_its_content_alone(self):
+        row = RawRow("f:1", ROW)
+        one = to_example(row, recognise(ROW))
+        other = Chat("elsewhere:9", one.messages, one.tools)
+        assert content_share(one) == content_share(other)
+        assert 0 <= content_share(one) < 1
+
+    def test_bad_rows_stop_the_run_with_their_lines_and_reasons(self, tokenizer, tmp_path):
+        path = write(
+            tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": [{"role": "x", "content": "a"}]}, {"y": 1}
+        )
+        with pytest.raises(DataError) as error:
+            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
+        text = str(error.value)
+        assert "3 of 4 rows" in text
+        for part in ("t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"):
+            assert part in text
+        assert "data.on_bad_row=skip" in text
+
+    def test_bad_rows_that_may_be_skipped_are_counted(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": []})
+        splits = self.build(
+            tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, on_bad_row: skip}}"
+        )
+        assert len(splits.train.rows) == 1
+        assert splits.train.report.dropped == {"messages is empty": 2}
+        assert any("2 rows left out: messages is empty" in line for line in splits.train.report.lines("train"))
+
+    def test_rows_lost_to_length_are_counted_and_all_of_them_stop_the_run(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW, chat("yes no " * 60, "yes"))
+        splits = self.build(
+            tokenizer,
+            f"data: {{train_path: {path}, val_path: null, test_path: null, max_lost_fraction: 1.0}}",
+            limit=60,
+        )
+        assert list(splits.train.report.dropped.values()) == [1]
+        with pytest.raises(DataError, match=r"all 2 rows lose their answer at max_seq_len 8.*raise model\.max_seq_len"):
+            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}", limit=8)
+
+    def test_unknown_columns_are_listed_with_those_expected(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", {"frage": "a", "antwort": "b"})
+        with pytest.raises(DataError, match=r"columns found: frage, antwort\. Expected one of: messages"):
+            self.build(tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null}}")
+        splits = self.build(
+            tokenizer,
+            f"data: {{train_path: {path}, val_path: null, test_path: null, "
+            "columns: {question: frage, answer: antwort}}",
+        )
+        assert splits.train.report.format == "question/answer"
+
+    def test_a_column_of_no_format_is_named(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW)
+        with pytest.raises(DataError, match="did you mean prompt"):
+            self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, test_path: null, columns: {{promt: q}}}}"
+            )
+
+    def test_a_mapping_of_a_column_that_is_not_there_is_named(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", {"q": "a", "r": "b"})
+        with pytest.raises(
+            DataError, match="data.columns names nix, and the columns there are: q, r".replace(".", r"\.")
+        ):
+            self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: nix, completion: r}}}}"
+            )
+        with pytest.raises(DataError, match="q is mapped to two columns"):
+            self.build(
+                tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: q, completion: q}}}}"
+            )
+
+    def test_a_mix_that_would_repeat_the_text_without_end_is_refused(self, tokenizer, tmp_path):
+        chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
+        text = tmp_path / "t.txt"
+        text.write_text("the light in the kitchen is on. " * 60)
+        with pytest.raises(DataError, match="passes over it; lower it"):
+            self.build(
+                tokenizer,
+                f"task_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, text_fraction: 0.9999999, "
+                "val_path: null, test_path: null}",
+            )
+
+    def test_plain_text_is_packed_into_full_blocks_and_every_token_is_trained(self, tokenizer, tmp_path):
+        path = tmp_path / "t.txt"
+        path.write_text("the light in the kitchen is on. " * 100)
+        splits = self.build(
+            tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}", limit=32
+        )
+        assert len(splits.train.rows) > 10
+        for row in splits.train.rows:
+            assert len(row["input_ids"]) == 32
+            assert row["labels"] == row["input_ids"]
+            assert row["source"] == 1
+        assert any("packed into" in note for note in splits.notes)
+
+    def test_text_that_fills_no_block_is_an_error_with_the_numbers(self, tokenizer, tmp_path):
+        path = tmp_path / "t.txt"
+        path.write_text("yes no")
+        with pytest.raises(DataError, match="less than one block of max_seq_len 64"):
+            self.build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}")
+
+    def test_a_validation_file_of_chats_is_not_used_for_plain_text_and_said_so(self, tokenizer, tmp_path):
+        path, val = tmp_path / "t.txt", write(tmp_path / "v.jsonl", ROW)
+        path.write_text("the light in the kitchen is on. " * 200)
+        splits = self.build(
+            tokenizer,
+            f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null, val_fraction: 0.2}}",
+        )
+        assert splits.val is not None
+        assert "the last 0.2" in splits.val.report.source
+        assert any("holds chats" in note for note in splits.notes)
+
+    def test_mixed_runs_keep_the_ratio_and_each_kind_its_own_mask(self, tokenizer, tmp_path):
+        chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
+        text = tmp_path / "t.txt"
+        text.write_text("the light in the kitchen is on. " * 60)
+        splits = self.build(
+            tokenizer,
+            f"task_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, text_fraction: 0.25, "
+            "val_path: null, test_path: null}",
+        )
+        blocks = [row for row in splits.train.rows if IGNORED not in row["labels"]]
+        assert len(blocks) == 10  # 10 / (10 + 30) = 0.25
+        assert len(splits.train.rows) == 40
+        assert all(len(row["input_ids"]) == 64 and row["source"] == 1 for row in blocks)
+        sources = splits.train.rows["source"][:]
+        assert sources != sorted(sources)
+
+    def test_chats_in_plain_text_mode_are_refused(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW)
+        with pytest.raises(DataError, match=r"task_mode is cpt.*use task_mode=sft"):
+            self.build(tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: null, test_path: null}}")
+
+
+class TestCache:
+    """The token cache: keyed by what decides the tokens, whole or not there, the same however it was made."""
+
+    @pytest.fixture
+    def recipe(self, tiny_llama):
+        from transformers import AutoTokenizer
+
+        parts = TokenizerParts.of(AutoTokenizer.from_pretrained(tiny_llama))
+        data = config_from_text("model: {name: x}", name="run.yaml").data
+        return Recipe(parts, data, 64, date(2026, 1, 2))
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "tokens"
+
+    def rows(self, built, name=KEPT):
+        return [(row["input_ids"], row["labels"]) for row in built.dataset(name)]
+
+    def test_a_second_start_reads_what_the_first_made(self, recipe, tmp_path, monkeypatch):
+        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
+        first = build(path, recipe, split="train")
+        monkeypatch.setattr(build_module, "_make", lambda *_: pytest.fail("made again"))
+        assert self.rows(build(path, recipe, split="train")) == self.rows(first)
+
+    @pytest.mark.parametrize("change", ["content", "template", "limit", "option", "date"])
+    def test_what_decides_the_tokens_makes_another_cache(self, recipe, tmp_path, cache, change):
+        import dataclasses
+
+        path = write(tmp_path / "t.jsonl", ROW)
+        source = dict(recipe.tokenizer.templates)["default"]
+        if change == "date":
+            dated = recipe.tokenizer.with_template("{{ strftime_now('%Y') }}" + source)
+            recipe = dataclasses.replace(recipe, tokenizer=dated)
+        build(path, recipe, split="train")
+        if change == "content":
+            write(path, chat("hello there", "how are you this day?"))
+        elif change == "template":
+            recipe = dataclasses.replace(recipe, tokenizer=recipe.tokenizer.with_template(source + " "))
+        elif change == "limit":
+            recipe = dataclasses.replace(recipe, max_seq_len=63)
+        elif change == "option":
+            recipe = dataclasses.replace(recipe, data=recipe.data.model_copy(update={"loss_on": "all"}))
+        else:
+            recipe = dataclasses.replace(recipe, today=date(2027, 1, 2))
+        build(path, recipe, split="train")
+        assert len([item for item in cache.iterdir() if item.is_dir()]) == 2
+
+    def test_options_that_change_no_token_find_the_same_cache(self, recipe, tmp_path, cache):
+        import dataclasses
+
+        path = write(tmp_path / "t.jsonl", ROW)
+        build(path, recipe, split="train")
+        data = recipe.data.model_copy(update={"max_lost_fraction": 0.5, "on_bad_row": "skip", "packing": "best_fit"})
+        build(path, dataclasses.replace(recipe, data=data, today=date(2030, 1, 1)), split="train")
+        assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
+
+    def test_two_processes_make_the_rows_of_one(self, recipe, tmp_path, monkeypatch):
+        rows = [chat(f"question {n} " * (n % 7 + 1), f"answer {n}") for n in range(9_000)]
+        rows[4_000] = {"messages": []}
+        path = write(tmp_path / "t.jsonl", *rows)
+        one = build(path, recipe, split="train", workers=1)
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "other"))
+        two = build(path, recipe, split="train", workers=2)
+        assert len(two.files[KEPT]) > 1
+        assert self.rows(two) == self.rows(one)
+        assert [str(row) for row in two.counts[KEPT].first_bad] == [str(row) for row in one.counts[KEPT].first_bad]
+        assert two.counts[KEPT].tokens == one.counts[KEPT].tokens
+        assert ":4001: messages is empty" in str(two.counts[KEPT].first_bad[0])
+
+    def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
+        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
+        made = []
+
+        def breaks(self, rows, examples):
+            made.append(rows)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(build_module._Writer, "write", breaks)
+            with pytest.raises(KeyboardInterrupt):
+                build(path, recipe, split="train")
+        assert made
+        assert not [item for item in cache.iterdir() if item.is_dir()]
+        assert len(build(path, recipe, split="train").dataset(KEPT)) == 600
+
+    def test_what_a_killed_build_left_is_removed(self, recipe, tmp_path, cache):
+        path = write(tmp_path / "t.jsonl", ROW)
+        folder = build(path, recipe, split="train").folder
+        left = folder.rename(folder.with_name(f"{folder.name}.1.part"))
+        (left / "000000.kept.arrow").write_bytes(b"half")
+        build(path, recipe, split="train")
+        assert not left.exists()
+
+    def test_a_cache_with_a_file_missing_is_made_again(self, recipe, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW)
+        built = build(path, recipe, split="train")
+        (built.folder / built.files[KEPT][0]).unlink()
+        assert len(build(path, recipe, split="train").dataset(KEPT)) == 1
+
+    def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
+        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(3) as pool:
+            found = pool.starmap(_count_rows, [(path, recipe)] * 3)
+        assert [rows for rows, _ in found] == [3_000] * 3
+        assert sum(made for _, made in found) == 1
+        assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
+
+    def test_a_cache_that_cannot_be_written_says_what_to_do(self, recipe, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "file"))
+        with pytest.raises(DataError, match="SFT_PLAY_CACHE"):
+            build(write(tmp_path / "t.jsonl", ROW), recipe, split="train")
+
+    def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
+        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
+        monkeypatch.setattr(build_module, "_work", _die)
+        with pytest.raises(DataError, match="ended without a word"):
+            build(path, recipe, split="train", workers=2)
+
+
+def _count_rows(path, recipe):
+    made = []
+    whole = build_module._make
+    build_module._make = lambda *given: made.append(1) or whole(*given)
+    return len(build(path, recipe, split="train", workers=1).dataset(KEPT)), len(made)
+
+
+def _die(_):
+    import os
+
+    os._exit(9)
+
+
+class TestLimits:
+    """What is lost to max_seq_len is told, and stops the run where it is too much."""
+
+    @pytest.fixture
+    def tokenizer(self, tiny_llama):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(tiny_llama)
+
+    def splits(self, tokenizer, path, options="", *, limit):
+        config = config_from_text(
+            f"model: {{name: x}}\ndata: {{train_path: {path}, val_path: null, test_path: null{options}}}",
+            name="run.yaml",
+        )
+        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit)
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        long = [chat("yes", "no " * 100) for _ in range(5)]
+        return write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(20)), *long)
+
+    def test_too_much_lost_says_which_limit_keeps_how_much(self, tokenizer, path):
+        with pytest.raises(DataError) as error:
+            self.splits(tokenizer, path, limit=32)
+        text = str(error.value)
+        assert "more than data.max_lost_fraction=0.05" in text
+        assert "5 rows are cut" in text
+        assert "64 keeps" in text
+        assert "128 keeps 100.0%" in text
+
+    def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
+        splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)
+        report = splits.train.report
+        assert report.rows_cut == 5
+        assert report.trained_tokens_lost > 0
+        assert report.lost_fraction == report.trained_tokens_lost / (report.trained_tokens_lost + report.tokens_trained)
+        assert any("5 rows cut at max_seq_len" in line for line in report.lines("train"))
+
+    def test_rows_may_be_cut_from_the_beginning_instead(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes", "no"))
+        kept = self.splits(tokenizer, path, ", truncate: prompt", limit=24)
+        assert kept.train.report.trained_tokens_lost == 0
+        assert [len(row["input_ids"]) <= 24 for row in kept.train.rows] == [True, True]
+        dropped = self.splits(tokenizer, path, ", truncate: drop, max_lost_fraction: 1.0", limit=24)
+        assert len(dropped.train.rows) == 1
+
+    def test_all_rows_lost_says_how_long_the_shortest_prompt_is(self, tokenizer, tmp_path):
+        path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes no " * 90, "no"))
+        with pytest.raises(
+            DataError, match=r"all 2 rows lose their answer at max_seq_len 16 \(shortest prompt: \d+ tok"
+        ):
+            self.splits(tokenizer, path, limit=16)
+
+
+def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
+    from transformers import AutoTokenizer
+
+    chats = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(30)))
+    val = write(tmp_path / "v.jsonl", *(chat(f"v {n}", f"a {n}") for n in range(5)))
+    text = write(tmp_path / "x.jsonl", *({"text": f"the light {n} in the kitchen is on. " * 30} for n in range(200)))
+    config = config_from_text(
+        f"model: {{name: x}}\ntask_mode: cpt_mixed\ndata: {{train_path: {chats}, text_path: {text}, val_path: {val}, "
+        "test_path: null}",
+        name="run.yaml",
+    )
+    splits = build_splits(config, data_paths(config.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    sources = splits.val.rows["source"][:]
+    assert sources.count(0) == 5
+    assert sources.count(1) >= 1
+    assert any("held-out text" in note for note in splits.notes)
+    trained = {tuple(row["input_ids"]) for row in splits.train.rows}
+    assert not [row for row in splits.val.rows if row["source"] == 1 and tuple(row["input_ids"]) in trained]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "out"),
+    [
+        ("sft/gsm8k/test.jsonl", 1319, 0),
+        ("sft/llamafactory/identity.json", 91, 0),
+        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5, 0),
+        ("sft/openai_cookbook/drone_training_first3.jsonl", 3, 0),
+        ("sft/llamafactory/glaive_toolcall_en_demo.json", 300, 0),
+        ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50, 0),
+    ],
+)
+def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    config = config_from_text(
+        f"model: {{name: x}}\ndata: {{train_path: {shared(name)}, val_path: null, test_path: null}}", name="run.yaml"
+    )
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=32_768)
+    assert len(splits.train.rows) == kept
+    assert sum(splits.train.report.dropped.values()) == out
+    assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
