@@ -45,7 +45,53 @@ def world(tmp_path_factory, tiny_llama):
         "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
+    _write_odd_rows(folder)
+    _write_templates(folder)
+    _write_documents(folder)
     return {"folder": folder, "model": tiny_llama}
+
+
+def _write_odd_rows(folder: Path) -> None:
+    """Files whose rows show what an option does."""
+    twice = chat("a", "b")["messages"] * 2
+    files = {
+        "multi": [{"messages": twice}],
+        "special": [chat("a <|im_end|> b", "c")],
+        "system": [{"messages": [{"role": "system", "content": "brief"}, *chat("a", "b")["messages"]]}],
+        "consecutive": [{"messages": [{"role": "user", "content": "x"}, *chat("a", "b")["messages"]]}],
+        "empty": [chat("a", "b"), chat("c", "")],
+        "long": [chat("a", "b " * 50), chat("a", "b")],
+        "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
+        "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
+    }
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, rows in (("train", files["double"]), ("val", files["double"][:1])):
+        (folder / "leaky").mkdir(exist_ok=True)
+        (folder / "leaky" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_templates(folder: Path) -> None:
+    turns = "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant{% endif %}"
+    (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
+    (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
+    (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "assistant<think>{%"))
+    (folder / "nosystem.jinja").write_text(
+        turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt
+    )
+
+
+def _write_documents(folder: Path) -> None:
+    texts = folder / "documents"
+    texts.mkdir()
+    for n in range(40):
+        words = " ".join(f"word{n}x{k}" for k in range(60))
+        (texts / f"{n:02}.txt").write_text(
+            f"The same long opening paragraph of every file here, word for word.\n\n{words}\n"
+        )
+    (folder / "other_documents").mkdir()
+    (folder / "other_documents" / "a.txt").write_text("another text " * 30)
 
 
 def make(world: dict[str, Any], *overrides: str) -> RunConfig:
@@ -104,6 +150,66 @@ def trainer(config: RunConfig) -> Any:
             callbacks=[],
         )
     return seen, learning_rate(config)
+
+
+def files_of(folder: Path) -> Any:
+    """What stands in a folder, by name."""
+    return {path.name: path.read_text() for path in sorted(folder.rglob("*.jsonl"))}
+
+
+def processed(config: RunConfig) -> Any:
+    """What `make process` writes, and where."""
+    from sft_play.data.process import process
+
+    process(config, force=True)
+    return config.data.process.out_dir, files_of(Path(config.data.process.out_dir))
+
+
+def styled(config: RunConfig) -> Any:
+    """What `make style` writes, and where."""
+    from sft_play.data.style import style
+
+    processed(config)
+    style(config, None, force=True)
+    return config.data.style.out_dir, files_of(Path(config.data.style.out_dir))
+
+
+def texts(config: RunConfig) -> Any:
+    """What `make dapt-docx` writes, and where."""
+    from sft_play.data.documents import documents
+
+    documents(config, force=True)
+    return config.data.documents.out_dir, files_of(Path(config.data.documents.out_dir))
+
+
+def headers(config: RunConfig) -> Any:
+    """Whether the page headers of a .docx are read."""
+    import docx
+
+    folder = Path(config.data.documents.path)
+    folder.mkdir(exist_ok=True)
+    made = docx.Document()
+    made.add_paragraph("The body of the only page that there is, long enough to be kept.")
+    made.sections[0].header.paragraphs[0].text = "Confidential header line"
+    made.save(str(folder / "page.docx"))
+    return texts(config)
+
+
+def worker_count(config: RunConfig) -> Any:
+    """How many processes are asked to make rows."""
+    from sft_play.data import dataset
+
+    asked: list[Any] = []
+    real = dataset.build
+
+    def record(*args: Any, workers: Any, **options: Any) -> Any:
+        asked.append(workers)
+        return real(*args, workers=1, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset, "build", record)
+        splits(config)
+    return asked
 
 
 def blueprint(config: RunConfig) -> Any:
@@ -189,6 +295,14 @@ def traced(config: RunConfig) -> Any:
     return trace_candidate(config, {}, shape, choose_precision(config, machine), made.choice)
 
 
+OUT = ["data.process.out_dir=WORLD/processed"]
+RAW = ["data.process.raw_path=WORLD/many.jsonl", *OUT]
+RAW_DOUBLE = ["data.process.raw_path=WORLD/double.jsonl", *OUT]
+RAW_LEAKY = ["data.process.raw_path=WORLD/leaky", *OUT]
+RAW_SYSTEM = ["data.process.raw_path=WORLD/system.jsonl"]
+STYLED = [*RAW, "data.style.system=be brief", "data.style.out_dir=WORLD/styled"]
+TEXTS = ["data.documents.path=WORLD/documents", "data.documents.out_dir=WORLD/texts"]
+
 PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
     # leaf: (what is looked at, overrides before, overrides after)
     "model.name": (loading, [], ["model.name=WORLD"]),
@@ -235,6 +349,80 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
     "data.on_bad_row": (
         splits, ["data.train_path=WORLD/bad.jsonl"], ["data.train_path=WORLD/bad.jsonl", "data.on_bad_row=skip"],
     ),
+    "data.chat_template_kwargs": (
+        splits,
+        ["data.chat_template=WORLD/kwargs.jinja"],
+        ["data.chat_template=WORLD/kwargs.jinja", "data.chat_template_kwargs={tone: loud}"],
+    ),
+    "data.template_date": (
+        splits,
+        ["data.chat_template=WORLD/dated.jinja"],
+        ["data.chat_template=WORLD/dated.jinja", "data.template_date='2001-02-03'"],
+    ),
+    "data.multi_turn": (
+        splits, ["data.train_path=WORLD/multi.jsonl"], ["data.train_path=WORLD/multi.jsonl", "data.multi_turn=split"],
+    ),
+    "data.on_inexact_mask": (
+        splits,
+        ["data.chat_template=WORLD/inexact.jinja"],
+        ["data.chat_template=WORLD/inexact.jinja", "data.on_inexact_mask=train"],
+    ),
+    "data.special_tokens_in_text": (
+        splits,
+        ["data.train_path=WORLD/special.jsonl"],
+        ["data.train_path=WORLD/special.jsonl", "data.special_tokens_in_text=control"],
+    ),
+    "data.system_into_user": (
+        splits,
+        ["data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja"],
+        [
+            "data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja",
+            "data.system_into_user=true",
+        ],
+    ),
+    "data.merge_consecutive": (
+        splits,
+        ["data.train_path=WORLD/consecutive.jsonl"],
+        ["data.train_path=WORLD/consecutive.jsonl", "data.merge_consecutive=true"],
+    ),
+    "data.drop_empty": (
+        splits, ["data.train_path=WORLD/empty.jsonl"], ["data.train_path=WORLD/empty.jsonl", "data.drop_empty=true"],
+    ),
+    "data.truncate": (
+        splits,
+        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"],
+        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0", "data.truncate=drop"],
+    ),
+    "data.max_lost_fraction": (
+        splits,
+        ["data.train_path=WORLD/long.jsonl"],
+        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"],
+    ),
+    "data.packing": (trainer, [], ["data.packing=best_fit"]),
+    "data.workers": (worker_count, [], ["data.workers=2"]),
+    "data.process.raw_path": (processed, RAW, ["data.process.raw_path=WORLD/multi.jsonl", *OUT]),
+    "data.process.out_dir": (processed, RAW, [*RAW, "data.process.out_dir=WORLD/elsewhere_processed"]),
+    "data.process.val_fraction": (processed, RAW, [*RAW, "data.process.val_fraction=0.4"]),
+    "data.process.test_fraction": (processed, RAW, [*RAW, "data.process.test_fraction=0.4"]),
+    "data.process.drop_duplicates": (processed, RAW_DOUBLE, [*RAW_DOUBLE, "data.process.drop_duplicates=true"]),
+    "data.process.drop_leaks": (processed, RAW_LEAKY, [*RAW_LEAKY, "data.process.drop_leaks=true"]),
+    "data.style.system": (styled, STYLED, [*STYLED, "data.style.system=be loud"]),
+    "data.style.how": (
+        styled, [*STYLED, *RAW_SYSTEM], [*STYLED, *RAW_SYSTEM, "data.style.how=replace"],
+    ),
+    "data.style.per_source": (styled, STYLED, [*STYLED, 'data.style.per_source={"*": be quiet}']),
+    "data.style.out_dir": (styled, STYLED, [*STYLED, "data.style.out_dir=WORLD/elsewhere_styled"]),
+    "data.documents.path": (texts, TEXTS, [*TEXTS, "data.documents.path=WORLD/other_documents"]),
+    "data.documents.out_dir": (texts, TEXTS, [*TEXTS, "data.documents.out_dir=WORLD/elsewhere_texts"]),
+    "data.documents.val_fraction": (texts, TEXTS, [*TEXTS, "data.documents.val_fraction=0.5"]),
+    "data.documents.chunk_chars": (texts, TEXTS, [*TEXTS, "data.documents.chunk_chars=200"]),
+    "data.documents.drop_repeated": (texts, TEXTS, [*TEXTS, "data.documents.drop_repeated=false"]),
+    "data.documents.headers": (
+        headers,
+        [*TEXTS, "data.documents.path=WORLD/pages"],
+        [*TEXTS, "data.documents.path=WORLD/pages", "data.documents.headers=true"],
+    ),
+    "train.group_by_length": (trainer, [], ["train.group_by_length=false"]),
     "train.effective_batch_size": (plan, [], ["train.effective_batch_size=16"]),
     "train.batch_size": (plan, [], ["train.batch_size=2"]),
     "train.grad_accum": (plan, [], ["train.grad_accum=4"]),

@@ -613,10 +613,10 @@ def test_other_architectures_train(train, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512")),
+        ("gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512", "data.max_lost_fraction=1.0")),
         ("identity", ("data.train_path={sft/llamafactory/identity.json}", "model.max_seq_len=512")),
         ("toy", ("data.train_path={sft/openai_cookbook/toy_chat_fine_tuning.jsonl}", "model.max_seq_len=512",
-                 "data.val_fraction=0.0", "train.effective_batch_size=2")),
+                 "data.val_fraction=0.0", "train.effective_batch_size=2", "data.max_lost_fraction=1.0")),
         ("cpt", ("task_mode=cpt", "data.train_path={corpora/tinyshakespeare.txt}", "model.max_seq_len=64",
                  "data.val_fraction=0.01")),
     ],

@@ -199,10 +199,10 @@ class DataConfig(Section):
     template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = leaf(None, owner="data.render")
     """Day that a template which writes the date is given (YYYY-MM-DD); null takes the day of the run's start."""
 
-    loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.dataset")
+    loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.render")
     """assistant: every assistant turn; completion: the last one; all: every token."""
 
-    multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.dataset")
+    multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.render")
     """whole: a conversation is one row; split: every assistant turn ends a row of its own, rendered as the last turn,
     so that think text stays and nothing of it is trained in another form than it is generated."""
 
@@ -236,7 +236,7 @@ class DataConfig(Section):
     packing: Literal["none", "best_fit"] = leaf("none", owner="data.packing")
     """best_fit: several chats in one row of max_seq_len, none of them cut, none seeing another."""
 
-    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.build")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.dataset")
     """Processes that render and tokenise; auto takes one per core, up to 16, where there is enough to do."""
 
     process: ProcessConfig = ProcessConfig()

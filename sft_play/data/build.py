@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import date
@@ -39,7 +40,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part, source_digest, split_part
 from sft_play.data.formats import Chat, Example, Format, Text, first_format, rename_columns, to_example
 from sft_play.data.process import content_digest
-from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenizerParts, TokenRow
+from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Draft, Rendered, Renderer, TokenizerParts, TokenRow
 from sft_play.data.survey import LimitCost, trained_runs
 from sft_play.errors import DataError
 
@@ -50,8 +51,10 @@ KEPT, HELD = "kept", "held"
 SHOWN_BAD_ROWS = 20
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
-FEW_BYTES = 6 << 20
-"""Data of fewer bytes is made in this process: starting others takes longer."""
+BATCH_CHARS = 4 << 20
+"""Characters after which a batch ends: a token in the tokenizer's hands takes some hundred bytes."""
+FEW_BYTES = 12 << 20
+"""Data of fewer bytes is made in this process, whose tokenizer has threads: starting others takes longer."""
 MOST_WORKERS = 16
 SECONDS_BETWEEN_NEWS = 10.0
 
@@ -473,19 +476,42 @@ class _Maker:
         """The rows of a piece, written into its files."""
         truncate = self._recipe.data.truncate
         counts = {KEPT: Counts(cost=LimitCost(truncate)), HELD: Counts(cost=LimitCost(truncate))}
-        with contextlib.ExitStack() as open_files:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_collecting_seldom())
             writers = {
-                name: open_files.enter_context(
-                    _Writer(Path(job.folder), f"{job.number:06d}.{name}.arrow", self._recipe)
-                )
+                name: stack.enter_context(_Writer(Path(job.folder), f"{job.number:06d}.{name}.arrow", self._recipe))
                 for name in self._names()
             }
-            for batch in _batches(self._examples(job, counts[KEPT])):
-                for name, examples in self._shared(batch).items():
-                    self._take(examples, counts[name], writers[name])
+            for batch in self._begun(job, counts):
+                self._finish(batch, counts[batch.name], writers[batch.name])
+                gc.collect(0)
                 if news is not None:
-                    news.add(len(batch))
+                    news.add(len(batch.examples))
         return _Result({name: writer.name for name, writer in writers.items()}, counts)
+
+    def _begun(self, job: _Job, counts: _AllCounts) -> Iterator[_Batch]:
+        """The piece's examples in batches: the tokenizer has one of them while the next is read and rendered."""
+        before: _Batch | None = None
+        with ThreadPoolExecutor(1) as tokenizer:
+            for examples in _batches(self._examples(job, counts[KEPT])):
+                for name, share in self._shared(examples).items():
+                    _count_examples(share, counts[name])
+                    begun = self._begin(name, share, tokenizer)
+                    if before is not None:
+                        yield before
+                    before = begun
+            if before is not None:
+                yield before
+
+    def _begin(self, name: str, examples: Sequence[Example], tokenizer: ThreadPoolExecutor) -> _Batch:
+        """A batch that is rendered and on its way through the tokenizer."""
+        renderer = self._renderer
+        if self._recipe.documents:
+            texts = [example for example in examples if isinstance(example, Text)]
+            return _Batch(name, texts, [], tokenizer.submit(renderer.documents, [text.text for text in texts]))
+        expanded = [one for example in examples for one in renderer.expand(example)]
+        drafts = renderer.drafts(expanded)
+        return _Batch(name, expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
 
     def _names(self) -> tuple[str, ...]:
         return (KEPT, HELD) if self._recipe.held_share else (KEPT,)
@@ -513,33 +539,23 @@ class _Maker:
             found[HELD if content_share(example) < share else KEPT].append(example)
         return found
 
-    def _take(self, examples: Sequence[Example], counts: Counts, writer: _Writer) -> None:
-        for example in examples:
-            counts.chats += isinstance(example, Chat)
-            counts.texts += isinstance(example, Text)
-            for note in example.notes:
-                counts.notes[note] += 1
-                counts.first_noted.setdefault(note, example.where)
+    def _finish(self, batch: _Batch, counts: Counts, writer: _Writer) -> None:
+        """Count and write a batch whose tokens are there."""
+        tokens = batch.tokens.result()
         if self._recipe.documents:
-            self._take_documents(examples, counts, writer)
+            documents = [TokenRow(one.where, ids, []) for one, ids in zip(batch.examples, tokens, strict=True)]
+            counts.kept += len(documents)
+            counts.tokens += sum(len(row.input_ids) for row in documents)
+            writer.write(documents, batch.examples)
             return
-        expanded = [one for example in examples for one in self._renderer.expand(example)]
         rows = []
         chats = []
-        for one, whole in zip(expanded, self._renderer.render_all(expanded), strict=True):
+        for one, whole in zip(batch.examples, self._renderer.tokenised(batch.drafts, tokens), strict=True):
             row = self._row(whole, counts)
             if row is not None:
                 rows.append(row)
                 chats.append(one)
         writer.write(rows, chats)
-
-    def _take_documents(self, examples: Sequence[Example], counts: Counts, writer: _Writer) -> None:
-        texts = [example for example in examples if isinstance(example, Text)]
-        made = self._renderer.documents([text.text for text in texts])
-        rows = [TokenRow(text.where, ids, []) for text, ids in zip(texts, made, strict=True)]
-        counts.kept += len(rows)
-        counts.tokens += sum(len(row.input_ids) for row in rows)
-        writer.write(rows, texts)
 
     def _row(self, whole: Rendered | BadRow, counts: Counts) -> TokenRow | None:
         """The row that is left of a rendered example, counted; None where there is none."""
@@ -582,10 +598,56 @@ def _example(raw: RawRow | BadRow, shape: Format | None, data: DataConfig) -> Ex
     return to_example(rename_columns(raw, data.columns), shape, data)
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Examples on their way through the tokenizer: those of documents have no drafts, and lists of ids as tokens."""
+
+    name: str
+    examples: Sequence[Example]
+    drafts: Sequence[Draft | BadRow]
+    tokens: Future[list[Any]]
+
+
+def _count_examples(examples: Sequence[Example], counts: Counts) -> None:
+    for example in examples:
+        counts.chats += isinstance(example, Chat)
+        counts.texts += isinstance(example, Text)
+        for note in example.notes:
+            counts.notes[note] += 1
+            counts.first_noted.setdefault(note, example.where)
+
+
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    waiting = iter(examples)
-    while batch := list(itertools.islice(waiting, BATCH_ROWS)):
+    """Up to BATCH_ROWS examples at once, fewer where they are long."""
+    batch: list[Example] = []
+    chars = 0
+    for example in examples:
+        batch.append(example)
+        chars += _chars(example)
+        if len(batch) == BATCH_ROWS or chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
         yield batch
+
+
+def _chars(example: Example) -> int:
+    """About how long an example is."""
+    if isinstance(example, Text):
+        return len(example.text)
+    return sum(len(message["content"]) for message in example.messages)
+
+
+@contextlib.contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Python looks for cyclic garbage only when told: rows are many objects, and make none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def content_share(example: Example) -> float:

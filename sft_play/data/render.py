@@ -240,16 +240,28 @@ class Renderer:
 
     def render_all(self, examples: Sequence[Example]) -> list[Rendered | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
-        drafts = [self._draft(example) for example in examples]
-        plain = [draft for draft in drafts if isinstance(draft, _Draft) and not draft.special and draft.source == CHAT]
-        encodings = iter(self._backend.encode_batch([draft.text for draft in plain], add_special_tokens=False))
-        return [draft if isinstance(draft, BadRow) else self._tokenised(draft, encodings) for draft in drafts]
+        drafts = self.drafts(examples)
+        return self.tokenised(drafts, self.encodings(drafts))
+
+    def drafts(self, examples: Sequence[Example]) -> list[Draft | BadRow]:
+        """Examples as text with the places that are trained: the first of three steps of `render_all`."""
+        return [self._draft(example) for example in examples]
+
+    def encodings(self, drafts: Sequence[Draft | BadRow]) -> list[Any]:
+        """The second step, the tokenizer's alone: it can run in a thread beside the other two, outside of Python."""
+        plain = [draft.text for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
+        return list(self._backend.encode_batch(plain, add_special_tokens=False))
+
+    def tokenised(self, drafts: Sequence[Draft | BadRow], encodings: Sequence[Any]) -> list[Rendered | BadRow]:
+        """The third step: drafts with their encodings as tokens and labels."""
+        waiting = iter(encodings)
+        return [draft if isinstance(draft, BadRow) else self._tokenised(draft, waiting) for draft in drafts]
 
     def batch(self, examples: Iterable[Example]) -> list[TokenRow | BadRow]:
         """Many examples as rows, cut to the limit."""
         return [item if isinstance(item, BadRow) else self.cut(item) for item in self.render_all(list(examples))]
 
-    def _draft(self, example: Example) -> _Draft | BadRow:
+    def _draft(self, example: Example) -> Draft | BadRow:
         if isinstance(example, Text):
             return self._text_draft(example)
         special = self._special_count(example)
@@ -265,10 +277,10 @@ class Renderer:
             spans, untrained, method = self._wanted(found, messages)
         except Inexact as error:
             return BadRow(example.where, error.reason, error.detail)
-        return _Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
+        return Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
 
-    def _text_draft(self, example: Text) -> _Draft | BadRow:
-        return _Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
+    def _text_draft(self, example: Text) -> Draft | BadRow:
+        return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
 
     def _special_count(self, example: Chat) -> int:
         return sum(self.specials.count(text) for text in _texts(example.messages))
@@ -311,7 +323,7 @@ class Renderer:
         shown = one_line(repr(found.text[start:end]), limit=60)
         return f"data.on_inexact_mask=train would train {shown}"
 
-    def _tokenised(self, draft: _Draft, encodings: Iterator[Any]) -> Rendered | BadRow:
+    def _tokenised(self, draft: Draft, encodings: Iterator[Any]) -> Rendered | BadRow:
         if draft.source == TEXT:
             ids = self.document_ids(Text(draft.where, draft.text))
             return Rendered(draft.where, draft.text, tuple(draft.spans), ids, list(ids), "document", TEXT)
@@ -407,7 +419,7 @@ class Renderer:
 
 
 @dataclass
-class _Draft:
+class Draft:
     """A rendered example that waits for its tokens; `special` says that special tokens of its texts are hidden."""
 
     where: str
@@ -419,6 +431,11 @@ class _Draft:
     special_count: int
     untrained: int
     stripped: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tokenizer takes its text as it is, in one batch with others."""
+        return not self.special and self.source == CHAT
 
 
 def is_trained_turn(message: Message) -> bool:

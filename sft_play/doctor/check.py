@@ -180,6 +180,7 @@ def _for_cuda(cuda: str | None) -> str:
 
 
 def disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether the weights to fetch and the checkpoints fit their disks."""
     config, layout = planned.config, planned.plan.choice.layout
     found = []
     if spread.nodes.rank > 0 and not layout.is_zero:
