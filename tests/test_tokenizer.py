@@ -79,3 +79,31 @@ def test_a_folder_without_a_tokenizer_says_what_was_looked_for(tmp_path):
 def test_the_digest_changes_with_the_template():
     folder = shared("tokenizers/Qwen2.5-Instruct")
     assert load(folder).sha256 != load(folder, "data: {chat_template: chatml}").sha256
+
+
+def _with_template(folder, tmp_path, template):
+    import shutil
+
+    copy = tmp_path / "own"
+    shutil.copytree(folder, copy)
+    for file in copy.glob("chat_template*"):
+        file.unlink()
+    (copy / "chat_template.jinja").write_text(template)
+    return config_from_text(f"model: {{name: {copy}}}\ndata: {{chat_template: training}}", name="run.yaml")
+
+
+def test_the_training_variant_of_a_template_is_taken_from_trl(tiny_llama, tmp_path):
+    own = shared("chat_templates/trl/qwen3_5_think.jinja").read_text()
+    loaded = load_tokenizer(_with_template(tiny_llama, tmp_path, own))
+    assert loaded.own_template == own
+    assert "{% generation %}" in loaded.tokenizer.chat_template or "generation" in loaded.tokenizer.chat_template
+    assert any("training variant" in note for note in loaded.notes)
+
+
+def test_a_template_that_trl_does_not_know_has_no_training_variant(tiny_llama, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m.role + ' ' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    with pytest.raises(TokenizerError, match="TRL knows no training variant"):
+        load_tokenizer(_with_template(tiny_llama, tmp_path, template))

@@ -191,7 +191,8 @@ class DataConfig(Section):
     """Names of your columns for the known ones, such as `{prompt: question, completion: reply}`."""
 
     chat_template: Name | None = leaf(None, owner="train.tokenizer")
-    """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template."""
+    """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template; training takes TRL's
+    training variant of that one, in which every turn is written as it is generated."""
 
     chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.render"})
     """Variables for the chat template, such as `{enable_thinking: false}`."""

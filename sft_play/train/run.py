@@ -536,6 +536,8 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
         state = engine.whole_state(trainer)
         if engine.is_first():
             model = trainer.accelerator.unwrap_model(trainer.model)
+            if prepared.tokenizer.own_template is not None:
+                prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
             save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
                        steps=result.steps)  # fmt: skip
         engine.barrier()

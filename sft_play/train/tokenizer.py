@@ -43,13 +43,19 @@ _PROBE_TEXTS = (
 """Texts on which the loaded tokenizer is compared with the file it came from."""
 
 
+TRAINING_TEMPLATE = "training"
+"""The name in data.chat_template for TRL's training variant of the tokenizer's own template."""
+
+
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer ready to train with; `notes` are what was chosen, `sha256` what it was."""
+    """A tokenizer ready to train with; `notes` are what was chosen, `sha256` what it was, `own_template` the chat
+    template to save with the weights where a training variant of it was trained with."""
 
     tokenizer: Any
     notes: tuple[str, ...]
     sha256: str
+    own_template: str | None = None
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
@@ -59,10 +65,11 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
         TokenizerError: it cannot be loaded, or chats are to be trained and there is no template.
     """
     tokenizer = _load(config)
+    own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
     notes = [*_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
     tokenizer.padding_side = "right"
     notes += _compare_with_file(tokenizer, config)
-    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer))
+    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own)
 
 
 def _load(config: RunConfig) -> Any:
@@ -151,6 +158,8 @@ def _has(tokenizer: Any, tokens: tuple[str, ...]) -> bool:
 
 def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
     path = Path(wanted).expanduser()
+    if wanted == TRAINING_TEMPLATE:
+        return _training_template(tokenizer)
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8-sig"), f"Chat template: {path}"
@@ -168,6 +177,26 @@ def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
         f"data.chat_template={one_line(wanted)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
         f"({', '.join(BUILT_IN_TEMPLATES)})"
     )
+
+
+def _training_template(tokenizer: Any) -> tuple[str, str]:
+    """TRL's variant of the tokenizer's own template, in which a turn is written as it is generated."""
+    from sft_play.train.trainer import training_template
+
+    own = tokenizer.chat_template
+    if own is None:
+        raise TokenizerError(
+            "data.chat_template=training asks for a variant of the tokenizer's own template: it has none"
+        )
+    found = training_template(tokenizer)
+    if found is None:
+        raise TokenizerError(
+            "data.chat_template=training: TRL knows no training variant of this tokenizer's chat template; give "
+            "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
+        )
+    if found == own:
+        return own, "Chat template: the tokenizer's own, which needs no training variant"
+    return found, "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
 
 
 def _compare_with_file(tokenizer: Any, config: RunConfig) -> list[str]:

@@ -57,6 +57,18 @@ def learning_rate(config: RunConfig) -> float:
     return AUTO_LEARNING_RATE[config.tuning.mode] if given == "auto" else given
 
 
+def training_template(tokenizer: Any) -> str | None:
+    """TRL's training variant of the tokenizer's chat template, which writes every turn as it is generated; the
+    template itself where it needs none, None where TRL knows no variant of it."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    try:
+        found = get_training_chat_template(tokenizer)
+    except ValueError:
+        return None
+    return tokenizer.chat_template if found is None else str(found)
+
+
 def check_trackers(config: RunConfig) -> None:
     """Raises ConfigError for a tracker whose package is not installed."""
     for name in config.train.report_to:
