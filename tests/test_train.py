@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sft_play.errors import TrainingError
+from sft_play.runs import RunFolder
 from sft_play.train import checkpoints
 from sft_play.train.callbacks import GradientCheck, Progress
 from tests.conftest import chat, shared
@@ -686,3 +687,24 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
     code, printed, _ = train("one", "train.effective_batch_size=256", "train.max_steps=1")
     assert code == 0, printed
     assert "rows are fewer than one effective batch of 256" in printed
+
+
+def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
+    from datetime import date
+
+    from sft_play.start import first_day
+
+    template = tmp_path / "dated.jinja"
+    template.write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    code, printed, folder = train("dated", f"data.chat_template={template}")
+    assert code == 0, printed
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["template_date"] == str(date.today())
+    manifest["template_date"] = "2001-02-03"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert first_day(RunFolder(folder)) == date(2001, 2, 3)
+    code, _, folder = train("undated")
+    assert "template_date" not in json.loads((folder / "manifest.json").read_text())

@@ -660,7 +660,9 @@ class _Writer:
 
     def __init__(self, folder: Path, name: str, recipe: Recipe) -> None:
         self.name = name
-        self._path, self._keeps_chats = folder / name, recipe.keeps_chats and not recipe.documents
+        self._path = folder / name
+        is_judged = not recipe.held_share or f".{HELD}." in name
+        self._keeps_chats = recipe.keeps_chats and is_judged and not recipe.documents
         self._schema = _SCHEMA_WITH_CHATS if self._keeps_chats else _SCHEMA
 
     def __enter__(self) -> _Writer:
