@@ -14,7 +14,8 @@ conversations. Four things are measured on it, each in a process of its own that
 Every run says `prepare_s`, seconds of the preparation alone, and `total_s`, from the start of the process with its
 imports on. `peak_rss_bytes` is the highest sum of resident memory over the process and its children, sampled;
 `peak_private_bytes` leaves out what they share with others (mapped files, for one). Ratios compare the quickest run of
-each tool's best setting, by `prepare_s`.
+each tool's best setting, by `prepare_s`; those `by_cpu` compare `cpu_s`, seconds of processors, which a busy machine
+disturbs less.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
+import resource
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ BATCH_ROWS = 1_000
 SAMPLE_S = 0.1
 TRL_ROWS = 20_000
 """TRL takes the first so many rows of a longer file: its rows a second do not depend on it, and it is slow."""
+TOKENIZER_ROWS = 100_000
+"""So many the tokenizer alone, for the same reason."""
 ROUNDS = 3
 ONE_ROUND_FROM = 100_000
 """Files of so many rows are measured once, with each tool's best setting only."""
@@ -133,6 +136,27 @@ def _say(what: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+class Clock:
+    """Seconds since it was made: of the wall's clock, and of processors in this process and its ended children."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), _cpu_s()
+
+    def spent(self) -> dict[str, float]:
+        """Both, by the names that they have in a run."""
+        return {"prepare_s": time.perf_counter() - self._wall, "cpu_s": _cpu_s() - self._cpu}
+
+    @staticmethod
+    def zero() -> dict[str, float]:
+        """No time at all."""
+        return {"prepare_s": 0.0, "cpu_s": 0.0}
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def _ours(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
@@ -142,9 +166,9 @@ def _ours(job: Job) -> dict[str, Any]:
 
     parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())
-    began = time.perf_counter()
+    clock = Clock()
     built = build(Path(job.file), recipe, split="train", workers=job.processes)
-    run = {"prepare_s": time.perf_counter() - began}
+    run = clock.spent()
     counts = built.counts["kept"]
     assert counts.kept == counts.rows == job.rows, f"{counts.kept} of {counts.rows} rows kept"
     return {"run": {**run, "masks": dict(counts.methods)}, "made": built.dataset("kept")}
@@ -157,15 +181,15 @@ def _tokenizer(job: Job) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turns()
-    spent, tokens = 0.0, 0
+    spent, tokens = Clock.zero(), 0
     with Path(job.file).open(encoding="utf-8") as file:
         while lines := list(itertools.islice(file, BATCH_ROWS)):
             texts = [turns.rendered(json.loads(line)["messages"]) for line in lines]
-            began = time.perf_counter()
+            clock = Clock()
             encoded = tokenizer(texts, add_special_tokens=False)
-            spent += time.perf_counter() - began
+            spent = {name: spent[name] + more for name, more in clock.spent().items()}
             tokens += sum(map(len, encoded["input_ids"]))
-    return {"run": {"prepare_s": spent, "tokens": tokens}, "made": None}
+    return {"run": {**spent, "tokens": tokens}, "made": None}
 
 
 def _trl(job: Job) -> dict[str, Any]:
@@ -174,15 +198,14 @@ def _trl(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    spent = [0.0]
+    spent: dict[str, float] = {}
 
-    class Timed(SFTTrainer):  # type: ignore[misc]
+    class Timed(SFTTrainer):
         def _prepare_dataset(self, *args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return super()._prepare_dataset(*args, **options)
-            finally:
-                spent[0] += time.perf_counter() - began
+            clock = Clock()
+            made = super()._prepare_dataset(*args, **options)
+            spent.update(clock.spent())
+            return made
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     began = time.perf_counter()
@@ -193,7 +216,7 @@ def _trl(job: Job) -> dict[str, Any]:
         dataset_num_proc=job.processes if job.processes > 1 else None, report_to=[], use_cpu=True, bf16=False,
     )  # fmt: skip
     trainer = Timed(_tiny_model(len(tokenizer)), arguments, train_dataset=rows, processing_class=tokenizer)
-    return {"run": {"prepare_s": spent[0], "read_s": read_s}, "made": trainer.train_dataset}
+    return {"run": {**spent, "read_s": read_s}, "made": trainer.train_dataset}
 
 
 def _tiny_model(vocabulary: int) -> Any:
@@ -212,7 +235,7 @@ def _counted(dataset: Any) -> Run:
     digest, tokens, trained = hashlib.sha256(), 0, 0
     for batch in dataset.with_format("arrow").iter(BATCH_ROWS):
         ids, labels = (
-            np.concatenate([chunk.flatten() for chunk in batch[key].chunks]) for key in ("input_ids", "labels")
+            np.concatenate([chunk.flatten() for chunk in batch[name].chunks]) for name in ("input_ids", "labels")
         )
         digest.update(ids.astype(np.int32).tobytes())
         tokens, trained = tokens + len(ids), trained + int((labels != -100).sum())
@@ -283,7 +306,8 @@ def jobs_of(rows: int, trl_rows: int) -> list[Job]:
     """Every setting of every tool."""
     taken = min(rows, trl_rows)
     trl = [Job("trl", taken, rows, count, form) for form in ("messages", "prompt_completion") for count in (1, 2)]
-    return [*(Job("ours", rows, rows, count) for count in (1, 2)), Job("tokenizer", rows, rows, CORES), *trl]
+    alone = Job("tokenizer", min(rows, TOKENIZER_ROWS), rows, CORES)
+    return [*(Job("ours", rows, rows, count) for count in (1, 2)), alone, *trl]
 
 
 def best_only(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Job]:
@@ -301,6 +325,12 @@ def best(runs: Sequence[Run], tool: str, of: int | None = None) -> Run | None:
     """The run of a tool with the most rows a second."""
     mine = [run for run in runs if run["tool"] == tool and "error" not in run and of in (None, run["of"])]
     return max(mine, key=lambda run: run["rows_per_s"], default=None)
+
+
+def _cheapest(runs: Sequence[Run], tool: str, of: int) -> float | None:
+    """Seconds of processors for a row, in the run of a tool that took fewest."""
+    mine = [run["cpu_s"] / run["rows"] for run in runs if run["tool"] == tool and run["of"] == of and "cpu_s" in run]
+    return min(mine, default=None)
 
 
 # What it comes to.
@@ -321,6 +351,9 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
         if ours and trl:
             made["memory_ours_over_trl"] = ours["peak_rss_bytes"] / trl["peak_rss_bytes"]
             made["ours_over_trl_from_start"] = ours["rows"] / ours["total_s"] / (trl["rows"] / trl["total_s"])
+        for name, tool in (("ours_over_trl_by_cpu", "trl"), ("ours_over_tokenizer_by_cpu", "tokenizer")):
+            if (mine := _cheapest(runs, "ours", size)) and (theirs := _cheapest(runs, tool, size)):
+                made[name] = theirs / mine
         if again:
             made["second_start_s"] = again["prepare_s"]
     return {**found, **_memory_ratios(runs, sizes), "by_rows": by_rows}

@@ -338,7 +338,7 @@ def _rows_of(
         pieces = split_part(part, part_bytes=piece_bytes) if count > 1 else [part]
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     count = min(count, len(jobs))
-    results = _by_others(jobs, recipe, count, split) if count > 1 else _here(jobs, recipe, split)
+    results = _together(jobs, recipe, count, split) if count > 1 else _here(jobs, recipe, split)
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     counts = {KEPT: Counts(cost=LimitCost(recipe.data.truncate)), HELD: Counts(cost=LimitCost(recipe.data.truncate))}
     for result in results:
@@ -373,6 +373,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Result:
+    number: int
     files: dict[str, str]
     counts: _AllCounts
 
@@ -384,25 +385,31 @@ def _here(jobs: Sequence[_Job], recipe: Recipe, split: str) -> Iterator[_Result]
         yield maker.make(job, news=news)
 
 
-def _by_others(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> Iterator[_Result]:
-    """Results in the order of the jobs, made by `count` processes; a few jobs ahead of what is taken."""
+def _together(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> Iterator[_Result]:
+    """Results in the order of the jobs, made by `count` processes: this one, which begins at once, and others.
+
+    The others have a few jobs ahead; this one takes the next between looking after them.
+    """
     context = multiprocessing.get_context("spawn")
     news = _News(split)
     sent = (pickle.dumps(recipe), os.getpid())
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker, initargs=sent)
+    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_begin_worker, initargs=sent)
+    done: dict[int, _Result] = {}
+    following = 0
     try:
         waiting = iter(jobs)
-        running = {pool.submit(_work, _packed(job)): job for job in itertools.islice(waiting, count + 2)}
-        done: dict[int, _Result] = {}
-        following = 0
-        while running:
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+        running = {pool.submit(_work, _packed(job)) for job in itertools.islice(waiting, 2 * (count - 1))}
+        maker = _Maker(recipe)
+        while following < len(jobs):
+            mine = next(waiting, None)
+            if mine is not None:
+                done[mine.number] = maker.make(mine, news=news)
+            finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
             for future in finished:
-                job = running.pop(future)
-                done[job.number] = future.result()
-                news.add(done[job.number].counts[KEPT].rows)
-                for more in itertools.islice(waiting, 1):
-                    running[pool.submit(_work, _packed(more))] = more
+                result = future.result()
+                done[result.number] = result
+                news.add(result.counts[KEPT].rows)
+            running |= {pool.submit(_work, _packed(job)) for job in itertools.islice(waiting, len(finished))}
             while following in done:
                 yield done.pop(following)
                 following += 1
@@ -487,7 +494,7 @@ class _Maker:
                 gc.collect(0)
                 if news is not None:
                     news.add(len(batch.examples))
-        return _Result({name: writer.name for name, writer in writers.items()}, counts)
+        return _Result(job.number, {name: writer.name for name, writer in writers.items()}, counts)
 
     def _begun(self, job: _Job, counts: _AllCounts) -> Iterator[_Batch]:
         """The piece's examples in batches: the tokenizer has one of them while the next is read and rendered."""

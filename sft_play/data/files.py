@@ -19,7 +19,18 @@ from pathlib import Path
 
 from sft_play.config.schema import DataConfig
 from sft_play.data import json_rows, tables
-from sft_play.data.raw import BOM, GZIP_MARK, BadRow, RawRow, blocks, head, is_gzipped, whole_text, wide_encoding
+from sft_play.data.raw import (
+    BOM,
+    GZIP_MARK,
+    BadRow,
+    RawRow,
+    blocks,
+    head,
+    is_gzipped,
+    require_file,
+    whole_text,
+    wide_encoding,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -211,7 +222,7 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
     """The files of a source in their order (folders sorted), each as one part; nothing is opened.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or one is a pipe, a device or closed to this user.
     """
     given = str(source)
     if given.startswith(tables.HUB):
@@ -228,6 +239,7 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
 
 def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
     if not path.is_dir():
+        require_file(path)
         return [Part(str(path), "auto", split, text_wanted)]
     wanted = DATA_SUFFIXES | (TEXT_SUFFIXES if text_wanted else frozenset())
     found = [

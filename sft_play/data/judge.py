@@ -11,6 +11,7 @@ from typing import Any, Literal
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import AnySource
 from sft_play.data.preview import METHODS
+from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer
 from sft_play.data.survey import TEMPLATE, RowMaker, Survey, Surveyor
 from sft_play.log import escape_control, one_line
@@ -73,7 +74,7 @@ def problem(name: str, what: str, do: str) -> Check:
 def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Check]:
     """The rows of a file: how many, of which format, and those that cannot be read."""
     name = f"rows: {survey.split}"
-    said = f"{survey.rows:,} rows of {survey.source} ({survey.format})"
+    said = f"{rows_said(survey.rows)} of {survey.source} ({survey.format})"
     if survey.rows == 0:
         return [problem(name, f"{survey.source} has no rows", "give a file with rows")]
     if task_mode == "cpt" and survey.chats and survey.split != "train":
@@ -116,7 +117,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Check]:
         found.append(
             warning(
                 "duplicates",
-                f"{survey.duplicates:,} rows of {survey.source} ({share:.1%}) have the content of an earlier one, "
+                f"{rows_said(survey.duplicates)} of {survey.source} ({share:.1%}) with the content of an earlier one, "
                 f"such as row {other:,} that of row {one:,}",
                 "keep one of each: make process SET=data.process.drop_duplicates=true",
             )
@@ -126,7 +127,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Check]:
     chats = [survey for survey in surveys.values() if survey.split != "text"]
     leaks = [leak for pair in itertools.combinations(chats, 2) if (leak := _leak(*pair)) is not None]
     if not leaks and len(chats) > 1:
-        leaks = [ok("leaks", f"no row of {' and '.join(survey.split for survey in chats)} stands in two of them")]
+        leaks = [ok("leaks", f"no row stands in two of {', '.join(survey.split for survey in chats)}")]
     return [*found, *leaks]
 
 
@@ -149,7 +150,7 @@ def _leak(one: Survey, other: Survey) -> Check | None:
 def judge_masks(survey: Survey, data: DataConfig) -> list[Check]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {survey.split}"
-    said = f"{survey.rows - sum(survey.bad.values()):,} rows of {survey.source}"
+    said = f"{rows_said(survey.rows - sum(survey.bad.values()))} of {survey.source}"
     if survey.unmasked:
         return [_bad(name, said, survey.unmasked, survey.first_unmasked, data)]
     if not survey.kept:
@@ -159,7 +160,7 @@ def judge_masks(survey: Survey, data: DataConfig) -> list[Check]:
     found = [
         ok(
             name,
-            f"verified on every one of {sum(survey.methods.values()):,} rows by {methods}; {survey.trained:,} of "
+            f"verified on {_every(sum(survey.methods.values()))} by {methods}; {survey.trained:,} of "
             f"{survey.tokens:,} tokens are trained ({share:.0%})",
         )
     ]
@@ -185,6 +186,10 @@ def judge_masks(survey: Survey, data: DataConfig) -> list[Check]:
     return found
 
 
+def _every(rows: int) -> str:
+    return f"every one of {rows:,} rows" if rows != 1 else "the only row"
+
+
 def judge_texts(survey: Survey, data: DataConfig) -> list[Check]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
     found = []
@@ -193,13 +198,13 @@ def judge_texts(survey: Survey, data: DataConfig) -> list[Check]:
             warning(
                 "think text",
                 f"{survey.stripped_think:,} pieces of think text in {survey.split} are not written by the template",
-                "data.multi_turn=split keeps it in the last turn of each row, where the template does",
+                "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written",
             )
         )
     if survey.special_in_text:
         said = (
-            f"{survey.special_in_text:,} special tokens are spelled in the texts of {survey.special_rows:,} rows of "
-            f"{survey.split}"
+            f"{survey.special_in_text:,} special tokens are spelled in the texts of {rows_said(survey.special_rows)} "
+            f"of {survey.split} (the first: {one_line(survey.first_special)})"
         )
         if data.special_tokens_in_text == "plain":
             found.append(ok("special tokens", f"{said}: tokenised as plain text"))
@@ -290,9 +295,11 @@ def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positio
     share = survey.lost_trained / cost.trained
     if not (survey.cut_rows or survey.out_of_reach or share):
         return [ok(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")]
-    rows = [f"{survey.cut_rows:,} of {survey.kept + survey.out_of_reach:,} rows are cut at max_seq_len {max_seq_len:,}"]
+    of = f"of {rows_said(survey.kept + survey.out_of_reach)}"
+    rows = [f"{survey.cut_rows:,} {of} are cut at max_seq_len {max_seq_len:,}"]
     if survey.out_of_reach:
-        rows.append(f"{survey.out_of_reach:,} lose every trained token or are left out for their length")
+        whole = "left out" if data.truncate == "drop" else "without any trained token left"
+        rows.append(f"{survey.out_of_reach:,} {of} {whole} (shortest prompt: {survey.shortest_prompt:,} tokens)")
     said = f"{'; '.join(rows)}; {survey.lost_trained:,} of {cost.trained:,} trained tokens ({share:.1%}) are lost"
     ways = _ways(survey, data, max_seq_len=max_seq_len, positions=positions)
     if survey.kept == 0:
@@ -314,10 +321,10 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
             said.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
     if said:
         return f"set model.max_seq_len: {', '.join(said)}"
-    if positions is not None and positions > max_seq_len:
+    if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
         return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
-    other = "" if data.truncate == "prompt" else ", or data.truncate=prompt"
-    return f"the model has no more positions: split or shorten the rows{other}"
+    other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
+    return f"the model's {positions or max_seq_len:,} positions keep no more: split or shorten the rows{other}"
 
 
 def _rounded(limit: int) -> int:

@@ -44,7 +44,7 @@ from sft_play.data.formats import (
 from sft_play.data.messages import UNKNOWN_ROLE
 from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.tables import split_of_name
-from sft_play.data.written import OutputFolder
+from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -197,7 +197,7 @@ class ProcessReport:
         """The report in words, one thing a line."""
         kept = ", ".join(f"{name} {split.rows:,}" for name, split in self.splits.items())
         lines = [
-            f"Processed {self.rows_in:,} rows of {len(self.files)} file{'s' * (len(self.files) != 1)}: "
+            f"Processed {rows_said(self.rows_in)} of {len(self.files)} file{'s' * (len(self.files) != 1)}: "
             f"{self.rows_kept:,} kept ({kept}) in {self.out_dir}"
         ]
         lines += [_file_line(file) for file in self.files[:SHOWN]]
@@ -232,15 +232,20 @@ class ProcessReport:
         share = split.over / split.counted if split.counted else 0.0
         bars = _histogram(split)
         return [
-            f"{name}: {split.rows:,} rows{texts}; {said}",
+            f"{name}: {rows_said(split.rows)}{texts}; {said}",
             f"{name}: about {round(split.tokens):,} tokens an epoch, longest row {split.longest:,}; {share:.1%} of the "
             f"rows are over model.max_seq_len {self.max_seq_len:,} ({self.lengths_by})",
             f"{name}: rows by tokens: {bars}",
         ]
 
 
+def rows_said(count: int) -> str:
+    """A number of rows in words."""
+    return f"{count:,} row{'s' * (count != 1)}"
+
+
 def _counted(what: str, places: Places) -> str:
-    return f"{places.count:,} row{'s' * (places.count != 1)}: {what}: {places.words()}"
+    return f"{rows_said(places.count)}: {what}: {places.words()}"
 
 
 def _by_count(found: dict[str, Places]) -> list[tuple[str, Places]]:
@@ -305,6 +310,7 @@ class _Process:
             leaks_dropped=self._options.drop_leaks,
         )
         self._faults: list[str] = []
+        self._has_bad_rows = False
         self._seen: dict[str, set[bytes]] = {name: set() for name in SPLITS}
         self._kinds: dict[str, str] = {}
         self._files: dict[str, TextIO] = {}
@@ -414,8 +420,11 @@ class _Process:
                     continue
                 self._report.dropped.setdefault(example.reason, Places()).add(example.where)
                 if not example.is_asked:
+                    self._has_bad_rows = True
                     bad.add(str(example))
                     reasons[example.reason] += 1
+        except CannotWrite:
+            raise
         except DataError as error:
             self._faults.append(_file_fault(file, bad, reasons, roles, str(error)))
             return
@@ -493,7 +502,9 @@ class _Process:
             shown = self._faults[:_SHOWN_FILES]
             more = len(self._faults) - len(shown)
             end = [f"… and {more} more files"] if more else []
-            advice = "mend them, or leave rows out, counted, with data.on_bad_row=skip; nothing was written"
+            skips = self._has_bad_rows and self._config.data.on_bad_row == "fail"
+            way = ", or leave rows out, counted, with data.on_bad_row=skip" if skips else ""
+            advice = f"mend {'them' if skips or len(self._faults) > 1 else 'it'}{way}; nothing was written"
             raise DataError("\n".join([*shown, *end, advice]))
         if len(self._kinds) > 1:
             raise DataError(
@@ -511,7 +522,10 @@ class _Process:
             )
         for name, share in (("val", self._options.val_fraction), ("test", self._options.test_fraction)):
             if name not in report.splits and share and not report.own_splits:
-                report.remarks.append(f"No row falls into {name} ({share:g} of {report.rows_kept:,} rows): not written")
+                report.remarks.append(
+                    f"No row falls into {name} ({name}_fraction {share:g} of {rows_said(report.rows_kept)}): "
+                    f"{name}.jsonl is not written"
+                )
             elif name not in report.splits and report.own_splits:
                 report.remarks.append(f"The raw files have no {name} rows: {name}.jsonl is not written")
 

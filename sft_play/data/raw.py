@@ -5,7 +5,9 @@ What is not UTF-8 is named with the encoding that it looks like. A gzipped file 
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
@@ -87,10 +89,17 @@ def is_gzipped(path: Path) -> bool:
     return _first_bytes(path, 2) == GZIP_MARK
 
 
+def require_file(path: Path) -> None:
+    """Raises DataError for what is no file to read: a pipe would wait for ever, a device may never end."""
+    if not path.is_file():
+        raise DataError(f"{path} is no file (a pipe or a device?); data is read more than once")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
+
+
 def _first_bytes(path: Path, count: int) -> bytes:
     try:
-        if not path.is_file():
-            raise DataError(f"{path} is no file (a pipe or a device?); data is read more than once")
+        require_file(path)
         with path.open("rb") as file:
             return file.read(count)
     except OSError as error:

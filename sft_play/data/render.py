@@ -20,8 +20,10 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Example, Text
-from sft_play.data.template import ChatTemplate, Message, RenderError, Span
+from sft_play.data.template import ChatTemplate, Message, RenderError
+from sft_play.data.template_limits import Span
 from sft_play.data.turns import Found, Inexact, Turns
+from sft_play.data.words import Words, words_of
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -33,6 +35,8 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
+ALL_COMPARED, ONE_COMPARED_OF = 64, 256
+"""Texts whose tokens were put together from words that are compared with the tokenizer's own ids."""
 CHAT, TEXT = "chat", "text"
 """Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
 
@@ -248,9 +252,15 @@ class Renderer:
         return [self._draft(example) for example in examples]
 
     def encodings(self, drafts: Sequence[Draft | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two, outside of Python."""
-        plain = [draft.text for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
-        return list(self._backend.encode_batch(plain, add_special_tokens=False))
+        """The second step, the tokenizer's alone: it can run in a thread beside the other two.
+
+        Each is an `Encoding`, or `_Masked` where every word of the text is known.
+        """
+        plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
+        made = [self._encoder.masked(draft.text, draft.spans) for draft in plain]
+        asked = [draft.text for draft, known in zip(plain, made, strict=True) if known is None]
+        encodings = iter(self._backend.encode_batch(asked, add_special_tokens=False))
+        return [next(encodings) if known is None else known for known in made]
 
     def tokenised(self, drafts: Sequence[Draft | BadRow], encodings: Sequence[Any]) -> list[Rendered | BadRow]:
         """The third step: drafts with their encodings as tokens and labels."""
@@ -274,6 +284,8 @@ class Renderer:
         try:
             shown = self.specials.hidden(messages) if hide else messages
             found = self.turns(with_tools=bool(example.tools)).find(shown, example.tools)
+            if hide:
+                self._check_hidden(found.text, messages, example.tools)
             spans, untrained, method = self._wanted(found, messages)
         except Inexact as error:
             return BadRow(example.where, error.reason, error.detail)
@@ -281,6 +293,19 @@ class Renderer:
 
     def _text_draft(self, example: Text) -> Draft | BadRow:
         return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
+
+    def _check_hidden(self, text: str, messages: Sequence[Message], tools: Sequence[Any]) -> None:
+        """Raise Inexact where the template treats a special token in a text otherwise than the plain text that it is
+        taken for: it may split there, escape it, or refuse it."""
+        try:
+            real = self.turns(with_tools=bool(tools)).rendered(messages, tools)
+        except RenderError as error:
+            raise Inexact("the chat template refuses the row", str(error)) from error
+        if self.specials.revealed(text) != real:
+            raise Inexact(
+                "the chat template looks for a special token that stands in a text "
+                "(data.special_tokens_in_text=control takes it as the template does)"
+            )
 
     def _special_count(self, example: Chat) -> int:
         return sum(self.specials.count(text) for text in _texts(example.messages))
@@ -331,7 +356,7 @@ class Renderer:
             encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
         else:
             encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
-        masked = _masked(encoding, encoded, spans, self._added)
+        masked = encoding if isinstance(encoding, _Masked) else _masked(encoding, encoded, spans, self._added)
         merged = masked.inside
         if merged:
             splitting = self.specials.splitting if draft.special else self._encoder.splitting
@@ -483,9 +508,34 @@ class Encoder:
     def __init__(self, parts: TokenizerParts) -> None:
         from tokenizers import Tokenizer
 
+        self._compared = 0
         self.backend = Tokenizer.from_str(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
+
+    @functools.cached_property
+    def words(self) -> Words | None:
+        """The tokens of words seen before; None where this tokenizer has no such words."""
+        return words_of(self.backend)
+
+    def masked(self, text: str, spans: Sequence[Span]) -> _Masked | None:
+        """Ids and labels of a text whose words are known; None where the tokenizer has to be asked."""
+        found = self.words.masked(text, spans) if self.words is not None else None
+        if found is None:
+            return None
+        ids, trained = found
+        self._compare(text, ids)
+        labels = [IGNORED] * len(ids)
+        for first, last in trained:
+            labels[first:last] = ids[first:last]
+        return _Masked(ids, labels, 0)
+
+    def _compare(self, text: str, ids: list[int]) -> None:
+        """Ask the tokenizer all the same: for the first texts, then for one of many."""
+        self._compared += 1
+        if self._compared <= ALL_COMPARED or self._compared % ONE_COMPARED_OF == 0:
+            wanted = self.backend.encode(text, add_special_tokens=False).ids
+            assert ids == wanted, f"the words of {one_line(text)!r} have other tokens than the text"
 
     @functools.cached_property
     def splitting(self) -> _Splitting:
@@ -633,6 +683,10 @@ class _Specials:
 
     def _hide(self, text: str) -> str:
         return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
+
+    def revealed(self, text: str) -> str:
+        """A rendered text with hidden tokens as it reads."""
+        return re.sub(self._hidden, lambda match: self.tokens[ord(match.group()) - _HIDDEN_BASE], text)
 
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span], str, str, list[Span]]:
         """A rendered text with hidden tokens: encoding, spans in what was encoded, that text, and both as they read."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig, StyleConfig
-from sft_play.data.process import SPLITS, read_processed
+from sft_play.data.process import SPLITS, read_processed, rows_said
 from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
@@ -39,8 +39,10 @@ class StyleReport:
         """The report in words."""
         total = self.total
         rows = sum(total.values())
-        lines = [f"Styled {rows:,} rows into {self.out_dir}: {_words(total)}"]
-        lines += [f"  {name}: {sum(counts.values()):,} rows, {_words(counts)}" for name, counts in self.splits.items()]
+        lines = [f"Styled {rows_said(rows)} into {self.out_dir}: {_words(total)}"]
+        lines += [
+            f"  {name}: {rows_said(sum(counts.values()))}, {_words(counts)}" for name, counts in self.splits.items()
+        ]
         lines += [f"data.style.per_source: no row's source fits {one_line(glob)}" for glob in self.unused_globs]
         return lines
 

@@ -226,6 +226,9 @@ class Survey:
     stripped_think: int = 0
     special_in_text: int = 0
     special_rows: int = 0
+    first_special: str = ""
+    shortest_prompt: int = 0
+    """Tokens before the first trained one in the row that comes nearest to keeping it, of those out of reach."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     whole_lengths: array[int] = field(default_factory=lambda: array("q"))
     with_bos: int = 0
@@ -396,10 +399,14 @@ class Surveyor:
             found.note(made.whole.notes, made.whole.where)
             found.stripped_think += made.whole.stripped_think
             found.special_rows += made.whole.special_in_text > 0
+            if made.whole.special_in_text:
+                found.first_special = found.first_special or made.whole.where
             found.special_in_text += made.whole.special_in_text
             found.untrained_turns += made.whole.untrained_turns
         if made.is_too_long:
             found.out_of_reach += 1
+            if made.whole is not None and runs:
+                found.shortest_prompt = min(found.shortest_prompt or runs[0][0], runs[0][0])
         elif isinstance(made.row, BadRow):
             found.count_unmasked(made.row)
         elif made.whole is not None:

@@ -9,9 +9,14 @@ A template is asked, not known by name. Two kinds of renderings tell everything:
   treats the row. The copy shows what the template writes between the pieces, what it strips, drops, escapes or moves.
   Without its sentinels it must be the row's own text, character by character; else nothing is trained.
 
+A second copy has other sentinels and must be the same otherwise: so nothing that a template took out of a text, such
+as its first letter, passes for the template's own words.
+
 What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
 long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
-one rendering and one comparison a row. Every other row gets a copy of its own.
+one rendering and one comparison a row. Where the template looks at more of a text (its length, its first letter, a
+word), which is watched while the copy is rendered, the prompts of every row are rendered too. Every other row gets a
+copy of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.template import ChatTemplate, Message, RenderError, Span
+from sft_play.data.template import ChatTemplate, Message, RenderError
+from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -40,6 +46,9 @@ document: plain text; inexact: as told, not as it should be."""
 Kind = Literal["content", "reasoning", "name", "argument"]
 _SALT = "zQ9x"
 _SENTINEL = re.compile(_SALT + r"(\d{5})([be])")
+_OTHER_SALT = "Kw7V"
+_OTHER_SENTINEL = re.compile(_OTHER_SALT + r"([ghjkmnprst]{5})([du])")
+_TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 _MAX_PIECES = 90_000
 
 
@@ -121,6 +130,8 @@ class Skeleton:
     stripped: tuple[int, ...] = ()
     marks_agree: bool = False
     """The template has `{% generation %}` marks, and they hold exactly the turns."""
+    looks: bool = False
+    """The template looks at more of the texts than what was taken apart: another row's prompts may be others."""
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """The text that a row with these pieces must have, and where each gap begins in it."""
@@ -171,7 +182,7 @@ class Turns:
         self._special = tuple(token for token in special_tokens if token)
         self._eos = eos_token
         self._split = _splitter(template.tested)
-        self._shapes: dict[Any, Skeleton | Inexact] = {}
+        self._shapes: dict[Any, Skeleton | None] = {}
         self.habits = self._learn()
 
     # What the template does.
@@ -300,24 +311,33 @@ class Turns:
         shape = None if tools else self._shape(messages)
         if shape is None:
             return self._verified(text, messages, tools)
-        skeleton = self._shapes.get(shape)
-        if skeleton is None:
+        if shape not in self._shapes:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
-            skeleton = self._shapes[shape] = self._try_skeleton(messages, tools)
-        if isinstance(skeleton, Inexact):
-            raise Inexact(skeleton.reason, skeleton.detail)
+            self._shapes[shape] = self._of_shape(messages)
+        skeleton = self._shapes[shape]
+        if skeleton is None:
+            return self._verified(text, messages, tools)
         pieces = [stripped for message in messages if (stripped := message["content"].strip())]
         expected, begins = skeleton.fill(pieces)
         if expected != text:
             return self._verified(text, messages, tools)
-        return self._found(skeleton, text, begins)
+        found = self._found(skeleton, text, begins)
+        if skeleton.looks:
+            self._confirm(found, skeleton, messages, tools)
+        return found
 
-    def _try_skeleton(self, messages: Sequence[Message], tools: Sequence[Any]) -> Skeleton | Inexact:
+    def _of_shape(self, messages: Sequence[Message]) -> Skeleton | None:
+        """The skeleton of plain rows of this shape; None where this row has none, which another one may have."""
         try:
-            return self._skeleton(messages, tools)[0]
-        except Inexact as error:
-            return error
+            skeleton = self._skeleton(messages, ())[0]
+        except Inexact:
+            return None
+        copy = adapted(self._marked_copy(messages)[0], self.habits)
+        looks = self.template.looks_into(_SALT, copy) or any(
+            self.template.looks_into(_SALT, copy[: turn.message], prompt=True) for turn in skeleton.turns
+        )
+        return dataclasses.replace(skeleton, looks=looks)
 
     def _shape(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts.
@@ -347,10 +367,21 @@ class Turns:
                 _first_difference(expected, text),
             )
         found = self._found(skeleton, text, begins)
-        for index, (start, _) in found.spans.items():
-            if self._prompt(self.habits, messages[:index], tools) != text[:start]:
-                raise Inexact(_OTHER_PROMPT, f"messages[{index}]")
+        self._confirm(found, skeleton, messages, tools)
         return found
+
+    def _confirm(self, found: Found, skeleton: Skeleton, messages: Sequence[Message], tools: Sequence[Any]) -> None:
+        """Raise Inexact unless the row's own prompts are what its turns begin behind."""
+        for turn in skeleton.turns:
+            if turn.message not in found.spans:
+                continue
+            start, end = found.spans[turn.message]
+            if self._prompt(self.habits, messages[: turn.message], tools) != found.text[:start]:
+                raise Inexact(_OTHER_PROMPT, f"messages[{turn.message}]")
+            if turn.by_prefix and not self.habits.markers:
+                own = self._rendered_or_nothing(messages[: turn.message + 1], tools)
+                if own != found.text[:end]:
+                    raise Inexact(_NO_END, f"messages[{turn.message}]")
 
     def _found(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> Found:
         spans: dict[int, Span] = {}
@@ -384,6 +415,7 @@ class Turns:
             text = self.rendered(copy, tools)
         except RenderError as error:
             raise Inexact("the chat template refuses a copy of the row with marks in it", str(error)) from error
+        self._check_other_copy(copy, text, tools)
         gaps, order, broken = _take_apart(text, pieces)
         written = {number for number, _ in order}
         stripped = self._judge_pieces(messages, pieces, written, broken)
@@ -395,6 +427,13 @@ class Turns:
         )
         agree = self.template.has_generation and self._marks_agree(places, turns, copy, tools)
         return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
+
+    def _check_other_copy(self, copy: Sequence[Message], text: str, tools: Sequence[Any]) -> None:
+        """Raise Inexact where a copy with other sentinels is rendered otherwise."""
+        other = [_mapped(message, index, _with_other_sentinels) for index, message in enumerate(copy)]
+        again = _OTHER_SENTINEL.sub(_first_sentinel, self._rendered_or_nothing(other, tools))
+        if again != text:
+            raise Inexact("the chat template takes a text apart", _first_difference(text, again))
 
     def _marks_agree(
         self, places: _Places, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
@@ -413,21 +452,33 @@ class Turns:
         pieces: list[Piece] = []
 
         def mark(text: str, index: int, kind: Kind) -> str:
-            if _SALT in text:
-                raise Inexact("a text holds the mark that turns are found by", f"messages[{index}]: {_SALT}")
+            for salt in (_SALT, _OTHER_SALT):
+                if salt in text:
+                    raise Inexact("a text holds the mark that turns are found by", f"messages[{index}]: {salt}")
             made: list[str] = []
             at = 0
             for begin, end in _pieces(text, self._split if kind in ("content", "reasoning") else None):
                 number = len(pieces)
                 pieces.append(Piece(index, kind, text[begin:end]))
+                self._check_between(text[at:begin], index)
                 made += (text[at:begin], f"{_SALT}{number:05d}b", text[begin:end], f"{_SALT}{number:05d}e")
                 at = end
+            self._check_between(text[at:], index)
             return "".join((*made, text[at:]))
 
         copy = [_mapped(message, index, mark) for index, message in enumerate(messages)]
         if len(pieces) > _MAX_PIECES:
             raise Inexact("a row has too many texts", f"{len(pieces):,}")
         return copy, pieces
+
+    def _check_between(self, text: str, index: int) -> None:
+        """Raise Inexact where a text that is no piece, since the template looks for it, could pass for an end."""
+        marker = next((marker for marker in self.habits.markers if marker in text), None)
+        if marker is not None:
+            raise Inexact(
+                "a text holds the end of turn, which the chat template looks for in texts",
+                f"messages[{index}]: {one_line(marker)}",
+            )
 
     def _judge_pieces(
         self, messages: Sequence[Message], pieces: Sequence[Piece], written: set[int], broken: set[int]
@@ -486,21 +537,35 @@ class Turns:
     ) -> tuple[Place | None, bool]:
         """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
         limit = places.next_piece(after)
-        try:
-            own = self.rendered(copy[: index + 1], tools)
-        except RenderError:
-            own = ""
+        own = self._rendered_or_nothing(copy[: index + 1], tools)
         until = len(own) if own and places.text.startswith(own) and after <= len(own) <= limit else None
         region = places.text[after : until if until is not None else limit]
         found = [(at, marker) for marker in self.habits.markers if (at := region.find(marker)) >= 0]
         if found:
             at, marker = min(found, key=lambda item: (item[0], -len(item[1])))
-            return places.place(after + at + len(marker)), until is not None
+            end = after + at + len(marker)
+            if until is None and not places.tells_end(index, len(copy)) and not _ends_so(places.text, after, end, own):
+                return None, False
+            return places.place(end), until is not None
         if self.habits.markers:
             return None, False
         if until is not None:
             return places.place(until), True
         return (places.place(after), False) if is_text else (None, False)
+
+    def _rendered_or_nothing(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        try:
+            return self.rendered(messages, tools)
+        except RenderError:
+            return ""
+
+
+def _ends_so(text: str, after: int, end: int, own: str) -> bool:
+    """Whether the rendering that ends with the turn goes on from `after`, the end of the turn's last piece, as the
+    whole text does until `end`."""
+    last = text.rfind(_SALT, 0, after)
+    behind = own.rfind(text[last:after]) + after - last if last >= 0 and text[last:after] in own else -1
+    return behind >= 0 and own.startswith(text[after:end], behind)
 
 
 _A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
@@ -609,6 +674,14 @@ def _pieces(text: str, split: re.Pattern[str] | None) -> Iterator[Span]:
             first = at + inner.find(body)
             yield first, first + len(body)
         at = end
+
+
+def _with_other_sentinels(text: str, *_: Any) -> str:
+    return _SENTINEL.sub(lambda found: _OTHER_SALT + (found.group(1) + found.group(2)).translate(_TO_OTHER), text)
+
+
+def _first_sentinel(found: re.Match[str]) -> str:
+    return _SALT + (found.group(1) + found.group(2)).translate(_FROM_OTHER)
 
 
 def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
@@ -750,6 +823,12 @@ class _Places:
             first = begin if first is None else first
             last = (end, piece.kind)
         return first, *last
+
+    def tells_end(self, message: int, count: int) -> bool:
+        """Whether the turn and the message behind it are written with texts of their own, so that what stands between
+        them is the turn's end or the other's beginning."""
+        written = {self._pieces[number].message for number, _, _ in self._parts}
+        return message in written and (message + 1 in written or message + 1 == count)
 
     def next_piece(self, position: int) -> int:
         """Where the next piece begins at or behind the position; the text's end where there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -21,6 +22,10 @@ from sft_play.log import one_line
 
 RECORD = ".sft_play_written.json"
 """Name of a folder's record: digests of the files as they were left."""
+
+
+class CannotWrite(DataError):
+    """What was to be written could not be: a full disk, a limit."""
 
 
 class OutputFolder:
@@ -55,7 +60,7 @@ class OutputFolder:
         assert name in self._names, name
         aside = self.path / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.part"
         try:
-            file = aside.open("w", encoding="utf-8", newline="\n")
+            file = _Output(aside, shown=self.path / name)
         except OSError as error:
             raise DataError(f"{self.path / name} cannot be written: {error.strerror}") from None
         self._aside[name] = aside
@@ -69,11 +74,12 @@ class OutputFolder:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             for file in self._open:
-                file.close()
+                with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):  # said already
+                    file.close()
             if kind is None:
                 self._keep()
         except OSError as problem:
-            raise DataError(f"{self.path} cannot be written: {problem.strerror}") from None
+            raise CannotWrite(f"{self.path} cannot be written: {problem.strerror}") from None
         finally:
             for aside in self._aside.values():
                 with contextlib.suppress(OSError):
@@ -82,17 +88,15 @@ class OutputFolder:
     def _keep(self) -> None:
         """Rename what was written, take away announced files that were not written this time, renew the record."""
         record = self._record()
-        for name in self._names:
-            aside = self._aside.get(name)
-            if aside is None:
-                if record.pop(name, None) is not None:  # ours, from an earlier time
-                    (self.path / name).unlink(missing_ok=True)
-            else:
-                record[name] = _digest(aside)
-                aside.replace(self.path / name)
+        left = [name for name in self._names if name not in self._aside and record.pop(name, None) is not None]
+        record |= {name: _digest(aside) for name, aside in self._aside.items()}
         part = self.path / f"{RECORD}.{os.getpid()}.part"
+        self._aside[RECORD] = part  # written before anything is renamed: a full disk leaves all as it was
         part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        part.replace(self.path / RECORD)
+        for name in left:  # ours, from an earlier time
+            (self.path / name).unlink(missing_ok=True)
+        for name, aside in self._aside.items():  # the record last
+            aside.replace(self.path / name)
 
     def _is_foreign(self, name: str) -> bool:
         path = self.path / name
@@ -108,6 +112,20 @@ class OutputFolder:
                 f"{self.path / RECORD} cannot be read ({one_line(str(error))}); remove it, or write over with FORCE=1"
             ) from None
         return found if isinstance(found, dict) else {}
+
+
+class _Output(io.TextIOWrapper):
+    """A file that is written; a disk that is full, or a limit that is reached, is the user's to mend."""
+
+    def __init__(self, path: Path, *, shown: Path) -> None:
+        super().__init__(path.open("wb"), encoding="utf-8", newline="\n")
+        self._shown = shown
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            raise CannotWrite(f"{self._shown} cannot be written: {error.strerror}") from None
 
 
 def _digest(path: Path) -> str:

@@ -1,0 +1,408 @@
+"""The sandbox that chat templates run in: transformers' environment with limits.
+
+A sandbox keeps a template from files and from Python; it does not stop a loop that never ends or a text that doubles.
+So loops, calls and the sizes of what they make are counted here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import date, datetime
+from datetime import time as clock
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+
+Span = tuple[int, int]
+"""Characters [start, end) of a text."""
+
+MAX_STEPS = 2_000_000
+"""Turns of loops and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
+MAX_CHARS = 64 * 2**20
+"""Longest text that a template may put together."""
+MAX_SECONDS = 20.0
+MAX_WIDTH = 100_000
+"""Largest number that a template may pad, indent or repeat a text by."""
+MAX_NODES = 1_000_000
+"""Values inside a list or an object that is written as text; lists that hold a list twice double quickly."""
+MAX_BITS = 1_000_000
+"""Length of a whole number that a template may multiply up to."""
+
+
+class TooMuch(Exception):
+    """A limit was passed."""
+
+
+_OF_LISTS = frozenset(
+    {"length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "items"}
+    | {"default", "d", "reverse", "batch", "slice", "attr"}
+)
+"""Filters that do not look at what is inside of the values of a list; the others compare them or write them."""
+
+
+class Budget:
+    """What one rendering may use."""
+
+    def __init__(self) -> None:
+        self.steps, self.until = MAX_STEPS, time.monotonic() + MAX_SECONDS
+
+    def take(self, steps: int) -> None:
+        """Use up steps; raises when there are none left or the time is over."""
+        self.steps -= steps
+        if self.steps < 0:
+            raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
+        if time.monotonic() > self.until:
+            raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
+
+
+def _short(text: Any) -> Any:
+    if isinstance(text, (str, list, tuple)) and len(text) > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+    return text
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: the text between them, whose place is noted."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        """A block whose rendered text goes through `_note`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = str(caller())
+        environment = self.environment
+        assert isinstance(environment, LimitedEnvironment)
+        if environment.pieces is not None:
+            start = sum(map(len, environment.pieces))
+            environment.marked.append((start, start + len(text)))
+        return text
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """transformers' environment with limits."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, today: date) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.budget = Budget()
+        self.pieces: list[str] | None = None
+        self.marked: list[Span] = []
+        self.finalize = flat
+        self.concat = _put_together  # type: ignore[method-assign]
+        self.filters["tojson"] = _tojson
+        for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
+            self.filters[name] = _narrow(name, self.filters[name])
+        for name in self.filters.keys() - _OF_LISTS:
+            self.filters[name] = _of_flat(self.filters[name])
+        for name in (
+            "eq",
+            "==",
+            "equalto",
+            "ne",
+            "!=",
+            "lt",
+            "<",
+            "lessthan",
+            "gt",
+            ">",
+            "greaterthan",
+            "le",
+            "<=",
+            "ge",
+            ">=",
+            "in",
+        ):
+            self.tests[name] = _of_flat(self.tests[name])
+        for name, check in (("join", _check_join), ("replace", _check_replace)):
+            self.filters[name] = _checked(self.filters[name], check)
+        self.filters["bounded"] = self._bounded
+        self.filters["flat"] = flat
+        self.filters["joined"] = lambda parts: _short("".join(str(flat(part)) for part in parts))
+        self.filters["random"] = self.globals["lipsum"] = _refuse_chance
+        now = datetime.combine(today, clock())
+        self.globals["raise_exception"] = refuse
+        self.globals["strftime_now"] = now.strftime
+        self.globals["dict"] = _make_dict
+        self.globals["namespace"] = PlainNamespace
+
+    def _bounded(self, items: Any) -> Any:
+        """What a loop goes over, counted before it begins."""
+        if not isinstance(items, Sized):
+            items = list(items)
+        self.budget.take(1 + len(items))
+        return _Timed(items, self.budget)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.budget.take(1)
+        owner = owner_of(__obj)
+        if isinstance(owner, (str, bytes)):
+            _check_method(owner, __obj.__name__, args, kwargs)
+        return _short(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**` and `%`, whose results may be huge."""
+        if operator in ("*", "**"):
+            _check_product(operator, left, right)
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            _check_format(str(left), _PERCENT_WIDTH)
+            flat(right)
+        return _short(super().call_binop(context, operator, left, right))
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """The template with its loops and joins counted."""
+        tree = self.parse(source)
+        _rewrite(tree, self._rewritten)
+        return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def _rewritten(self, node: nodes.Node) -> nodes.Node:
+        """What stands for a node of the template: loops and joins go through filters."""
+        if isinstance(node, nodes.For):
+            node.iter = filter_node(node.iter, "bounded")
+        elif isinstance(node, nodes.Compare):
+            sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+            if not any(isinstance(side.expr, nodes.Const) for side in sides):
+                for side in sides:
+                    side.expr = filter_node(side.expr, "flat")
+        elif isinstance(node, nodes.Concat):
+            return filter_node(nodes.List(node.nodes).set_lineno(node.lineno), "joined")
+        return node
+
+
+def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
+    """Put `change(node)` in the place of every node below this one, from the innermost outwards."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            _rewrite(value, change)
+            setattr(node, name, change(value))
+        elif isinstance(value, list):
+            for position, item in enumerate(value):
+                if isinstance(item, nodes.Node):
+                    _rewrite(item, change)
+                    value[position] = change(item)
+
+
+def owner_of(function: Any) -> Any:
+    """What a method belongs to, also where the sandbox has put a function of its own around it; None for others."""
+    return getattr(getattr(function, "__wrapped__", function), "__self__", None)
+
+
+def filter_node(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
+    """The node put through a filter."""
+    made = nodes.Filter(node, name, list(args), [], None, None)
+    made.set_lineno(node.lineno)
+    return made
+
+
+def _put_together(parts: Iterable[str]) -> str:
+    """The text of a block or a macro."""
+    parts = list(parts)
+    if sum(map(len, parts)) > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+    return "".join(parts)
+
+
+class _Timed:
+    """What a loop goes over, with an eye on the time."""
+
+    def __init__(self, items: Any, budget: Budget) -> None:
+        self._items, self._budget = items, budget
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._budget.take(0)
+            yield item
+
+
+def _refuse_chance(*_: Any, **__: Any) -> None:
+    raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
+
+
+def flat(value: Any) -> Any:
+    """The value, if it is small enough to be written as text; raises TooMuch."""
+    _count(value)
+    return value
+
+
+def _count(value: Any) -> int:
+    """Values inside a list or an object, itself counted; raises TooMuch."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    counted, waiting = 1, [value]
+    while waiting:
+        held = waiting.pop()
+        items = [*held, *held.values()] if isinstance(held, dict) else held
+        counted += len(items)
+        if counted > MAX_NODES:
+            raise TooMuch(f"a list of more than {MAX_NODES:,} values written as text")
+        waiting += [item for item in items if isinstance(item, (list, tuple, dict))]
+    return counted
+
+
+def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that writes a value as text."""
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            flat(value)
+        return plain(*args, **kwargs)
+
+    return passing_as(plain, written)
+
+
+def passing_as(plain: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+    """`made`, given the context, evaluation context or environment that Jinja gives to `plain`."""
+    if hasattr(plain, "jinja_pass_arg"):
+        setattr(made, "jinja_pass_arg", plain.jinja_pass_arg)  # noqa: B010
+    return made
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    """Raise TooMuch where `left * right` or `left ** right` would be huge."""
+    for side, times in ((left, right), (right, left)):
+        if isinstance(side, (str, bytes, list, tuple)) and isinstance(times, int):
+            size = len(side) * (1 if isinstance(side, (str, bytes)) else 8)
+            if size * times > MAX_CHARS:
+                raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TooMuch("a number without end")
+
+
+_PERCENT_WIDTH = r"%(?:\([^)]*\))?[^a-zA-Z%]*?(\d+|\*)"
+
+
+def _check_format(form: str, width: str) -> None:
+    """Raise TooMuch where a format pads by more than a text may have; `width` is the pattern of a width."""
+    found = [match.group(1) for match in re.finditer(width, form)]
+    if any(text == "*" or len(text) > 5 for text in found) or sum(map(int, found)) > MAX_CHARS:
+        raise TooMuch(f"a text padded to more than {MAX_WIDTH:,}")
+
+
+def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise TooMuch where a method of a text would make a huge one."""
+    given = (*args, *kwargs.values())
+    _check_widths(given)
+    if name == "replace":
+        _check_replace(owner, *args)
+    elif name == "join":
+        _check_join(*args, owner)
+    elif name in ("format", "format_map"):
+        _check_format(str(owner), r"(\d+)")
+        for value in given:
+            flat(value)
+    elif name == "translate" and args and isinstance(args[0], dict):
+        if len(owner) * max((len(str(text)) for text in args[0].values()), default=0) > MAX_CHARS:
+            raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+    elif name == "expandtabs":
+        width = next((value for value in given if isinstance(value, int)), 8)
+        if str(owner).count("\t") * width + len(owner) > MAX_CHARS:
+            raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+
+
+def _check_widths(values: Any) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
+            raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
+
+
+def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pads, wraps or fills a text no further than a text may be long."""
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
+        _check_widths(given)
+        text = str(given[0]) if given else ""
+        if name == "format":
+            _check_format(text, _PERCENT_WIDTH)
+        places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
+        sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
+        if places * max(sizes, default=0) > MAX_CHARS and name in ("wordwrap", "format", "indent"):
+            raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+        return plain(*args, **kwargs)
+
+    return passing_as(plain, narrowed)
+
+
+def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """A filter whose arguments are looked at first; those behind `eval_ctx` are given to the check."""
+
+    def checked(context: Any, *args: Any, **kwargs: Any) -> Any:
+        args = (list(args[0]) if check is _check_join and not isinstance(args[0], str) else args[0], *args[1:])
+        check(*args, **kwargs)
+        return plain(context, *args, **kwargs)
+
+    return passing_as(plain, checked)
+
+
+def _check_join(items: Any, between: Any = "", *_: Any, **more: Any) -> None:
+    size = len(items) * len(str(more.get("d", between)))
+    if size > MAX_CHARS or size + sum(len(item) for item in items if isinstance(item, str)) > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+
+
+def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any) -> None:
+    if len(str(text)) + str(text).count(str(old)) * len(str(new)) > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    _check_widths([indent])
+    width = sum(item if isinstance(item, int) else len(item) for item in (indent or 0, *(separators or ())))
+    if _count(value) * width > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def refuse(message: Any) -> None:
+    """What `raise_exception` does: the template refuses the conversation."""
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+class MakeDict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+_make_dict = MakeDict()
+
+
+class PlainNamespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscored names, as transformers has it."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        own, given = args[0], args[1:]
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(own, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")

@@ -1,0 +1,264 @@
+"""Tokens of words that were seen before: what a byte-level tokenizer does over and over, done once for each word.
+
+A byte-level BPE tokenizer cuts a text at its added tokens, then into words by a pattern; the tokens of a word depend
+on that word alone. So a dictionary of words gives the same ids, several times as fast. That holds here for texts of
+ASCII characters only: there the pattern means the same in Python as in the tokenizer, once its classes of characters
+are spelt out. Every other text and every other kind of tokenizer goes through the tokenizer itself.
+
+Nothing is taken on trust: a tokenizer's words are compared with its own ids on probes before they are used, and on
+rows while they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+Span = tuple[int, int]
+
+MAX_WORDS = 200_000
+"""Words that are remembered; then all are forgotten. Some 60 MB."""
+MAX_WORD_CHARS = 40
+"""Longer words are rarely seen again."""
+PROBES = 300
+_KEEP_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+"""Normalisers that leave ASCII as it is."""
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2)."""
+_BYTES = {byte: chr(256 + number) for number, byte in enumerate([*range(33), 127])}
+"""How byte-level tokenizers write the ASCII bytes that are no visible characters; the others stand for themselves."""
+_NOWHERE = "\ue000"
+"""A character that no ASCII text holds, for classes without any ASCII character."""
+
+
+class Words:
+    """The tokens of texts by their words; made by `words_of`."""
+
+    def __init__(self, backend: Any, stages: Sequence[re.Pattern[str]], added: dict[str, int]) -> None:
+        self._first, self._last = stages[:-1], stages[-1].findall
+        self._added = added
+        longest_first = sorted(added, key=lambda token: (-len(token), token))
+        self._cut: Callable[[str], list[str]] = re.compile(
+            f"({'|'.join(map(re.escape, longest_first))})" if added else r"((?!))"
+        ).split
+        self._ids = _Remembered(backend.model)
+
+    def ids(self, text: str) -> list[int] | None:
+        """The text's ids; None where the tokenizer has to be asked."""
+        made = self.masked(text, ())
+        return made and made[0]
+
+    def masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:
+        """The text's ids, and which of them [first, last) stand for each span of characters.
+
+        None where the tokenizer has to be asked: the text is not ASCII, or an edge of a span stands inside a word.
+        """
+        if not text.isascii():
+            return None
+        edges = [edge for span in spans for edge in span]
+        ids: list[int] = []
+        found: list[int] = []
+        position = 0
+        for number, piece in enumerate(self._cut(text)):
+            before, end = len(ids), position + len(piece)
+            words = self._words(piece) if number % 2 == 0 else [piece]
+            if words is None:
+                return None
+            if number % 2:
+                ids.append(self._added[piece])
+            else:
+                ids += itertools.chain.from_iterable(map(self._ids.__getitem__, words))
+            while len(found) < len(edges) and edges[len(found)] < end:
+                at = self._tokens_before(edges[len(found)] - position, words)
+                if at is None:
+                    return None
+                found.append(before + at)
+            position = end
+        found += [len(ids)] * (len(edges) - len(found))
+        return ids, list(zip(found[::2], found[1::2], strict=True))
+
+    def _tokens_before(self, edge: int, words: Sequence[str]) -> int | None:
+        """How many tokens stand before an edge between words; None where it is inside of one."""
+        at = count = 0
+        for word in words:
+            if at >= edge:
+                break
+            at, count = at + len(word), count + len(self._ids[word])
+        return count if at == edge else None
+
+    def _words(self, piece: str) -> list[str] | None:
+        """The words of a text without added tokens; None where the pattern leaves characters out."""
+        parts = [piece]
+        for stage in self._first:
+            parts = [part for whole in parts for part in _all_parts(stage, whole)]
+        words = self._last(piece) if not self._first else [word for part in parts for word in self._last(part)]
+        return words if "".join(words) == piece else None
+
+
+class _Remembered(dict[str, tuple[int, ...]]):
+    """The ids of words, asked from the model once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        ids = tuple(token.id for token in self._model.tokenize(word.translate(_BYTES)))
+        if len(word) <= MAX_WORD_CHARS:
+            if len(self) >= MAX_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def _all_parts(stage: re.Pattern[str], text: str) -> Iterator[str]:
+    """What the pattern finds and what stands between."""
+    at = 0
+    for match in stage.finditer(text):
+        if match.start() > at:
+            yield text[at : match.start()]
+        if match.end() > match.start():
+            yield match.group()
+        at = match.end()
+    if at < len(text):
+        yield text[at:]
+
+
+def words_of(backend: Any) -> Words | None:
+    """The words of a tokenizer's backend; None where it is of another kind, or its words do not give its own ids."""
+    added = backend.get_added_tokens_decoder()
+    stages = _stages(_state(backend.pre_tokenizer))
+    if stages is None or not _keeps_ascii(_state(backend.normalizer)) or not _is_plain_bpe(backend.model):
+        return None
+    if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
+        return None
+    if len({token.normalized for token in added.values()}) > 1:  # found one kind after the other
+        return None
+    words = Words(backend, stages, {token.content: number for number, token in added.items() if token.content})
+    probes = list(_probes([token.content for token in added.values()]))
+    wanted = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
+    return words if [words.ids(probe) for probe in probes] == wanted else None
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """What a part of a tokenizer is, as in tokenizer.json; empty where there is none."""
+    state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
+    return state
+
+
+def _keeps_ascii(normalizer: dict[str, Any]) -> bool:
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return all(map(_keeps_ascii, normalizer["normalizers"]))
+    return kind is None or kind in _KEEP_ASCII
+
+
+def _is_plain_bpe(model: Any) -> bool:
+    return type(model).__name__ == "BPE" and not model.dropout
+
+
+def _stages(pre_tokenizer: dict[str, Any]) -> list[re.Pattern[str]] | None:
+    """The patterns that texts are cut by, one after the other; None where they cannot be told."""
+    kind = pre_tokenizer.get("type")
+    steps = pre_tokenizer["pretokenizers"] if kind == "Sequence" else [pre_tokenizer]
+    *before, last = steps or [{}]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    patterns = [_pattern_of(step) for step in before] + ([_GPT2] if last.get("use_regex", True) else [])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            made = [re.compile(ascii_pattern(pattern or "$"), re.ASCII) for pattern in patterns]
+    except (ValueError, re.error, Warning):
+        return None
+    return made if made and not any(stage.groups for stage in made) else None
+
+
+def _pattern_of(step: dict[str, Any]) -> str | None:
+    """The pattern of a step that keeps all its parts."""
+    if step.get("type") == "Digits":
+        return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
+    if step.get("type") != "Split" or (step.get("behavior"), step.get("invert")) not in (
+        ("Isolated", False),
+        ("Removed", True),
+    ):
+        return None
+    pattern: str | None = step["pattern"].get("Regex")
+    return pattern
+
+
+_PROPERTY = re.compile(r"\\([pP])\{(\^?)(\w+)\}")
+_FOREIGN = re.compile(r"\\[zZGRXKbBhHA]|&&|\[:|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[^:]|\(\?<[^=!]")
+"""What means something else, or nothing, in Python."""
+
+
+def ascii_pattern(pattern: str) -> str:
+    """A tokenizer's pattern as one of Python's that finds the same in ASCII texts.
+
+    Raises:
+        ValueError: it has something that means another thing in Python.
+    """
+    if _FOREIGN.search(pattern):
+        raise ValueError(pattern)
+    made: list[str] = []
+    at, in_class = 0, False
+    while at < len(pattern):
+        match = _PROPERTY.match(pattern, at)
+        char = pattern[at]
+        if match:
+            members = _members(match.group(3), is_not=(match.group(1) == "P") != bool(match.group(2)))
+            made.append(members if in_class else f"[{members}]")
+            at = match.end()
+            continue
+        if char == "\\":
+            made.append(pattern[at : at + 2])
+            at += 2
+            continue
+        if (char == "[" and in_class) or (char in "$.^" and not in_class):
+            raise ValueError(pattern)
+        made.append(char)
+        at += 1
+        if char == "[":
+            in_class = True
+            if pattern[at : at + 1] == "^":
+                made.append("^")
+                at += 1
+        elif char == "]":
+            in_class = False
+    return "".join(made)
+
+
+def _members(name: str, *, is_not: bool) -> str:
+    """The ASCII characters of a Unicode category, as the inside of a class."""
+    fitting = [chr(code) for code in range(128) if unicodedata.category(chr(code)).startswith(name) != is_not]
+    return "".join(f"\\x{ord(char):02x}" for char in fitting) or _NOWHERE
+
+
+def _probes(added: Sequence[str]) -> Iterator[str]:
+    """Texts of words, numbers, white space, marks, controls and added tokens, the same every time."""
+    chance = random.Random(0)
+    pieces = [*map(chr, range(128)), *"eariotnslc" * 4, *" \n" * 20, *"0123456789" * 2]
+    pieces += [
+        "'s",
+        "'LL",
+        "'Re",
+        "don't",
+        " the",
+        "Hello",
+        "  ",
+        "\r\n",
+        " \n\n ",
+        "\t\t",
+        " 12345",
+        "3.14",
+        "://",
+        "))",
+    ]
+    pieces += [token for token in added if token.isascii()][:20]
+    for _ in range(PROBES):
+        yield "".join(chance.choices(pieces, k=chance.randint(1, 60)))

@@ -1,0 +1,254 @@
+"""The way of a new user: raw files to a checked run, a second time, and the messages on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play.data import judge
+from sft_play.data.files import data_files
+from sft_play.data.survey import LimitCost, Survey
+from sft_play.data.written import RECORD, OutputFolder
+from sft_play.errors import DataError
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.build
+
+WRITTEN = ("data/processed", "data/processed_with_style", "data/rendered")
+
+
+@pytest.fixture
+def story(tmp_path, tiny_llama, monkeypatch, command):
+    """An empty folder with raw files of three kinds and a run YAML; runs commands there: (exit code, printed text)."""
+    raw = tmp_path / "data" / "raw"
+    raw.mkdir(parents=True)
+    write_lines(raw / "faq.jsonl", [{"question": f"what is {n} + 1?", "answer": f"it is {n + 1}."} for n in range(40)])
+    (raw / "more.csv").write_text("instruction,output\n" + "".join(f"say yes {n},yes {n}\n" for n in range(10)))
+    turns = [
+        {"from": "system", "value": "You count."},
+        {"from": "human", "value": "one"},
+        {"from": "gpt", "value": "two"},
+        {"from": "human", "value": "three"},
+        {"from": "gpt", "value": "four"},
+    ]
+    (raw / "shared.json").write_text(json.dumps([{"conversations": turns}]))
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 96}}\n"
+        "tuning: {mode: lora}\n"
+        "data:\n"
+        "  train_path: data/processed_with_style/train.jsonl\n"
+        "  val_path: data/processed_with_style/val.jsonl\n"
+        "  test_path: data/processed_with_style/test.jsonl\n"
+        "  process: {val_fraction: 0.2, test_fraction: 0.1}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, report_to: [], gradient_checkpointing: false}\n"
+        "eval: {before_training: false, steps: 0}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, **variables: str) -> tuple[int, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in variables.items():
+                patch.setenv(key, value)
+            return command(name, "--config", "my.yaml")
+
+    return run
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def states() -> dict[str, tuple[bytes, float]]:
+    """Bytes and time of every file that the data commands wrote."""
+    files = [file for folder in WRITTEN for file in Path(folder).iterdir() if file.name != RECORD]
+    return {str(file): (file.read_bytes(), file.stat().st_mtime) for file in files}
+
+
+def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
+    code, said = story("process")
+    assert code == 0, said
+    assert "Processed 51 rows of 3 files: 51 kept" in said
+    assert "faq.jsonl: 40 rows, question/answer" in said
+
+    code, said = story("style", STYLE="You are terse.")
+    assert code == 0, said
+    assert "Styled 51 rows" in said
+    assert "50 set, 1 prepended" in said
+    rows = [row for split in ("train", "val", "test") for row in read_lines(f"data/processed_with_style/{split}.jsonl")]
+    prompts = {row["messages"][0]["content"] for row in rows}
+    assert prompts == {"You are terse.", "You are terse.\n\nYou count."}
+
+    code, said = story("render")
+    assert code == 0, said
+    (start, end), *_ = (row := read_lines("data/rendered/train.jsonl")[0])["spans"]
+    assert row["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\n")
+    assert row["text"][:start].endswith("<|im_start|>assistant\n")
+    assert row["text"][start:end].endswith("<|im_end|>")
+
+    code, said = story("check")
+    assert code == 0, said
+    assert "Ready to train" in said
+    assert "masks: train" in said
+
+    code, said = story("train")
+    assert code == 0, said
+    before = said[: said.index("Learning rate")]
+    assert "masks verified on every row" in before
+    assert "First training row, trained part in [[ ]]: <|im_start|>system\\nYou are terse." in before
+    assert "<|im_end|>]]" in before
+    roles = before.partition("tokens by role: trained in train: ")[2].partition("\n")[0]
+    for role in ("user", "system"):
+        assert f"{role} 0 of " in roles
+    trained, _, there = roles.partition("assistant ")[2].partition(",")[0].partition(" of ")
+    assert trained == there != "0"
+    assert "BOS: none, as the tokenizer has it" in before
+    assert "end of turn: every trained answer ends with <|im_end|>" in before
+    assert "padding token: <|endoftext|>" in before
+    assert "Trained weights: " in said
+
+
+def test_a_second_time_everything_is_the_same_and_the_tokens_are_there(story, monkeypatch):
+    for name in ("process", "style", "render"):
+        assert story(name, STYLE="You are terse.")[0] == 0
+    assert story("train", SET="output.name=one")[0] == 0
+    cache = Path(os.environ["SFT_PLAY_CACHE"]) / "tokens"
+    made = {folder.name: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()}
+    old = states()
+
+    for name in ("process", "style", "render"):
+        assert story(name, STYLE="You are terse.")[0] == 0
+    assert {file: content for file, (content, _) in states().items()} == {f: content for f, (content, _) in old.items()}
+    monkeypatch.setattr("sft_play.data.build._make", lambda *_: pytest.fail("the rows were made again"))
+    code, said = story("train", SET="output.name=two")
+    assert code == 0, said
+    assert {folder.name: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()} == made
+
+
+def test_an_edited_file_is_refused_and_nothing_beside_it_is_written(story):
+    assert story("process")[0] == 0
+    edited = Path("data/processed/train.jsonl")
+    edited.write_text(edited.read_text() + '{"messages": []}\n')
+    old = {path.name: path.read_bytes() for path in Path("data/processed").iterdir()}
+    code, said = story("process")
+    assert code == 2
+    assert "data/processed/train.jsonl: edited since make process wrote it" in said
+    assert "make process FORCE=1" in said
+    assert {path.name: path.read_bytes() for path in Path("data/processed").iterdir()} == old
+    assert story("process", FORCE="1")[0] == 0
+    assert story("process")[0] == 0
+
+
+def test_the_whole_pipeline_says_which_files_train_would_read(story):
+    code, said = story("full-pipeline", STYLE="You are terse.")
+    assert code == 0, said
+    assert [line for line in said.splitlines() if line.endswith(" ==")][1:] == [
+        "== style ==",
+        "== render ==",
+        "== check ==",
+    ]
+    assert "data.train_path=data/processed_with_style/train.jsonl, which was written just now" in said
+    code, said = story("full-pipeline", SET="data.process.out_dir=elsewhere")
+    assert "make train with this config reads data.train_path=data/processed_with_style/train.jsonl" in said
+
+
+def test_a_file_that_cannot_be_read_is_not_told_to_be_skipped(story):
+    Path("data/raw/empty.jsonl").touch()
+    code, said = story("process")
+    assert code == 2
+    assert "empty.jsonl has no rows: the file is empty\nmend it; nothing was written" in said
+    write_lines(Path("data/raw/bad.jsonl"), [{"question": "q", "answer": None}, {"question": "q", "answer": "a"}])
+    code, said = story("process")
+    assert "bad.jsonl:1: answer is not text (it is null)" in said
+    assert "mend them, or leave rows out, counted, with data.on_bad_row=skip; nothing was written" in said
+    assert not Path("data/processed").exists() or not list(Path("data/processed").iterdir())
+
+
+@pytest.mark.parametrize("name", ["process", "check", "train"])
+def test_a_pipe_is_refused_by_every_command_before_it_is_opened(story, tmp_path, name):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    code, said = story(
+        name, SET="data.train_path=rows.jsonl data.val_path=null data.test_path=null data.process.raw_path=rows.jsonl"
+    )
+    assert code == 2
+    assert "rows.jsonl is no file (a pipe or a device?)" in said
+
+
+def test_a_file_that_is_closed_to_the_user_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: Permission denied"):
+        data_files(path)
+
+
+class TestADiskThatIsFull:
+    def test_writing_says_which_file_and_leaves_the_old_ones(self, tmp_path):
+        with OutputFolder(tmp_path, ("a.txt",), force=False, command="process") as folder:
+            folder.open("a.txt").write("old")
+        code = (
+            "import resource, sys; from pathlib import Path; from sft_play.data.written import OutputFolder\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+            f"with OutputFolder(Path({str(tmp_path)!r}), ('a.txt',), force=False, command='process') as folder:\n"
+            "    file = folder.open('a.txt')\n"
+            "    for _ in range(1000): file.write('x' * 1000)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert f"CannotWrite: {tmp_path / 'a.txt'} cannot be written: File too large" in done.stderr
+        assert (tmp_path / "a.txt").read_text() == "old"
+        assert {path.name for path in tmp_path.iterdir()} == {"a.txt", RECORD}
+
+    def test_process_ends_at_once_with_the_name_of_the_output(self, story):
+        write_lines(Path("data/raw/faq.jsonl"), [{"question": f"q {n}", "answer": "a" * 200} for n in range(3_000)])
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+        try:
+            code, said = story("process")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert code == 2
+        assert "data/processed/train.jsonl cannot be written: File too large" in said
+        assert "mend" not in said
+        assert list(Path("data/processed").iterdir()) == []
+
+
+class TestAdviceOnLength:
+    def survey(self, *rows: tuple[int, int]) -> Survey:
+        """Rows of (tokens, trained ones at their end) as a limit of 8 leaves them."""
+        found = Survey("train", "train.jsonl", LimitCost("end"))
+        for tokens, trained in rows:
+            found.cost.add(tokens, [(tokens - trained, tokens)])
+            if tokens - trained >= 8:
+                found.out_of_reach += 1
+                found.shortest_prompt = min(found.shortest_prompt or tokens - trained, tokens - trained)
+            else:
+                found.kept += 1
+                found.trained += min(8, tokens) - (tokens - trained)
+        return found
+
+    def check(self, survey: Survey, positions: int | None) -> judge.Check:
+        from sft_play.config.schema import DataConfig
+
+        (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)
+        return check
+
+    def test_a_length_that_keeps_no_more_is_not_proposed(self):
+        check = self.check(self.survey((6, 2), (100, 10)), positions=64)
+        assert check.state == "problem"
+        assert "the model's 64 positions keep no more: split or shorten the rows" in str(check.do)
+        assert "set model.max_seq_len" not in str(check.do)
+
+    def test_the_shortest_prompt_says_how_far_the_limit_is(self):
+        check = self.check(self.survey((100, 10), (60, 4)), positions=None)
+        assert "2 of 2 rows without any trained token left (shortest prompt: 56 tokens)" in check.what
+        assert "keeps all" in str(check.do)
