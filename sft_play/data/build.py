@@ -642,7 +642,7 @@ def _chars(example: Example) -> int:
     """About how long an example is."""
     if isinstance(example, Text):
         return len(example.text)
-    return sum(len(message["content"]) for message in example.messages)
+    return sum(len(message.get("content") or "") for message in example.messages)
 
 
 @contextlib.contextmanager

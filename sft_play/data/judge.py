@@ -295,7 +295,7 @@ def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positio
     share = survey.lost_trained / cost.trained
     if not (survey.cut_rows or survey.out_of_reach or share):
         return [ok(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")]
-    of = f"of {rows_said(survey.kept + survey.out_of_reach)}"
+    of = f"of {survey.kept + survey.out_of_reach:,} rows"
     rows = [f"{survey.cut_rows:,} {of} are cut at max_seq_len {max_seq_len:,}"]
     if survey.out_of_reach:
         whole = "left out" if data.truncate == "drop" else "without any trained token left"
@@ -324,7 +324,9 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
         return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
     other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
-    return f"the model's {positions or max_seq_len:,} positions keep no more: split or shorten the rows{other}"
+    more = positions is not None and positions > max_seq_len
+    why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
+    return f"{why}: split or shorten the rows{other}"
 
 
 def _rounded(limit: int) -> int:

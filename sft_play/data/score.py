@@ -20,6 +20,7 @@ from typing import Any, Literal
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat
 from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer, TokenizerParts
+from sft_play.data.template import ChatTemplate, Endless, RenderError
 from sft_play.errors import ConfigError, TokenizerError
 from sft_play.log import one_line
 
@@ -196,9 +197,11 @@ def score(folder: Path, tokenizer: str) -> Score:
         ConfigError: there is no such folder, or no template in it.
         TokenizerError: the tokenizer cannot be loaded.
     """
+    if folder.is_file():
+        raise ConfigError(f"TEMPLATES={folder} is a file; give the folder that holds it: TEMPLATES={folder.parent}")
     if not folder.is_dir():
         raise ConfigError(f"TEMPLATES={folder} is no folder (looked from {Path.cwd()})")
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
         raise ConfigError(f"TEMPLATES={folder} holds no templates; looked for {', '.join(sorted(SUFFIXES))}")
     loaded = _load(tokenizer)
@@ -212,6 +215,8 @@ def _load(name: str) -> Any:
 
     folder = Path(name).expanduser()
     looks_local = name.startswith(("/", ".", "~")) or folder.exists()
+    if not name.strip():
+        raise TokenizerError("TOKENIZER is empty; give the folder or the hub id of a tokenizer")
     if looks_local and not folder.is_dir():
         raise TokenizerError(f"TOKENIZER={name} is no folder (looked from {Path.cwd()})")
     try:
@@ -225,10 +230,10 @@ def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts
     name = file.relative_to(folder).as_posix()
     try:
         own = copy.copy(tokenizer)
-        own.chat_template = file.read_text(encoding="utf-8-sig")
+        own.chat_template = _read(file)
         renderer = Renderer(parts.with_template(own.chat_template), max_seq_len=_NO_LIMIT, encoder=encoder)
         renderer.turns()
-    except (TokenizerError, UnicodeDecodeError, OSError) as error:
+    except TokenizerError as error:
         for case in CASES:
             yield Row(name, case.name, "", "cannot_render", one_line(str(error), limit=200))
         return
@@ -236,8 +241,18 @@ def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts
         yield _judged(name, case, renderer, own)
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise TokenizerError(f"the file is not UTF-8: byte 0x{byte:02X} at {error.start}") from error
+    except OSError as error:
+        raise TokenizerError(f"the file cannot be read: {error.strerror}") from error
+
+
 def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
-    texts = _Texts(case, tokenizer)
+    texts = _Texts(case, tokenizer, renderer.turns().template)
     found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
     if not texts.written:
         return Row(name, case.name, "", "cannot_render", texts.why)
@@ -252,10 +267,14 @@ def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
 
 
 class _Texts:
-    """The renderings of a case in every form that a template may want, by transformers itself."""
+    """The renderings of a case in every form that a template may want, by transformers itself.
 
-    def __init__(self, case: Case, tokenizer: Any) -> None:
-        self._case, self._tokenizer = case, tokenizer
+    transformers has no limits: `limited` is asked first, and what does not end there is not begun here.
+    """
+
+    def __init__(self, case: Case, tokenizer: Any, limited: ChatTemplate) -> None:
+        self._case, self._tokenizer, self._limited = case, tokenizer, limited
+        self._is_endless = False
         self.why = ""
         self.written: dict[str, list[dict[str, Any]]] = {}
         """Texts that hold all that is needed, and the messages in their form."""
@@ -270,6 +289,8 @@ class _Texts:
                 self.written.setdefault(text, messages)
 
     def _render(self, messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str | None:
+        if not self._ends(messages, prompt=prompt):
+            return None
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(self._case.tools) or None, add_generation_prompt=prompt, tokenize=False
@@ -278,6 +299,17 @@ class _Texts:
             self.why = self.why or one_line(str(error), limit=200)
             return None
         return str(text)
+
+    def _ends(self, messages: Sequence[dict[str, Any]], *, prompt: bool) -> bool:
+        if self._is_endless:
+            return False
+        try:
+            self._limited.render(messages, tools=self._case.tools, prompt=prompt)
+        except Endless as error:
+            self.why, self._is_endless = self.why or str(error), True
+        except RenderError:
+            pass  # what it refuses here it refuses there too, and says why
+        return not self._is_endless
 
     def prompts(self, text: str) -> dict[int, str]:
         """What each assistant turn of the text would be generated after, by message."""

@@ -33,6 +33,10 @@ class RenderError(ValueError):
     """A template that refuses a conversation, fails on it, or never ends with it; the message is safe to show."""
 
 
+class Endless(RenderError):
+    """A template that passes the limits; what asks it again waits again."""
+
+
 class ChatTemplate:
     """One chat template, compiled once; `render` gives the text that the model sees.
 
@@ -136,9 +140,11 @@ def _as_render_error() -> Iterator[None]:
     try:
         yield
     except TooMuch as error:
-        raise RenderError(f"the chat template does not end in reasonable time or size: {error}") from None
+        raise Endless(f"the chat template does not end in reasonable time or size: {error}") from None
     except RecursionError:
-        raise RenderError("the chat template calls itself without end, or the row is nested too deeply") from None
+        raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
+    except MemoryError:
+        raise Endless("the chat template takes more memory than there is") from None
     except GeneratorExit:
         raise
     except Exception as error:

@@ -26,7 +26,8 @@ MAX_STEPS = 2_000_000
 """Turns of loops and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
 MAX_CHARS = 64 * 2**20
 """Longest text that a template may put together."""
-MAX_SECONDS = 20.0
+MAX_SECONDS = 5.0
+"""A conversation of a thousand turns takes some hundredths of a second."""
 MAX_WIDTH = 100_000
 """Largest number that a template may pad, indent or repeat a text by."""
 MAX_NODES = 1_000_000
@@ -44,6 +45,11 @@ _OF_LISTS = frozenset(
     | {"default", "d", "reverse", "batch", "slice", "attr"}
 )
 """Filters that do not look at what is inside of the values of a list; the others compare them or write them."""
+
+
+_COMPARING_TESTS = frozenset(
+    {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}
+)
 
 
 class Budget:
@@ -105,25 +111,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.filters[name] = _narrow(name, self.filters[name])
         for name in self.filters.keys() - _OF_LISTS:
             self.filters[name] = _of_flat(self.filters[name])
-        for name in (
-            "eq",
-            "==",
-            "equalto",
-            "ne",
-            "!=",
-            "lt",
-            "<",
-            "lessthan",
-            "gt",
-            ">",
-            "greaterthan",
-            "le",
-            "<=",
-            "ge",
-            ">=",
-            "in",
-        ):
-            self.tests[name] = _of_flat(self.tests[name])
+        tests: Any = self.tests
+        for name in _COMPARING_TESTS:
+            tests[name] = _of_flat(tests[name])
         for name, check in (("join", _check_join), ("replace", _check_replace)):
             self.filters[name] = _checked(self.filters[name], check)
         self.filters["bounded"] = self._bounded

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.template import ChatTemplate, Message, RenderError
+from sft_play.data.template import ChatTemplate, Endless, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -198,6 +198,8 @@ class Turns:
             habits = Habits(parts=parts)
             try:
                 text = self._render(habits, _PLAIN)
+            except Endless as error:
+                raise TokenizerError(f"the chat template cannot render a question and an answer: {error}") from error
             except RenderError as error:
                 problem = problem or str(error)
                 continue
@@ -221,6 +223,8 @@ class Turns:
                     )
                     try:
                         text = self._render(tried, _CALLING, tools=_TOOLS)
+                    except Endless:
+                        return habits
                     except RenderError:
                         continue
                     written = text.split("question1q")[-1]
@@ -511,9 +515,10 @@ class Turns:
 
     def _turn(self, places: _Places, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
         """One assistant turn of the marked copy."""
-        prompt = self._prompt(self.habits, copy[:index], tools)
-        if prompt is None:
-            return Turn(index, reason="the chat template cannot render the prompt of a turn")
+        try:
+            prompt = self.rendered(copy[:index], tools, prompt=True)
+        except RenderError as error:
+            return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
         common = _common(prompt, places.text)
         is_prefix = common == len(prompt)
         start = places.place(common)
