@@ -347,7 +347,7 @@ class TestLimits:
         assert "more than data.max_lost_fraction=0.05" in text
         assert "5 rows are cut" in text
         assert "64 keeps" in text
-        assert "128 keeps 100.0%" in text
+        assert "128 keeps all" in text
 
     def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
         splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)

@@ -176,7 +176,10 @@ def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str =
         DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
     """
     parts = _parts(source, recipe, split)
-    folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
+    try:
+        folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
+    except OSError as error:
+        raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):

@@ -19,6 +19,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build import HELD, KEPT, Built, Counts, Recipe, build, chat_of
 from sft_play.data.files import AnySource, BadRow, DataPaths, data_files, read_part
 from sft_play.data.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer, TokenizerParts, TokenRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -63,9 +64,9 @@ class Report:
             f"{self.tokens:,} tokens, {self.tokens_trained:,} of them trained{share}"
         ]
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
-            lines.append(f"Data {split}: {count:,} rows left out: {reason}")
+            lines.append(f"Data {split}: {rows_said(count)} left out: {reason}")
         for note, count in sorted(self.noted.items(), key=lambda item: -item[1]):
-            lines.append(f"Data {split}: {count:,} rows: {note}")
+            lines.append(f"Data {split}: {rows_said(count)}: {note}")
         return [*lines, *self._length_lines(split), *self._mask_lines(split)]
 
     def _length_lines(self, split: str) -> list[str]:
@@ -89,11 +90,14 @@ class Report:
             )
         if self.stripped_think:
             lines.append(
-                f"Data {split}: the template leaves out {self.stripped_think:,} pieces of think text of earlier turns; "
-                "data.multi_turn=split keeps them"
+                f"Data {split}: the template leaves out {self.stripped_think:,} pieces of think text; "
+                "data.multi_turn=split keeps them where only the last turn's is written"
             )
         if self.special_rows:
-            lines.append(f"Data {split}: {self.special_rows:,} rows spell special tokens in their texts")
+            lines.append(
+                f"Data {split}: special tokens are spelled in the texts of {rows_said(self.special_rows)} "
+                "(data.special_tokens_in_text says what becomes of them)"
+            )
         if self.answers_merged:
             lines.append(
                 f"Data {split}: {self.answers_merged:,} ends of answers stand inside a token, which is split there as "
@@ -501,11 +505,12 @@ def _longer_limits(counts: Counts, max_seq_len: int, allowed: float) -> str:
     """Which longer limits would keep how much."""
     said: list[str] = []
     limit = max_seq_len
-    while limit < counts.cost.longest and len(said) < 6:
+    best = 1 - _lost_fraction(counts)
+    while limit < counts.cost.longest and best < 1:
         limit = min(limit * 2, -(-counts.cost.longest // 64) * 64)
         short = counts.whole_trained - counts.cost.trained
         kept = (short + counts.cost.kept_share(limit) * counts.cost.trained) / counts.whole_trained
-        said.append(f"{limit} keeps {kept:.1%}")
-        if kept == 1:
-            break
+        if kept > best + 1e-9:  # a length that keeps no more is no way out
+            said.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.2%}'}")
+            best = kept
     return f"model.max_seq_len={', '.join(said)}" if said else "Raise model.max_seq_len"
