@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow, RawRow, data_paths, read_rows
 from sft_play.data.formats import Chat, Text, recognise, rename_columns, to_example
 from sft_play.data.render import IGNORED, Renderer, end_of_text_id, label_spans, show_row
@@ -30,6 +31,10 @@ def example(data: dict):
     shape = recognise(data)
     assert shape is not None, data
     return to_example(row, shape)
+
+
+def renderer_of(tokenizer, *, loss_on="assistant", max_seq_len):
+    return Renderer(tokenizer, DataConfig(loss_on=loss_on), max_seq_len=max_seq_len)
 
 
 ROW = chat("hello there", "how are you today?")
@@ -222,7 +227,7 @@ class TestMasks:
         return AutoTokenizer.from_pretrained(tiny_llama)
 
     def trained(self, tokenizer, messages, *, loss_on="assistant", tools=(), limit=10_000):
-        row = Renderer(tokenizer, loss_on=loss_on, max_seq_len=limit)(Chat("f:1", tuple(messages), tuple(tools)))
+        row = renderer_of(tokenizer, loss_on=loss_on, max_seq_len=limit)(Chat("f:1", tuple(messages), tuple(tools)))
         assert not isinstance(row, BadRow), row
         groups, current = [], []
         for token, label in zip(row.input_ids, row.labels, strict=True):
@@ -258,14 +263,14 @@ class TestMasks:
         assert self.trained(tokenizer, turns) == ["yes<|im_end|>"]
 
     def test_a_row_is_cut_at_the_end_and_what_is_lost_is_counted(self, tokenizer):
-        renderer = Renderer(tokenizer, loss_on="assistant", max_seq_len=10_000)
+        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=10_000)
         whole = renderer(Chat("f:1", self.TURNS))
-        cut = Renderer(tokenizer, loss_on="assistant", max_seq_len=len(whole.input_ids) - 3)(Chat("f:1", self.TURNS))
+        cut = renderer_of(tokenizer, loss_on="assistant", max_seq_len=len(whole.input_ids) - 3)(Chat("f:1", self.TURNS))
         assert (cut.cut, len(cut.input_ids)) == (3, len(whole.input_ids) - 3)
         assert cut.lost == whole.trained - cut.trained > 0
 
     def test_a_row_whose_answer_lies_beyond_the_limit_is_a_bad_row(self, tokenizer):
-        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=8)(Chat("f:1", self.TURNS))
+        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=8)(Chat("f:1", self.TURNS))
         assert isinstance(row, BadRow)
         assert "beyond max_seq_len" in row.reason
 
@@ -275,18 +280,18 @@ class TestMasks:
             "{{ m.role + ': [cut]' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
         )
-        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
+        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
         assert isinstance(row, BadRow)
         assert row.reason == "the chat template drops a system turn's text"
-        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS[2:]))
+        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS[2:]))
         assert isinstance(row, BadRow)
 
     def test_a_template_that_drops_the_answer_is_refused(self, tokenizer):
         tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
         with pytest.raises(TokenizerError, match="drops an assistant's answer"):
-            _ = Renderer(tokenizer, loss_on="assistant", max_seq_len=100).end_of_turn
+            _ = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100).end_of_turn
 
-    def test_a_marker_inside_a_call_is_refused_not_trained_in_part(self, tokenizer):
+    def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(self, tokenizer):
         tokenizer.chat_template = (
             "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
             "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -297,24 +302,26 @@ class TestMasks:
         (trained,) = self.trained(tokenizer, turns)
         assert trained.endswith('{"a": "yes"}}<|im_end|>')
         call["function"]["arguments"]["a"] = "<|im_end|>x"
-        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=1000)(Chat("f:1", turns))
-        assert isinstance(row, BadRow)
-        assert "its own end marker" in row.reason
+        row = renderer_of(tokenizer, max_seq_len=1000)(Chat("f:1", turns))
+        ends = [token for token in row.labels if token == tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        assert len(ends) == 1  # the one in the text is plain text
+        assert row.special_in_text == 1
+        assert self.trained(tokenizer, turns)[0].count("<|im_end|>") == 2
 
     def test_context_that_the_template_drops_is_a_bad_row(self, tokenizer):
         tokenizer.chat_template = tokenizer.chat_template.replace(
             "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
         )
         turns = (self.TURNS[1], self.TURNS[2], {"role": "tool", "content": "result 42"}, self.TURNS[4])
-        row = Renderer(tokenizer, loss_on="completion", max_seq_len=1000)(Chat("f:1", turns))
+        row = renderer_of(tokenizer, loss_on="completion", max_seq_len=1000)(Chat("f:1", turns))
         assert isinstance(row, BadRow)
-        assert row.reason == "the chat template drops a tool turn's text"
+        assert row.reason == "the chat template drops a tool's text"
 
     def test_an_answer_that_begins_inside_its_prompts_last_token_is_counted(self):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
-        renderer = Renderer(tokenizer, loss_on="assistant", max_seq_len=1000)
+        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=1000)
         answers = {content: renderer(Chat("f:1", (self.TURNS[1], {"role": "assistant", "content": content})))
                    for content in ("lead", "\n\nlead")}  # fmt: skip
         assert [row.merged for row in answers.values()] == [0, 1]
@@ -322,7 +329,7 @@ class TestMasks:
     def test_two_bos_tokens_are_never_trained(self, tokenizer):
         tokenizer.bos_token = "<|im_start|>"
         tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + tokenizer.chat_template
-        row = Renderer(tokenizer, loss_on="all", max_seq_len=100)(Chat("f:1", self.TURNS))
+        row = renderer_of(tokenizer, loss_on="all", max_seq_len=100)(Chat("f:1", self.TURNS))
         assert isinstance(row, BadRow)
         assert row.reason == "two BOS tokens"
 
@@ -330,7 +337,7 @@ class TestMasks:
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
         tokenizer.pad_token = tokenizer.eos_token
-        renderer = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)
+        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)
         short, long = renderer(Chat("f:1", self.TURNS[1:3])), renderer(Chat("f:2", self.TURNS))
         collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
         batch = collate([{"input_ids": row.input_ids, "labels": row.labels} for row in (short, long)])
@@ -338,11 +345,11 @@ class TestMasks:
         assert trained == [1, 2]
 
     def test_the_shown_row_marks_what_is_trained(self, tokenizer):
-        row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
+        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
         assert "<|im_start|>assistant\n[[one<|im_end|>]]" in show_row(row, tokenizer)
 
     def test_documents_end_with_the_end_of_text_token(self, tokenizer):
-        ids = Renderer(tokenizer, loss_on="all", max_seq_len=100).document_ids(Text("f:1", "yes no"))
+        ids = renderer_of(tokenizer, loss_on="all", max_seq_len=100).document_ids(Text("f:1", "yes no"))
         assert ids[-1] == end_of_text_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
         assert tokenizer.decode(ids[:-1]) == "yes no"
 
@@ -351,7 +358,7 @@ REAL_TEMPLATES = {
     "Qwen2.5-Instruct": ("<|im_end|>", "two<|im_end|>"),
     "SmolLM2": ("<|im_end|>", "two<|im_end|>"),
     "Mistral-7B-Instruct-v0.3": ("</s>", "two</s>"),
-    "Phi-3-mini-4k-instruct": ("<|end|>\n", "two<|end|>"),
+    "Phi-3-mini-4k-instruct": ("<|end|>", "two<|end|>"),
 }
 
 
@@ -367,7 +374,7 @@ def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
         {"role": "assistant", "content": "two"},
     ]
     marker, last = REAL_TEMPLATES[name]
-    renderer = Renderer(tokenizer, loss_on="assistant", max_seq_len=1000)
+    renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=1000)
     assert renderer.end_of_turn == marker
     row = renderer(Chat("f:1", tuple(turns)))
     assert not isinstance(row, BadRow), row
@@ -396,7 +403,7 @@ def test_no_template_gets_a_wrong_mask():
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         for messages in (turns, turns[:2], ({"role": "system", "content": "brief"}, *turns[:2])):
             try:
-                row = Renderer(tokenizer, loss_on="assistant", max_seq_len=100_000)(Chat("f:1", messages))
+                row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100_000)(Chat("f:1", messages))
             except TokenizerError:
                 continue
             if isinstance(row, BadRow):
@@ -404,7 +411,9 @@ def test_no_template_gets_a_wrong_mask():
             pairs = zip(row.input_ids, row.labels, strict=True)
             trained = tokenizer.decode([token for token, label in pairs if label != IGNORED])
             for message in messages:
-                assert (message["content"] in trained) == (message["role"] == "assistant"), (file.name, trained)
+                is_answer = message["role"] == "assistant"
+                is_left_out = row.untrained_turns > 0 and message is not messages[-1]
+                assert (message["content"] in trained) == (is_answer and not is_left_out), (file.name, trained)
             exact += 1
     assert exact > 300
 

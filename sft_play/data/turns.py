@@ -15,8 +15,7 @@ as its first letter, passes for the template's own words.
 What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
 long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
 one rendering and one comparison a row. Where the template looks at more of a text (its length, its first letter, a
-word), which is watched while the copy is rendered, the prompts of every row are rendered too. Every other row gets a
-copy of its own.
+word), which is watched while the copy is rendered, and for all other rows, every row gets a copy of its own.
 """
 
 from __future__ import annotations
@@ -130,8 +129,6 @@ class Skeleton:
     stripped: tuple[int, ...] = ()
     marks_agree: bool = False
     """The template has `{% generation %}` marks, and they hold exactly the turns."""
-    looks: bool = False
-    """The template looks at more of the texts than what was taken apart: another row's prompts may be others."""
 
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """The text that a row with these pieces must have, and where each gap begins in it."""
@@ -182,6 +179,7 @@ class Turns:
         self._special = tuple(token for token in special_tokens if token)
         self._eos = eos_token
         self._split = _splitter(template.tested)
+        self._asked = _splitter(template.tested | {_SALT, _OTHER_SALT}) or re.compile("(?!)")
         self._shapes: dict[Any, Skeleton | None] = {}
         self.habits = self._learn()
 
@@ -193,7 +191,7 @@ class Turns:
         return _replace(habits, system=self._learn_system(habits), markers=self._learn_markers(habits))
 
     def _learn_content(self) -> Habits:
-        problem = ""
+        problem, does = "", "drops"
         for parts in (False, True):
             habits = Habits(parts=parts)
             try:
@@ -203,11 +201,13 @@ class Turns:
             except RenderError as error:
                 problem = problem or str(error)
                 continue
-            if "question1q" in text and "answer1q" in text:
+            if "answer1q" in text and not (parts and _PART_KEY.search(text)):
                 return habits
+            if not parts and "answer1q" in text.casefold():
+                does = "rewrites"
         if problem:
             raise TokenizerError(f"the chat template cannot render a question and an answer: {problem}")
-        raise TokenizerError("the chat template drops an assistant's answer; give data.chat_template another one")
+        raise TokenizerError(f"the chat template {does} an assistant's answer; give data.chat_template another one")
 
     def _learn_calls(self, habits: Habits) -> Habits:
         """The form of tool calls in which the template writes them."""
@@ -326,13 +326,10 @@ class Turns:
         expected, begins = skeleton.fill(pieces)
         if expected != text:
             return self._verified(text, messages, tools)
-        found = self._found(skeleton, text, begins)
-        if skeleton.looks:
-            self._confirm(found, skeleton, messages, tools)
-        return found
+        return self._found(skeleton, text, begins)
 
     def _of_shape(self, messages: Sequence[Message]) -> Skeleton | None:
-        """The skeleton of plain rows of this shape; None where this row has none, which another one may have."""
+        """The skeleton of plain rows of this shape; None where they have none or may differ from one another."""
         try:
             skeleton = self._skeleton(messages, ())[0]
         except Inexact:
@@ -341,17 +338,17 @@ class Turns:
         looks = self.template.looks_into(_SALT, copy) or any(
             self.template.looks_into(_SALT, copy[: turn.message], prompt=True) for turn in skeleton.turns
         )
-        return dataclasses.replace(skeleton, looks=looks)
+        return None if looks else skeleton
 
     def _shape(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts.
 
-        None where the row has calls, think text, or a text that holds something the template looks for.
+        None where the row has calls, think text, or a text that holds something the template looks for, or a mark.
         """
         shape: list[tuple[Any, ...]] = []
         for message in messages:
             content = message.get("content")
-            if not isinstance(content, str) or len(message) != 2 or (self._split and self._split.search(content)):
+            if not isinstance(content, str) or len(message) != 2 or self._asked.search(content):
                 return None
             body = content.strip()
             if body == content:
@@ -437,7 +434,7 @@ class Turns:
         other = [_mapped(message, index, _with_other_sentinels) for index, message in enumerate(copy)]
         again = _OTHER_SENTINEL.sub(_first_sentinel, self._rendered_or_nothing(other, tools))
         if again != text:
-            raise Inexact("the chat template takes a text apart", _first_difference(text, again))
+            raise Inexact("the chat template rewrites a text or takes it apart", _first_difference(text, again))
 
     def _marks_agree(
         self, places: _Places, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
@@ -578,6 +575,9 @@ _OTHER_PROMPT = "the chat template prompts for a turn otherwise than it writes t
 _NO_END = "the chat template writes no end of turn behind a turn"
 _MAX_SHAPES = 20_000
 _LONGEST_MARKER = 40
+
+_PART_KEY = re.compile(r"""['"]type['"]""")
+"""A template that writes a part's key takes the list of parts for the text."""
 
 _PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
 _ANSWER: Message = {"role": "assistant", "content": "answer2q"}
