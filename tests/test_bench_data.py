@@ -107,9 +107,9 @@ def test_a_measurement_says_time_memory_and_what_came_out(tmp_path: Path, tokeni
     assert found["peak_rss_bytes"] > 10**7
 
 
-def test_a_measurement_that_fails_is_a_result(tmp_path: Path):
-    job = bench.Job("ours", 1, 1, file=str(tmp_path / "none.jsonl"), tokenizer=str(tmp_path), cache=str(tmp_path))
-    assert "rror" in bench.measure(job)["error"]
+def test_a_measurement_that_fails_is_a_result(tmp_path: Path, tokenizer: str):
+    job = bench.Job("ours", 1, 1, file=str(tmp_path / "none.jsonl"), tokenizer=tokenizer, cache=str(tmp_path))
+    assert "none.jsonl" in bench.measure(job)["error"]
 
 
 @pytest.mark.slow

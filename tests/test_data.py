@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow, RawRow, data_paths, read_rows
-from sft_play.data.formats import Chat, Text, recognise, rename_columns, to_example
-from sft_play.data.render import IGNORED, Renderer, end_of_text_id, label_spans, show_row
-from sft_play.errors import DataError, TokenizerError
-from tests.conftest import chat, shared
+from sft_play.data.formats import Chat, recognise, rename_columns, to_example
+from sft_play.errors import DataError
+from tests.conftest import chat
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -31,10 +29,6 @@ def example(data: dict):
     shape = recognise(data)
     assert shape is not None, data
     return to_example(row, shape)
-
-
-def renderer_of(tokenizer, *, loss_on="assistant", max_seq_len):
-    return Renderer(tokenizer, DataConfig(loss_on=loss_on), max_seq_len=max_seq_len)
 
 
 ROW = chat("hello there", "how are you today?")
@@ -215,213 +209,6 @@ def test_columns_are_mapped_to_known_ones():
         RawRow("f:1", {"q": "a", "prompt": "old", "reply": "b"}), {"prompt": "q", "completion": "reply"}
     )
     assert row.data == {"prompt": "a", "completion": "b"}
-
-
-class TestMasks:
-    """What is trained of a row, with a real tokenizer's template."""
-
-    @pytest.fixture
-    def tokenizer(self, tiny_llama):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(tiny_llama)
-
-    def trained(self, tokenizer, messages, *, loss_on="assistant", tools=(), limit=10_000):
-        row = renderer_of(tokenizer, loss_on=loss_on, max_seq_len=limit)(Chat("f:1", tuple(messages), tuple(tools)))
-        assert not isinstance(row, BadRow), row
-        groups, current = [], []
-        for token, label in zip(row.input_ids, row.labels, strict=True):
-            if label != IGNORED:
-                assert label == token
-                current.append(token)
-            elif current:
-                groups.append(tokenizer.decode(current))
-                current = []
-        return groups + ([tokenizer.decode(current)] if current else [])
-
-    TURNS = (
-        {"role": "system", "content": "yes"},
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-    )
-
-    def test_every_assistant_turn_is_trained_with_its_end_of_turn_token(self, tokenizer):
-        assert self.trained(tokenizer, self.TURNS) == ["one<|im_end|>", "two<|im_end|>"]
-
-    def test_completion_trains_the_last_turn_only(self, tokenizer):
-        assert self.trained(tokenizer, self.TURNS, loss_on="completion") == ["two<|im_end|>"]
-
-    def test_all_trains_everything(self, tokenizer):
-        (text,) = self.trained(tokenizer, self.TURNS, loss_on="all")
-        assert text.startswith("<|im_start|>system\nyes<|im_end|>")
-        assert text.endswith("two<|im_end|>\n")
-
-    def test_an_answer_that_stands_in_the_question_too_is_found_in_its_own_turn(self, tokenizer):
-        turns = ({"role": "user", "content": "yes"}, {"role": "assistant", "content": "yes"})
-        assert self.trained(tokenizer, turns) == ["yes<|im_end|>"]
-
-    def test_a_row_is_cut_at_the_end_and_what_is_lost_is_counted(self, tokenizer):
-        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=10_000)
-        whole = renderer(Chat("f:1", self.TURNS))
-        cut = renderer_of(tokenizer, loss_on="assistant", max_seq_len=len(whole.input_ids) - 3)(Chat("f:1", self.TURNS))
-        assert (cut.cut, len(cut.input_ids)) == (3, len(whole.input_ids) - 3)
-        assert cut.lost == whole.trained - cut.trained > 0
-
-    def test_a_row_whose_answer_lies_beyond_the_limit_is_a_bad_row(self, tokenizer):
-        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=8)(Chat("f:1", self.TURNS))
-        assert isinstance(row, BadRow)
-        assert "beyond max_seq_len" in row.reason
-
-    def test_a_template_that_rewrites_history_is_refused_not_guessed(self, tokenizer):
-        tokenizer.chat_template = (
-            "{% for m in messages %}{% if loop.last %}{{ m.role + ': ' + m.content }}{% else %}"
-            "{{ m.role + ': [cut]' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-        )
-        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
-        assert isinstance(row, BadRow)
-        assert row.reason == "the chat template drops a system turn's text"
-        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS[2:]))
-        assert isinstance(row, BadRow)
-
-    def test_a_template_that_drops_the_answer_is_refused(self, tokenizer):
-        tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
-        with pytest.raises(TokenizerError, match="drops an assistant's answer"):
-            _ = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100).end_of_turn
-
-    def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(self, tokenizer):
-        tokenizer.chat_template = (
-            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
-            "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-        )
-        call = {"type": "function", "function": {"name": "get", "arguments": {"a": "yes"}}}
-        turns = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]})
-        (trained,) = self.trained(tokenizer, turns)
-        assert trained.endswith('{"a": "yes"}}<|im_end|>')
-        call["function"]["arguments"]["a"] = "<|im_end|>x"
-        row = renderer_of(tokenizer, max_seq_len=1000)(Chat("f:1", turns))
-        ends = [token for token in row.labels if token == tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        assert len(ends) == 1  # the one in the text is plain text
-        assert row.special_in_text == 1
-        assert self.trained(tokenizer, turns)[0].count("<|im_end|>") == 2
-
-    def test_context_that_the_template_drops_is_a_bad_row(self, tokenizer):
-        tokenizer.chat_template = tokenizer.chat_template.replace(
-            "{% for message in messages %}", "{% for message in messages if message['role'] != 'tool' %}"
-        )
-        turns = (self.TURNS[1], self.TURNS[2], {"role": "tool", "content": "result 42"}, self.TURNS[4])
-        row = renderer_of(tokenizer, loss_on="completion", max_seq_len=1000)(Chat("f:1", turns))
-        assert isinstance(row, BadRow)
-        assert row.reason == "the chat template drops a tool's text"
-
-    def test_an_answer_that_begins_inside_its_prompts_last_token_is_counted(self):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
-        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=1000)
-        answers = {content: renderer(Chat("f:1", (self.TURNS[1], {"role": "assistant", "content": content})))
-                   for content in ("lead", "\n\nlead")}  # fmt: skip
-        assert [row.merged for row in answers.values()] == [0, 1]
-
-    def test_two_bos_tokens_are_never_trained(self, tokenizer):
-        tokenizer.bos_token = "<|im_start|>"
-        tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + tokenizer.chat_template
-        row = renderer_of(tokenizer, loss_on="all", max_seq_len=100)(Chat("f:1", self.TURNS))
-        assert isinstance(row, BadRow)
-        assert row.reason == "two BOS tokens"
-
-    def test_the_pad_token_is_masked_by_length_not_by_id(self, tokenizer):
-        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-        tokenizer.pad_token = tokenizer.eos_token
-        renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)
-        short, long = renderer(Chat("f:1", self.TURNS[1:3])), renderer(Chat("f:2", self.TURNS))
-        collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)
-        batch = collate([{"input_ids": row.input_ids, "labels": row.labels} for row in (short, long)])
-        trained = [(batch["labels"][n] == tokenizer.eos_token_id).sum().item() for n in range(2)]
-        assert trained == [1, 2]
-
-    def test_the_shown_row_marks_what_is_trained(self, tokenizer):
-        row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100)(Chat("f:1", self.TURNS))
-        assert "<|im_start|>assistant\n[[one<|im_end|>]]" in show_row(row, tokenizer)
-
-    def test_documents_end_with_the_end_of_text_token(self, tokenizer):
-        ids = renderer_of(tokenizer, loss_on="all", max_seq_len=100).document_ids(Text("f:1", "yes no"))
-        assert ids[-1] == end_of_text_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-        assert tokenizer.decode(ids[:-1]) == "yes no"
-
-
-REAL_TEMPLATES = {
-    "Qwen2.5-Instruct": ("<|im_end|>", "two<|im_end|>"),
-    "SmolLM2": ("<|im_end|>", "two<|im_end|>"),
-    "Mistral-7B-Instruct-v0.3": ("</s>", "two</s>"),
-    "Phi-3-mini-4k-instruct": ("<|end|>", "two<|end|>"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(REAL_TEMPLATES))
-def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
-    turns = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "two"},
-    ]
-    marker, last = REAL_TEMPLATES[name]
-    renderer = renderer_of(tokenizer, loss_on="assistant", max_seq_len=1000)
-    assert renderer.end_of_turn == marker
-    row = renderer(Chat("f:1", tuple(turns)))
-    assert not isinstance(row, BadRow), row
-    trained = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORED]
-    text = tokenizer.decode(trained).replace(" ", "")
-    assert text == f"one{marker.strip()}{last}"
-    bos = tokenizer.bos_token_id
-    assert bos is None or row.input_ids.count(bos) <= 1 or name == "SmolLM2"
-
-
-def test_no_template_gets_a_wrong_mask():
-    """Every collected template: what is trained is each answer and none of the questions, or the row is refused."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
-    turns = (
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "alpha one"},
-        {"role": "user", "content": "again"},
-        {"role": "assistant", "content": "beta two"},
-    )
-    files = sorted(shared("chat_templates").glob("*/*.jinja"))
-    assert len(files) > 130
-    exact = 0
-    for file in files:
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
-        for messages in (turns, turns[:2], ({"role": "system", "content": "brief"}, *turns[:2])):
-            try:
-                row = renderer_of(tokenizer, loss_on="assistant", max_seq_len=100_000)(Chat("f:1", messages))
-            except TokenizerError:
-                continue
-            if isinstance(row, BadRow):
-                continue
-            pairs = zip(row.input_ids, row.labels, strict=True)
-            trained = tokenizer.decode([token for token, label in pairs if label != IGNORED])
-            for message in messages:
-                is_answer = message["role"] == "assistant"
-                is_left_out = row.untrained_turns > 0 and message is not messages[-1]
-                assert (message["content"] in trained) == (is_answer and not is_left_out), (file.name, trained)
-            exact += 1
-    assert exact > 300
-
-
-def test_label_spans_train_only_tokens_that_lie_whole_in_a_span():
-    # "ab cd ef": the span [3, 5) holds "cd"; a token that begins before it is not trained
-    offsets = [(0, 2), (2, 5), (3, 5), (5, 8)]
-    assert label_spans([1, 2, 3, 4], offsets, [(3, 5)]) == [IGNORED, IGNORED, 3, IGNORED]
 
 
 def test_missing_files_are_all_named_at_once(tmp_path):

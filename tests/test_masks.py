@@ -7,6 +7,8 @@ counted.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
 from typing import Any
@@ -105,18 +107,18 @@ def as_given(messages: Any) -> list[Message]:
 
 
 def forms(messages: Any) -> list[list[Message]]:
-    """The messages as one template or another wants them: calls without content, their arguments as text."""
+    """The messages as one template or another wants them: content as parts, calls without any, arguments as text."""
     made = []
-    for as_text in (False, True):
-        for without in (False, True):
-            copy = json.loads(json.dumps(as_given(messages)))
-            for message in copy:
-                for one in message.get("tool_calls", ()):
-                    if as_text and not isinstance(one["function"]["arguments"], str):
-                        one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
-                if without and message.get("tool_calls") and not message["content"]:
-                    message["content"] = None
-            made.append(copy)
+    for as_text, without, as_parts in itertools.product((False, True), repeat=3):
+        one_form = json.loads(json.dumps(as_given(messages)))
+        for message in one_form:
+            for one in message.get("tool_calls", ()) if as_text else ():
+                one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+            if without and message.get("tool_calls") and not message["content"]:
+                message["content"] = None
+            elif as_parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        made.append(one_form)
     return made
 
 
@@ -579,11 +581,11 @@ def test_a_row_whose_answer_lies_beyond_the_limit_is_a_bad_row(make):
     assert "the first trained one at" in row.detail
 
 
-def test_two_bos_tokens_are_never_trained(make):
-    template = "<|endoftext|><|endoftext|>" + CHATML
-    renderer = make(template)
-    renderer._bos = 0  # <|endoftext|>, as a tokenizer would have it whose BOS that is
-    row = renderer(Chat("f:1", TURNS))
+def test_two_bos_tokens_are_never_trained(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = "{{ bos_token }}" + CHATML
+    row = Renderer(tokenizer, DataConfig(loss_on="all"), max_seq_len=100)(Chat("f:1", TURNS))
     assert isinstance(row, BadRow)
     assert row.reason == "two BOS tokens"
 
@@ -654,6 +656,63 @@ def test_a_template_that_treats_special_tokens_in_texts_otherwise_is_refused_not
         assert "tojson" in looking
 
 
+def test_a_marker_inside_a_call_is_plain_text_and_ends_nothing(tokenizer, make):
+    template = (
+        EACH + "<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|im_end|>\n" + DONE + ASK
+    )  # fmt: skip
+    row = make(template).render(Chat("f:1", (user("hello"), answer("", tool_calls=[call(a="<|im_end|>x")]))))
+    assert isinstance(row, Rendered)
+    assert row.special_in_text == 1
+    # the end that the template wrote is the only control token
+    assert row.labels.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
+    assert trained(row, tokenizer) == ['{"name": "look", "arguments": {"a": "<|im_end|>x"}}<|im_end|>']
+
+
+# Real tokenizers.
+
+ENDS_OF_TOKENIZERS = {
+    "Qwen2.5-Instruct": "<|im_end|>",
+    "SmolLM2": "<|im_end|>",
+    "Mistral-7B-Instruct-v0.3": "</s>",
+    "Phi-3-mini-4k-instruct": "<|end|>",
+}
+
+
+@pytest.mark.parametrize("name", ENDS_OF_TOKENIZERS)
+def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
+    from transformers import AutoTokenizer
+
+    real = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    marker = ENDS_OF_TOKENIZERS[name]
+    renderer = Renderer(real, max_seq_len=1000)
+    assert renderer.end_of_turn == marker
+    row = renderer(Chat("f:1", (user("hello"), answer("one"), user("again"), answer("two"))))
+    assert [text.replace(" ", "").strip() for text in trained(row, real)] == [f"one{marker}", f"two{marker}"]
+    bos = real.bos_token_id
+    assert bos is None or row.input_ids.count(bos) <= 1 or name == "SmolLM2"  # whose BOS begins every turn
+
+
+def test_an_answer_that_begins_inside_its_prompts_last_token_is_split_there_and_counted():
+    """A newline that ends the prompt and those that begin the answer are one token; generation never sees that one."""
+    from transformers import AutoTokenizer
+
+    real = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    renderer = Renderer(real, max_seq_len=1000)
+    rows = [renderer(Chat("f:1", (user("hello"), answer(text)))) for text in ("lead", "\n\nlead")]
+    assert [row.merged for row in rows] == [0, 1]
+    assert [trained(row, real) for row in rows] == [["lead<|im_end|>"], ["\n\nlead<|im_end|>"]]
+
+
+def test_the_pad_token_is_masked_by_length_not_by_id(tokenizer, make):
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    short, long = make()(Chat("f:1", TURNS[1:3])), make()(Chat("f:2", TURNS))
+    collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.eos_token_id)
+    batch = collate([{"input_ids": row.input_ids, "labels": row.labels} for row in (short, long)])
+    assert [(batch["labels"][n] == tokenizer.eos_token_id).sum().item() for n in range(2)] == [1, 2]
+
+
 # Tools and think text, with real templates.
 
 REAL = {
@@ -679,7 +738,6 @@ MARKUP += [
     "user: ",
     "<tool_call>",
     "</tool_response>",
-    "zQ9x",
     "/no_think",
 ]
 MARKUP += [

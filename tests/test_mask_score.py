@@ -1,0 +1,221 @@
+"""`make mask-score`: an independent verdict on the masks of every template of a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from sft_play.data import score as module
+from sft_play.data.render import IGNORED, Renderer
+from sft_play.data.score import CASES, score
+from sft_play.errors import ConfigError, TokenizerError
+from tests.conftest import ROOT, shared
+from tests.models import CHATML, make_tokenizer
+
+FIELDS = ["template", "case", "method", "verdict", "reason"]
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, template=None)
+    return folder
+
+
+@pytest.fixture
+def templates(tmp_path) -> Path:
+    """A folder with templates, in folders of their own, and with what is none."""
+    folder = tmp_path / "templates"
+    (folder / "a" / "b.jinja").mkdir(parents=True)
+    (folder / "plain.jinja").write_text(CHATML)
+    (folder / "a" / "b.jinja" / "deep.J2").write_text(CHATML)
+    (folder / "a" / "latin.jinja").write_bytes(b"caf\xe9" + CHATML.encode())
+    (folder / "a" / "broken.jinja2").write_text("\n{% for m in messages %}")
+    (folder / "a" / "empty.jinja").write_text("")
+    (folder / "a" / "endless.jinja").write_text(ENDLESS)
+    (folder / "a" / "endless_tools.jinja").write_text("{% if tools %}" + ENDLESS + "{% endif %}" + CHATML)
+    (folder / "a" / "otherwise.jinja").write_text(CHATML.replace("assistant\n", "assistant\n<think>"))
+    (folder / "README.md").write_text("no template")
+    return folder
+
+
+def verdicts(rows, template: str) -> dict[str, str]:
+    return {row.case: row.verdict for row in rows if row.template == template}
+
+
+def test_every_template_below_the_folder_gets_a_verdict_on_every_case(templates, tokenizer):
+    made = score(templates, str(tokenizer))
+    assert made.ok
+    assert len(made.rows) == 8 * len(CASES)
+    # this ChatML writes no calls, so that case cannot be rendered
+    plain = {**{case.name: "exact" for case in CASES}, "tool_calls": "cannot_render"}
+    assert verdicts(made.rows, "plain.jinja") == verdicts(made.rows, "a/b.jinja/deep.J2") == plain
+    assert verdicts(made.rows, "a/endless_tools.jinja") == plain
+    assert set(verdicts(made.rows, "a/otherwise.jinja").values()) == {"refused", "cannot_render"}
+    reasons = {row.template: row.reason for row in made.rows if row.verdict == "cannot_render"}
+    assert reasons["a/latin.jinja"] == "the file is not UTF-8: byte 0xE9 at 3"
+    assert "not Jinja (line 2)" in reasons["a/broken.jinja2"]
+    assert "drops an assistant's answer" in reasons["a/empty.jinja"]
+    assert "does not end" in reasons["a/endless.jinja"]
+    assert "does not end" in reasons["a/endless_tools.jinja"]
+
+
+def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, tokenizer, tmp_path, command):
+    out = tmp_path / "score.json"
+    words = ("mask-score", "--templates", str(templates), "--tokenizer", str(tokenizer), "--out", str(out))
+    code, text = command(*words)
+    first = out.read_bytes()
+    assert code == 0
+    assert "12 of 16 cases that render are exact (75.0%), 4 are refused, 0 are wrong; 24 cannot be rendered" in text
+    rows = json.loads(first)
+    assert all(list(row) == FIELDS and all(isinstance(value, str) for value in row.values()) for row in rows)
+    assert command(*words)[0] == 0
+    assert out.read_bytes() == first
+
+
+def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(templates, tokenizer):
+    lines = score(templates, str(tokenizer)).lines()
+    assert lines[0] == "| template | single_turn | multi_turn | system | tool_calls | think_text |"
+    assert "| plain.jinja | prefix | prefix | prefix | — | prefix |" in lines
+    assert "| a/otherwise.jinja | refused | refused | refused | — | refused |" in lines
+    assert "| a/broken.jinja2 | — | — | — | — | — |" in lines
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file.jinja"])
+def test_a_folder_without_templates_is_named(tmp_path, tokenizer, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.jinja").write_text(CHATML)
+    said = {"absent": "is no folder", "empty": "holds no templates", "file.jinja": "give the folder that holds it"}
+    with pytest.raises(ConfigError, match=said[name]):
+        score(tmp_path / name, str(tokenizer))
+
+
+@pytest.mark.parametrize("name", ["", "/no/such/folder", "empty", "nobody/nothing-of-this-name"])
+def test_a_tokenizer_that_cannot_be_loaded_is_named(templates, name):
+    given = str(templates / "a") if name == "empty" else name
+    with pytest.raises(TokenizerError, match="TOKENIZER"):
+        score(templates, given)
+
+
+# The judge finds what is wrong: masks that were bent on purpose.
+
+
+def bent(change, monkeypatch, tokenizer, templates: Path) -> list[module.Row]:
+    """The rows of ChatML whose labels were changed behind the renderer's back."""
+    real = Renderer.render
+
+    def render(self, example):
+        made = real(self, example)
+        if not hasattr(made, "labels"):
+            return made
+        labels = change(list(made.input_ids), list(made.labels))
+        return dataclasses.replace(made, labels=labels)
+
+    monkeypatch.setattr(Renderer, "render", render)
+    folder = templates / "only"
+    folder.mkdir()
+    (folder / "chatml.jinja").write_text(CHATML)
+    return list(score(folder, str(tokenizer)).rows)
+
+
+def one_more(ids: list[int], labels: list[int]) -> list[int]:
+    at = max(index for index, label in enumerate(labels) if label != IGNORED)
+    return [*labels[: at + 1], ids[at + 1], *labels[at + 2 :]]
+
+
+def one_less(ids: list[int], labels: list[int]) -> list[int]:
+    at = max(index for index, label in enumerate(labels) if label != IGNORED)
+    return [*labels[:at], IGNORED, *labels[at + 1 :]]
+
+
+def later(ids: list[int], labels: list[int]) -> list[int]:
+    at = next(index for index, label in enumerate(labels) if label != IGNORED)
+    return [*labels[:at], IGNORED, *labels[at + 1 :]]
+
+
+def earlier(ids: list[int], labels: list[int]) -> list[int]:
+    at = next(index for index, label in enumerate(labels) if label != IGNORED)
+    return [*labels[: at - 1], ids[at - 1], *labels[at:]]
+
+
+def everything(ids: list[int], labels: list[int]) -> list[int]:
+    return ids
+
+
+def another_token(ids: list[int], labels: list[int]) -> list[int]:
+    at = next(index for index, label in enumerate(labels) if label != IGNORED)
+    return [*labels[:at], labels[at] + 1, *labels[at + 1 :]]
+
+
+def nothing(ids: list[int], labels: list[int]) -> list[int]:
+    return [IGNORED] * len(labels)
+
+
+@pytest.mark.parametrize("change", [one_more, one_less, later, earlier, everything, another_token, nothing])
+def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, templates, change):
+    rows = [row for row in bent(change, monkeypatch, tokenizer, templates) if row.verdict != "cannot_render"]
+    assert len(rows) == 4
+    assert {row.verdict for row in rows} == {"wrong"}
+    assert all(row.reason for row in rows)
+
+
+def test_a_wrong_mask_makes_the_command_fail(monkeypatch, tokenizer, templates, command):
+    bent(one_more, monkeypatch, tokenizer, templates)
+    code, text = command("mask-score", "--templates", str(templates / "only"), "--tokenizer", str(tokenizer))
+    assert code != 0
+    assert "WRONG" in text
+    assert "chatml.jinja, single_turn: wrong: " in text
+
+
+# Real templates.
+
+
+def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path):
+    """Qwen2.5 writes every turn alike; Qwen3's history loses the empty think block that its last turn has, and Gemma 2
+    takes no system prompt; what DeepSeek-R1's prompt opens, its answers do not have."""
+    wanted = {
+        "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix", "prefix", "prefix", "prefix", "prefix"],
+        "trl/qwen3": ["prefix", "marker", "marker", "marker", "marker"],
+        "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix"],
+        "trl/llama3_training": ["generation", "generation", "generation", "", "generation"],
+        "llama.cpp/llama-cpp-deepseek-r1": ["", "", "", "", ""],
+    }
+    for name in wanted:
+        text = shared(f"chat_templates/{name}.jinja").read_bytes()
+        (tmp_path / f"{name.replace('/', '_')}.jinja").write_bytes(text)
+    rows = score(tmp_path, str(shared("tokenizers/Qwen2.5-Instruct"))).rows
+    assert not [row for row in rows if row.verdict == "wrong"]
+    for name, methods in wanted.items():
+        assert [row.method for row in rows if row.template == f"{name.replace('/', '_')}.jinja"] == methods, name
+
+
+def table_of(text: str) -> list[str]:
+    """The table of the documentation and the line with the sums."""
+    lines = text.splitlines()
+    first = lines.index("| template | single_turn | multi_turn | system | tool_calls | think_text |")
+    last = next(number for number, line in enumerate(lines) if "cases that render are exact" in line)
+    return [line for line in lines[first : last + 1] if line]
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation_is_the_score_of_all_shared_templates():
+    made = score(shared("chat_templates"), str(shared("tokenizers/Qwen2.5-Instruct")))
+    assert len({row.template for row in made.rows}) == 134
+    assert made.counts()["wrong"] == 0
+    assert table_of((ROOT / "docs" / "masks.md").read_text(encoding="utf-8")) == [line for line in made.lines() if line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["SmolLM2", "gpt2", "Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3-spm", "Phi-3-mini-4k-instruct"]
+)
+def test_no_template_gets_a_wrong_mask_with_another_tokenizer(name):
+    made = score(shared("chat_templates"), str(shared(f"tokenizers/{name}")))
+    assert not [row for row in made.rows if row.verdict == "wrong"]
+    assert made.counts()["exact"] > 400

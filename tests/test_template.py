@@ -1,0 +1,288 @@
+"""Chat templates: rendered as transformers renders them, with limits, and watched for looks into texts."""
+
+from __future__ import annotations
+
+import copy
+from datetime import date
+from typing import Any
+
+import pytest
+
+from sft_play.data.score import CASES
+from sft_play.data.template import ChatTemplate, Endless, RenderError
+from sft_play.errors import TokenizerError
+from tests.conftest import shared
+
+DAY = date(2026, 3, 5)
+CHAT = ({"role": "user", "content": "hello there"}, {"role": "assistant", "content": "fine"})
+
+
+def template(source: str, **variables: Any) -> ChatTemplate:
+    return ChatTemplate(source, variables=variables, today=DAY)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared("tokenizers/SmolLM2"))
+
+
+def by_transformers(tokenizer, messages: Any, tools: Any, *, prompt: bool) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(
+            copy.deepcopy(list(messages)), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False
+        )
+    except Exception:  # whatever a template raises
+        return None
+
+
+def by_us(made: ChatTemplate, messages: Any, tools: Any, *, prompt: bool) -> str | None:
+    try:
+        return made.render(messages, tools=tools, prompt=prompt)
+    except RenderError:
+        return None
+
+
+def same_on_all_cases(tokenizer, source: str) -> int:
+    """How many renderings there are; all of them are those of transformers."""
+    tokenizer.chat_template = source
+    special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    made = ChatTemplate(source, variables=special, today=date.today())
+    count = 0
+    for case in CASES:
+        for prompt in (False, True):
+            wanted = by_transformers(tokenizer, case.messages, case.tools, prompt=prompt)
+            assert by_us(made, case.messages, case.tools, prompt=prompt) == wanted, case.name
+            count += wanted is not None
+    return count
+
+
+FEW = (
+    "llama.cpp/Qwen-Qwen2.5-7B-Instruct",
+    "llama.cpp/meta-llama-Llama-3.1-8B-Instruct",
+    "llama.cpp/google-gemma-4-31B-it",
+    "llama.cpp/deepseek-ai-DeepSeek-V3.1",
+    "mistral-common/v13",
+    "onnxruntime-extensions/gpt-oss",
+    "trl/qwen3_training",
+)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_real_template_renders_as_transformers_renders_it(tokenizer, name):
+    assert same_on_all_cases(tokenizer, shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")) >= 8
+
+
+@pytest.mark.slow
+def test_every_shared_template_renders_as_transformers_renders_it(tokenizer):
+    files = sorted(shared("chat_templates").glob("*/*.jinja"))
+    assert len(files) == 134
+    for file in files:
+        same_on_all_cases(tokenizer, file.read_text(encoding="utf-8"))
+
+
+def test_the_date_is_the_one_that_was_given():
+    made = template("{{ strftime_now('%d %b %Y') }}")
+    assert made.writes_date
+    assert made.render(CHAT) == "05 Mar 2026"
+
+
+def test_variables_of_the_run_reach_the_template():
+    made = template("{{ bos_token }}{% if enable_thinking %}think{% endif %}", bos_token="<s>", enable_thinking=True)
+    assert made.render(CHAT) == "<s>think"
+
+
+def test_think_text_has_every_name_that_templates_know():
+    made = template("{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}{% endfor %}")
+    assert made.render([{"role": "assistant", "content": "x", "reasoning": "why"}]) == "why|why"
+
+
+def test_generation_marks_are_noted_with_their_place():
+    made = template("{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}")
+    assert made.has_generation
+    assert made.render_marked(CHAT) == ("<hello there><fine>", [(1, 12), (14, 18)])
+
+
+def test_what_a_template_raises_is_a_render_error_on_one_line():
+    with pytest.raises(RenderError, match=r"^roles must\\x1b\[31m alternate\\nhere$"):
+        template("{{ raise_exception('roles must\x1b[31m alternate\nhere') }}").render(CHAT)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for m in messages %}", "the chat template is not Jinja"),
+        ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
+        ("{% nonsense %}", "unknown tag 'nonsense'"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "not Jinja"),
+        ("{% break %}", "outside loop"),
+        ("x" * 1_000_001, "has 1,000,001 characters; the limit is 1,000,000"),
+    ],
+)
+def test_what_is_no_template_is_a_tokenizer_error_with_its_place(source, message):
+    with pytest.raises(TokenizerError, match=message):
+        template(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ messages.append(1) }}"]
+)
+def test_the_sandbox_keeps_a_template_inside(source):
+    with pytest.raises(RenderError):
+        template(source).render(CHAT)
+
+
+NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "a loop that calls itself": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "a text times a number": "{{ ('x' * 100000) * 100000 }}",
+    "a list times a number": "{{ ([1] * 100000) * 100000 }}",
+    "bytes": "{{ 'a'.encode().center(10 ** 10) }}",
+    "a text that doubles": DOUBLED + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a text that joins itself": DOUBLED + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "a block that doubles": DOUBLED + "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
+    "output": "{% set b = 'x' * 60000000 %}{% for i in range(1000) %}{{ b }}{% endfor %}",
+    "powers": "{{ ((10 ** 1000) ** 1000) ** 1000 }}",
+    "squares": DOUBLED.replace("'x'", "3") + "{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "lists in lists, written": NESTED + "{{ ns.x }}",
+    "lists in lists, as JSON": NESTED + "{{ ns.x | tojson }}",
+    "lists in lists, joined": NESTED + "{{ 'a' ~ ns.x }}",
+    "lists in lists, as text": NESTED + "{{ ns.x | upper }}",
+    "lists in lists, compared": NESTED + NESTED.replace("ns", "other") + "{{ ns.x == other.x }}",
+    "a padded format": "{{ ('%(a)99999d' * 100000) % {'a': 1} }}",
+    "a format's method": "{{ '{:99999999999}'.format('x') }}",
+    "a width within a format": "{{ '{:{w}}'.format('x', w=10 ** 10) }}",
+    "tabs": "{{ ('\t' * 100000).expandtabs(100000) }}",
+    "indents": "{{ ('\n' * 100000) | indent(100000) }}",
+    "wraps": "{{ ('x' * 100000) | wordwrap(1, wrapstring='y' * 100000) }}",
+    "JSON with indents": "{{ (range(100000) | list) | tojson(indent=100000) }}",
+    "replacements": "{{ ('x' * 1000000) | replace('x', 'y' * 1000) }}",
+    "translations": "{{ ('x' * 1000000).translate({120: 'y' * 100000}) }}",
+    "joins": "{{ ('x' * 1000000) | join('y' * 1000) }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_end_is_stopped(name):
+    made = template(ENDLESS[name])
+    with pytest.raises(Endless, match=r"does not end in reasonable time or size|calls itself without end"):
+        made.render(CHAT)
+
+
+def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
+    monkeypatch.setattr("sft_play.data.template_limits.MAX_SECONDS", 0.2)
+    made = template("{% set big = 'x' * 20000000 %}{% for i in range(99999) %}{% set y = big | upper %}{% endfor %}")
+    with pytest.raises(Endless, match="more than 0 seconds"):
+        made.render(CHAT)
+
+
+@pytest.mark.parametrize("source", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_writes_by_chance_is_refused(source):
+    with pytest.raises(RenderError, match="something else each time, by chance"):
+        template(source).render(CHAT)
+
+
+def test_large_rows_and_many_tools_are_within_the_limits():
+    long = "line of text\n" * 100_000
+    rows = [{"role": role, "content": long} for role in ("user", "assistant") * 5]
+    made = template(
+        "{% for m in messages %}{{ m.role ~ ': ' ~ m.content | indent(2) | trim }}\n{% endfor %}{{ tools | tojson }}"
+    )
+    tools = [{"function": {"name": f"f{n}", "parameters": {"a": {"type": "string"}}}} for n in range(2_000)]
+    assert len(made.render(rows, tools=tools)) > 10 * len(long)
+
+
+# Looks into texts.
+
+MARKED = ({"role": "user", "content": " zQ9xhelloZ "}, {"role": "assistant", "content": "zQ9xfineZ"})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}{{ messages[-1]['content'] | trim }}{{ messages[0].content.strip() }}",
+        "{{ messages | length }}{{ messages[1:] | length }}{{ (messages | first).content }}",
+        "{% for m in messages %}{% if m.role == 'user' and m['role'] != 'x' %}{{ m.content | tojson }}"
+        "{% endif %}{% endfor %}",
+        "{% if messages[0].content %}x{% endif %}{{ messages[0].content or 'none' }}",
+        "{% if messages[0].content | length > 0 and messages[0].content | trim | length == 0 %}x{% endif %}",
+        "{% if messages[0].content == '' or messages[0].content is none %}x{% endif %}",
+        "{% if messages[0].content is string %}x{% endif %}",
+        "{% if '</think>' in messages[1].content %}x{% endif %}",
+        "{{ messages[1].content.split('</think>')[-1].lstrip('\n') }}",
+        "{{ messages[1].content.replace('<think>', '') }}{{ messages[1].content | replace('<think>', '') }}",
+        "{% if messages[1].content.startswith('<think>') %}x{% endif %}",
+        "{% if not messages[1].content.endswith('</think>') %}x{% endif %}",
+        "{% macro show(text) %}{{ text ~ '!' }}{% endmacro %}{{ show(messages[0].content) }}",
+        "{% set ns = namespace(text='') %}{% set ns.text = 'a' + messages[0].content %}{{ ns.text | upper }}",
+        "{{ '%s: %s' % ('user', messages[0].content) }}{{ '{}'.format(messages[0].content) }}",
+        "{{ messages | map(attribute='content') | join(', ') }}{{ dict(a=messages[0].content) | tojson }}",
+        "{% if 'content' in messages[0] and messages[0].get('name', '') == '' %}x{% endif %}",
+        "{% for m in messages | selectattr('role', 'equalto', 'user') %}{{ loop.index }}{% endfor %}",
+        "{{ raise_exception('no') if messages[0].role == 'tool' }}",
+        "{% generation %}{{ messages[1].content }}{% endgeneration %}",
+    ],
+)
+def test_writing_texts_and_looking_for_known_ones_is_no_look_into_them(source):
+    assert not template(source).looks_into("zQ9x", MARKED)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if messages[0].content | length > 20 %}x{% endif %}",
+        "{% if messages[0].content | length %}x{% endif %}",
+        "{{ messages[0].content[0] }}",
+        "{{ messages[0].content[:3] }}",
+        "{% if messages[0].content == 'hello' %}x{% endif %}",
+        "{% if 'hello' == messages[0].content %}x{% endif %}",
+        "{% if 'hi' in messages[0].content %}x{% endif %}",
+        "{% if messages[0].content in 'hello' %}x{% endif %}",
+        "{% if '<think>' in messages[0].content | lower %}x{% endif %}",
+        "{% if '<think>' in 'a' ~ messages[0].content %}x{% endif %}",
+        "{% if messages[0].content == messages[1].content %}x{% endif %}",
+        "{% if messages[0] == messages[1] %}x{% endif %}",
+        "{% if messages[0] in messages[1:] %}x{% endif %}",
+        "{% if 1 < messages[0].content | int < 3 %}x{% endif %}",
+        "{{ messages[0].content.split()[0] }}",
+        "{{ messages[0].content | wordcount }}",
+        "{{ messages[0].content | truncate(3) }}",
+        "{{ messages[0].content.find('e') }}",
+        "{{ messages[0].content | trim('h') }}",
+        "{{ messages[0].content.strip('h') }}",
+        "{{ messages[0].content.replace('h', '') }}",
+        "{{ {'hello': 1}.get(messages[0].content) }}",
+        "{{ {'hello': 1}[messages[0].content] }}",
+        "{% for c in messages[0].content %}x{% endfor %}",
+        "{{ messages | map(attribute='content') | map('length') | list }}",
+        "{{ messages | sort(attribute='content') }}",
+        "{{ messages | selectattr('content', 'equalto', 'hello') | list }}",
+        "{% if messages[0].content is upper %}x{% endif %}",
+        "{% if messages[0].content is eq 'hello' %}x{% endif %}",
+        "{% set text %}{{ messages[0].content }}{% endset %}{% if text | length > 3 %}x{% endif %}",
+        "{% macro f(t) %}{% if t[0] == 'h' %}x{% endif %}{% endmacro %}{{ f(messages[0].content) }}",
+        "{% for m in messages %}{% if loop.changed(m.content) %}x{% endif %}{% endfor %}",
+        "{{ messages[0].content % () }}",
+    ],
+)
+def test_a_look_into_a_text_is_seen(source):
+    assert template(source).looks_into("zQ9x", MARKED)
+
+
+def test_a_look_into_the_prompt_alone_is_seen_there():
+    made = template("{% if add_generation_prompt and messages[0].content | length > 3 %}x{% endif %}")
+    assert not made.looks_into("zQ9x", MARKED)
+    assert made.looks_into("zQ9x", MARKED[:1], prompt=True)
+
+
+def test_watching_renders_the_same():
+    source = "{% for m in messages if m.role != 'x' %}{{ m.content[1:-1] ~ (m.content | length > 3) }}{% endfor %}"
+    made = template(source)
+    before = made.render(MARKED)
+    made.looks_into("zQ9x", MARKED)
+    assert made.render(MARKED) == before == "zQ9xhelloZTrueQ9xfineTrue"
