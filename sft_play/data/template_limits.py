@@ -134,6 +134,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return _Timed(items, self.budget)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the template's, counted, its result short."""
         __self.budget.take(1)
         owner = owner_of(__obj)
         if isinstance(owner, (str, bytes)):
@@ -372,6 +373,7 @@ class MakeDict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict` has it."""
         return dict.fromkeys(*args)
 
 

@@ -172,6 +172,7 @@ class WatchingEnvironment(LimitedEnvironment):
         return True
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the template's, looked at."""
         if not __self.looked:
             __self.looked = __self._call_looks(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
