@@ -311,9 +311,12 @@ def jobs_of(rows: int, trl_rows: int) -> list[Job]:
 
 
 def best_only(jobs: Sequence[Job], runs: Sequence[Run]) -> list[Job]:
-    """Of each tool the job whose setting was quickest in the runs so far; all of them where there is none."""
-    found = []
-    for tool in dict.fromkeys(job.tool for job in jobs):
+    """Of each tool the job whose setting was quickest in the runs so far; all of them where there is none.
+
+    Ours takes every core for long files: there the start of its processes no longer counts.
+    """
+    found = [job for job in jobs if job.tool == "ours" and job.processes == CORES]
+    for tool in dict.fromkeys(job.tool for job in jobs if job.tool != "ours"):
         mine = [job for job in jobs if job.tool == tool]
         quickest = best(runs, tool)
         setting = quickest and (tool, quickest["processes"], quickest["form"])
