@@ -36,6 +36,7 @@ from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.runs import RunFolder
+from sft_play.starter.names import CONFIG
 from sft_play.train import checkpoints, engine
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
@@ -639,7 +640,8 @@ def _next_lines(job: Job) -> list[str]:
     lines = []
     if "tensorboard" in job.loaded.config.train.report_to:
         lines.append(f"See the curves: make tensorboard RUN={job.folder.path}")
-    lines.append('Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET="data.train_path=…")')
+    if Path(job.loaded.path).name == Path(CONFIG).name:
+        lines.append('Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET="data.train_path=…")')
     return lines
 
 
