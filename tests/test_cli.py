@@ -226,7 +226,7 @@ def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, t
         ("model.name=~nobody-there/x", "does not exist"),
         (r'data.train_path="a\0b"', "does not exist"),
         (r'model.name="a\0b"', "neither a folder here nor a hub id"),
-        ("data.train_path=/dev/null", "the file is empty"),
+        ("data.train_path=/dev/null", "is no file (a pipe or a device?)"),
         ("output.dir=/dev/null", "is a file"),
         ("data.chat_template=/tmp", "is neither a file"),
         ("train.epochs=1e400", "found 1e400"),
