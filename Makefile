@@ -95,8 +95,6 @@ gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch
 	@$(PROGRAM) gpu-info
 memory-check: setup ## Show what a run holds of each GPU beside what was predicted (WATCH=1, RUN=NAME)
 	@$(PROGRAM) memory-check
-
-##@ See
 tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop
 	@$(PROGRAM) tensorboard
 tb-open: setup ## Open that page in a browser, or say its address

@@ -1,10 +1,15 @@
-"""Where caches live: what can be made again, and is worth keeping."""
+"""Where caches live: what can be made again, and is worth keeping; and the lock under which one is made."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
@@ -12,3 +17,15 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     environment = os.environ if environment is None else environment
     given = environment.get("SFT_PLAY_CACHE")
     return Path(given).expanduser() if given else Path("~/.cache/sft-play").expanduser()
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, waiting: str) -> Iterator[None]:
+    """Hold the lock in this file; `waiting` is said where another process holds it."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("%s", waiting)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import hashlib
 import itertools
@@ -35,7 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from sft_play.cache import cache_dir
+from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part, source_digest, split_part
 from sft_play.data.formats import Chat, Example, Format, Text, first_format, rename_columns, to_example
@@ -182,7 +181,7 @@ def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str =
         raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder.with_name(f"{folder.name}.lock"), waiting=_WAITING):
             found = _load(folder)
             if found is not None:
                 return found
@@ -277,19 +276,8 @@ def digest_of(file: Path) -> str:
 # The cache.
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the cache's lock; says so while another process makes it."""
-    with folder.with_name(f"{folder.name}.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Data: another process prepares the same rows; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 _META = "meta.pickle"
+_WAITING = "Data: another process prepares the same rows; waiting for it"
 
 
 def _load(folder: Path) -> Built | None:

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -129,13 +128,5 @@ class _Output(io.TextIOWrapper):
 
 
 def _digest(path: Path) -> str:
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        for block in _blocks(file):
-            found.update(block)
-    return found.hexdigest()
-
-
-def _blocks(file: Any) -> Iterator[bytes]:
-    while block := file.read(1 << 20):
-        yield block
+        return hashlib.file_digest(file, "sha256").hexdigest()

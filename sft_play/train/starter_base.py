@@ -6,8 +6,6 @@ A Llama of two million random weights and a byte-level BPE tokenizer learn the g
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -17,12 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sft_play.cache import cache_dir
+from sft_play.cache import cache_dir, locked
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.known_models import KNOWN_MODELS
@@ -65,7 +62,7 @@ def ensure_base() -> Path:
         raise ConfigError(
             f"the cache {folder} cannot be made ({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
         ) from None
-    with _locked(folder / "lock"):
+    with locked(folder / "lock", waiting="Another run is making the starter's base model: waiting for it"):
         if not _is_whole(final):
             _make(folder, final)
     return final / "model"
@@ -84,17 +81,6 @@ def _digest() -> str:
     parts = [_recipe(), Path(language.__file__).read_text(encoding="utf-8"), CHAT_TEMPLATE]
     parts += [json.dumps(KNOWN_MODELS[BASE_NAME].config), str((MODEL_SEED, INITIALIZER_RANGE))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Another run is making the starter's base model: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path, final: Path) -> None:
