@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Text
+from sft_play.data.messages import merge_turns
 from sft_play.data.render import (
     IGNORED,
     LOST_TO_LENGTH,
@@ -497,6 +498,43 @@ def test_what_cannot_be_exact_is_refused_with_its_reason(make, template, message
     row = make(template).render(Chat("f:1", tuple(messages)))
     assert isinstance(row, BadRow)
     assert reason in row.reason
+
+
+ALTERNATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+    "{% elif (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+)
+MERGES = "data.merge_consecutive=true joins them"
+MOVES = "data.system_into_user=true puts the system prompt before the first user turn"
+
+
+@pytest.mark.parametrize(
+    ("messages", "ways"),
+    [
+        ((user("a"), user("b"), answer("c")), f"messages[0] and messages[1] are both user turns: {MERGES}"),
+        ((user("a"), answer("b"), answer("c")), f"messages[1] and messages[2] are both assistant turns: {MERGES}"),
+        ((system("s"), user("a"), answer("b")), MOVES),
+        ((system("s"), user("a"), user("b"), answer("c")), f"are both user turns: {MERGES} and {MOVES}"),
+    ],
+)
+def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, messages, ways):
+    template = ALTERNATE + TURN + DONE + ASK
+    row = make(template).render(Chat("f:1", messages))
+    assert isinstance(row, BadRow)
+    assert row.detail.endswith(ways)
+    options = {name: True for name in ("merge_consecutive", "system_into_user") if name in ways}
+    merged = merge_turns(messages) if "merge_consecutive" in options else messages
+    assert not isinstance(make(template, **options).render(Chat("f:1", merged)), BadRow)
+
+
+def test_options_that_do_not_help_are_not_offered(make):
+    template = ALTERNATE + TURN + DONE + ASK
+    for messages in ((answer("a"), answer("b")), (user("a"), answer("b"), system("s"), answer("c"))):
+        row = make(template).render(Chat("f:1", messages))
+        assert isinstance(row, BadRow)
+        assert "data." not in row.detail
+    row = make(template, system_into_user=True).render(Chat("f:1", (system("s"), answer("a"))))
+    assert row.reason == "there is no user turn to put the system prompt before"
 
 
 def test_an_inexact_mask_says_what_would_be_trained_and_is_trained_when_told(make):

@@ -69,6 +69,33 @@ class TestSplits:
         for part in ("t.jsonl:2: messages is empty", 't.jsonl:3: unknown role "x"', "t.jsonl:4: messages is missing"):
             assert part in text
         assert "data.on_bad_row=skip" in text
+        assert "turns of known roles in the other rows: user 1, assistant 1" in text
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_rows_that_stand_twice_or_in_two_splits_are_counted(self, tokenizer, tmp_path, workers):
+        rows = [chat(f"q {n}", f"a {n}") for n in range(8)]
+        train = write(tmp_path / "t.jsonl", *rows, rows[0], rows[0], rows[3])
+        val = write(tmp_path / "v.jsonl", rows[1], rows[2], rows[2], chat("other", "row"))
+        config = f"data: {{train_path: {train}, val_path: {val}, test_path: {train}, workers: {workers}}}"
+        splits = self.build(tokenizer, config)
+        assert [split.report.repeated for split in (splits.train, splits.val, splits.test)] == [3, 1, 3]
+        assert splits.train.report.shared == {}
+        assert splits.val.report.shared == {"train": 2}
+        assert splits.test.report.shared == {"train": 8, "val": 2}
+        assert any("3 rows with the tokens of an earlier one" in line for line in splits.train.report.lines("train"))
+        assert any("2 rows with the same tokens as in train" in line for line in splits.val.report.lines("val"))
+        again = self.build(tokenizer, config)
+        assert (again.train.report, again.val.report) == (splits.train.report, splits.val.report)
+
+    def test_documents_that_stand_twice_are_counted(self, tokenizer, tmp_path):
+        texts = [{"text": f"{number} blocks of words. " * 40} for number in range(3)]
+        path = write(tmp_path / "t.jsonl", *texts, texts[1])
+        val = write(tmp_path / "v.jsonl", texts[2])
+        splits = self.build(
+            tokenizer, f"task_mode: cpt\ndata: {{train_path: {path}, val_path: {val}, test_path: null}}", limit=16
+        )
+        assert splits.train.report.repeated == 1
+        assert splits.val.report.shared == {"train": 1}
 
     def test_bad_rows_that_may_be_skipped_are_counted(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", ROW, {"messages": []}, {"messages": []})
@@ -328,12 +355,12 @@ class TestLimits:
 
         return AutoTokenizer.from_pretrained(tiny_llama)
 
-    def splits(self, tokenizer, path, options="", *, limit):
+    def splits(self, tokenizer, path, options="", *, limit, positions=None):
         config = config_from_text(
             f"model: {{name: x}}\ndata: {{train_path: {path}, val_path: null, test_path: null{options}}}",
             name="run.yaml",
         )
-        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit)
+        return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=limit, positions=positions)
 
     @pytest.fixture
     def path(self, tmp_path):
@@ -348,6 +375,20 @@ class TestLimits:
         assert "5 rows are cut" in text
         assert "64 keeps" in text
         assert "128 keeps all" in text
+
+    @pytest.mark.parametrize(
+        ("positions", "said"),
+        [
+            (96, "%, 96 keeps 78"),
+            (48, "model.max_seq_len=48 keeps"),
+            (32, "The model has 32 positions: split or shorten the rows"),
+        ],
+    )
+    def test_no_limit_is_proposed_that_the_model_does_not_have(self, tokenizer, path, positions, said):
+        with pytest.raises(DataError) as error:
+            self.splits(tokenizer, path, limit=32, positions=positions)
+        assert said in str(error.value)
+        assert "128 keeps" not in str(error.value)
 
     def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
         splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)

@@ -101,6 +101,10 @@ class Counts:
     kept: int = 0
     chats: int = 0
     texts: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
+    """Turns by role."""
+    repeated: int = 0
+    """Rows, or documents, with the tokens of an earlier one."""
     tokens: int = 0
     trained: int = 0
     cut_rows: int = 0
@@ -158,6 +162,10 @@ class Built:
     folder: Path
     files: dict[str, tuple[str, ...]]
     counts: dict[str, Counts]
+
+    def digests(self, name: str) -> Any:
+        """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
+        return np.load(self.folder / _digests_file(name))
 
     def dataset(self, name: str) -> Any:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
@@ -277,6 +285,12 @@ def digest_of(file: Path) -> str:
 
 
 _META = "meta.pickle"
+
+
+def _digests_file(name: str) -> str:
+    return f"{name}.digests.npy"
+
+
 _WAITING = "Data: another process prepares the same rows; waiting for it"
 
 
@@ -329,6 +343,7 @@ def _rows_of(
         pieces = split_part(part, part_bytes=piece_bytes) if count > 1 else [part]
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     count = min(count, len(jobs))
+    digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
     results = _together(jobs, recipe, count, split) if count > 1 else _here(jobs, recipe, split)
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     counts = {KEPT: Counts(cost=LimitCost(recipe.data.truncate)), HELD: Counts(cost=LimitCost(recipe.data.truncate))}
@@ -337,6 +352,13 @@ def _rows_of(
             files[name].append(file)
         for name, found in result.counts.items():
             counts[name].add(found)
+        for name, made in result.digests.items():
+            digests[name].append(made)
+    for name, all_made in digests.items():
+        every = np.concatenate([np.zeros(0, np.uint64), *all_made])
+        distinct = np.unique(every)
+        counts[name].repeated = len(every) - len(distinct)
+        np.save(folder / _digests_file(name), distinct)
     return {name: tuple(found) for name, found in files.items()}, counts
 
 
@@ -367,6 +389,7 @@ class _Result:
     number: int
     files: dict[str, str]
     counts: _AllCounts
+    digests: dict[str, Any]
 
 
 def _here(jobs: Sequence[_Job], recipe: Recipe, split: str) -> Iterator[_Result]:
@@ -485,7 +508,12 @@ class _Maker:
                 gc.collect(0)
                 if news is not None:
                     news.add(len(batch.examples))
-        return _Result(job.number, {name: writer.name for name, writer in writers.items()}, counts)
+        return _Result(
+            job.number,
+            {name: writer.name for name, writer in writers.items()},
+            counts,
+            {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
+        )
 
     def _begun(self, job: _Job, counts: _AllCounts) -> Iterator[_Batch]:
         """The piece's examples in batches: the tokenizer has one of them while the next is read and rendered."""
@@ -610,6 +638,8 @@ def _count_examples(examples: Sequence[Example], counts: Counts) -> None:
     for example in examples:
         counts.chats += isinstance(example, Chat)
         counts.texts += isinstance(example, Text)
+        if isinstance(example, Chat):
+            counts.roles.update([message["role"] for message in example.messages])
         for note in example.notes:
             counts.notes[note] += 1
             counts.first_noted.setdefault(note, example.where)
@@ -658,6 +688,8 @@ class _Writer:
 
     def __init__(self, folder: Path, name: str, recipe: Recipe) -> None:
         self.name = name
+        self.digests = bytearray()
+        """Eight bytes for the tokens of each row."""
         self._path = folder / name
         is_judged = not recipe.held_share or f".{HELD}." in name
         self._keeps_chats = recipe.keeps_chats and is_judged and not recipe.documents
@@ -677,10 +709,17 @@ class _Writer:
         if not rows:
             return
         sources = pa.array([0 if row.source == CHAT else 1 for row in rows], pa.int8())
-        columns = [_lists([row.input_ids for row in rows]), _lists([row.labels for row in rows]), sources]
+        ids = _lists([row.input_ids for row in rows])
+        self._digest(ids)
+        columns = [ids, _lists([row.labels for row in rows]), sources]
         if self._keeps_chats:
             columns.append(pa.array([_as_json(example) for example in examples], pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+
+    def _digest(self, ids: Any) -> None:
+        tokens, offsets = ids.flatten().to_numpy(), ids.offsets.to_pylist()
+        for begin, end in itertools.pairwise(offsets):
+            self.digests += hashlib.blake2b(tokens[begin:end].data, digest_size=8).digest()
 
 
 def _lists(values: Sequence[Sequence[int]]) -> Any:

@@ -10,15 +10,18 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, Literal, overload
+
+import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.build import HELD, KEPT, Built, Counts, Recipe, build, chat_of
 from sft_play.data.files import AnySource, BadRow, DataPaths, data_files, read_part
 from sft_play.data.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.messages import roles_said
 from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer, TokenizerParts, TokenRow
 from sft_play.errors import DataError
@@ -54,6 +57,10 @@ class Report:
     untrained_turns: int = 0
     stripped_think: int = 0
     special_rows: int = 0
+    repeated: int = 0
+    """Rows with the tokens of an earlier one."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """Contents that stand in another split too, by its name."""
     noted: dict[str, int] = field(default_factory=dict)
 
     def lines(self, split: str) -> list[str]:
@@ -67,7 +74,21 @@ class Report:
             lines.append(f"Data {split}: {rows_said(count)} left out: {reason}")
         for note, count in sorted(self.noted.items(), key=lambda item: -item[1]):
             lines.append(f"Data {split}: {rows_said(count)}: {note}")
-        return [*lines, *self._length_lines(split), *self._mask_lines(split)]
+        return [*lines, *self._repeat_lines(split), *self._length_lines(split), *self._mask_lines(split)]
+
+    def _repeat_lines(self, split: str) -> list[str]:
+        lines = []
+        if self.repeated:
+            lines.append(
+                f"Data {split}: {rows_said(self.repeated)} with the tokens of an earlier one (make check names them; "
+                "make process SET=data.process.drop_duplicates=true keeps one of each)"
+            )
+        for other, count in self.shared.items():
+            lines.append(
+                f"Data {split}: {rows_said(count)} with the same tokens as in {other}: figures on {split} flatter the "
+                "model (make check names them; make process SET=data.process.drop_leaks=true leaves them out)"
+            )
+        return lines
 
     def _length_lines(self, split: str) -> list[str]:
         if not self.trained_tokens_lost and not self.rows_cut:
@@ -153,16 +174,26 @@ class Splits:
 
 
 def build_splits(
-    config: RunConfig, paths: DataPaths, tokenizer: Any, *, max_seq_len: int, today: date | None = None
+    config: RunConfig,
+    paths: DataPaths,
+    tokenizer: Any,
+    *,
+    max_seq_len: int,
+    positions: int | None = None,
+    today: date | None = None,
 ) -> Splits:
-    """Every split of a run as token rows; `today` is the day that a template is told.
+    """Every split of a run as token rows.
+
+    `positions` are the most that the model has, if it has a limit: no longer max_seq_len is proposed. `today` is the
+    day that a template is told.
 
     Raises:
         DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
             to learn.
     """
     check_columns(config.data)
-    return _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, today or date.today()).build(paths)
+    parts = TokenizerParts.of(tokenizer)
+    return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
 
 
 @dataclass(frozen=True)
@@ -173,6 +204,9 @@ class _Made:
     counts: Counts
     source: str
     chats: Sequence[Chat] = ()
+    digests: Any = ()
+    """Those of its rows' tokens, or its documents', sorted: uint64 of shape [rows]."""
+    shared: dict[str, int] = field(default_factory=dict)
 
     @property
     def format(self) -> str:
@@ -180,8 +214,10 @@ class _Made:
 
 
 class _Builder:
-    def __init__(self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, today: date) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, positions: int | None, today: date
+    ) -> None:
+        self._config, self._tokenizer, self._positions = config, tokenizer, positions
         self._max_seq_len, self._today = max_seq_len, today
         self._is_text = config.task_mode == "cpt"
         self._notes: list[str] = []
@@ -198,6 +234,7 @@ class _Builder:
             val = split_off
         if share and val is None:
             self._notes.append(f"data.val_fraction={share} of {train.counts.kept} rows leaves no validation rows")
+        _note_shared({"train": train, "val": val, "test": test})
         made_train = self._split(train)
         made_val = self._split(val) if val else None
         if self._config.task_mode == "cpt_mixed":
@@ -242,10 +279,11 @@ class _Builder:
                 counts, formats=built.counts[KEPT].formats, rows=counts.kept + counts.too_long + counts.bad.total()
             )
         if rows is None or "chat" not in rows.column_names:
-            return _Made(rows, counts, source)
+            return _Made(rows, counts, source, digests=built.digests(name))
         column = rows.with_format("arrow")
         places = [index for index, valid in enumerate(_is_valid(column)) if valid]
-        return _Made(rows.remove_columns("chat"), counts, source, Chats(rows.select_columns("chat")["chat"], places))
+        chats = Chats(rows.select_columns("chat")["chat"], places)
+        return _Made(rows.remove_columns("chat"), counts, source, chats, built.digests(name))
 
     def _held_out(self, source: AnySource | None, split: SplitName) -> _Made | None:
         """A held-out file's rows; None, said aloud, where plain text is trained and the file holds chats."""
@@ -284,9 +322,11 @@ class _Builder:
         if counts.bad and data.on_bad_row == "fail":
             raise DataError(_bad_rows_message(made, split))
         if counts.kept == 0:
-            raise DataError(_nothing_left_message(made, split, self._max_seq_len))
+            raise DataError(_nothing_left_message(made, split, self._max_seq_len, self._positions))
         if split == "train" and _lost_fraction(counts) > data.max_lost_fraction:
-            raise DataError(_lost_message(made, split, self._max_seq_len, data.max_lost_fraction))
+            raise DataError(
+                _lost_message(made, split, self._max_seq_len, self._positions, allowed=data.max_lost_fraction)
+            )
 
     # Splits.
 
@@ -405,6 +445,15 @@ class _Builder:
         return Dataset.from_dict(columns, features=features) if blocks else None, counts
 
 
+def _note_shared(splits: Mapping[str, _Made | None]) -> None:
+    """Note for each split how much of it stands in an earlier one too."""
+    there = [(name, made) for name, made in splits.items() if made is not None]
+    for (name, earlier), (_, later) in itertools.combinations(there, 2):
+        count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
+        if count:
+            later.shared[name] = count
+
+
 def _last_row(rows: Sequence[Any]) -> Any:
     return next(row for row in reversed(rows) if not isinstance(row, BadRow))
 
@@ -443,6 +492,8 @@ def _report(made: _Made) -> Report:
         untrained_turns=counts.untrained_turns,
         stripped_think=counts.stripped_think,
         special_rows=counts.special_rows,
+        repeated=counts.repeated,
+        shared=made.shared,
         noted={f"{note} (first: {one_line(counts.first_noted[note])})": many for note, many in counts.notes.items()},
     )
 
@@ -471,46 +522,58 @@ def _bad_rows_message(made: _Made, split: str) -> str:
     reasons = "; ".join(f"{count} x {reason}" for reason, count in counts.bad.most_common(6))
     shown = "\n".join(f"  {row}" for row in counts.first_bad[:SHOWN_BAD_ROWS])
     more = f"\n  … and {total - SHOWN_BAD_ROWS:,} more" if total > SHOWN_BAD_ROWS else ""
+    more += "".join(f"\n  {line}" for line in roles_said(counts.bad, counts.roles))
     return (
         f"{total:,} of {counts.rows:,} rows of data.{split}_path={made.source} cannot be used ({reasons}):\n"
         f"{shown}{more}\nmend them, or leave them out, counted, with data.on_bad_row=skip"
     )
 
 
-def _nothing_left_message(made: _Made, split: str, max_seq_len: int) -> str:
+def _nothing_left_message(made: _Made, split: str, max_seq_len: int, positions: int | None) -> str:
     counts = made.counts
     if counts.too_long and not counts.bad:
+        more = positions is None or positions > max_seq_len
+        way = "raise model.max_seq_len, or keep" if more else f"the model has {positions:,} positions; shorten, or keep"
         return (
             f"data.{split}_path={made.source}: all {counts.too_long:,} rows lose their answer at max_seq_len "
             f"{max_seq_len} (shortest prompt: {counts.shortest_prompt:,} tokens; the first row is "
-            f"{counts.first_too_long}); raise model.max_seq_len, or keep the answers with data.truncate=prompt"
+            f"{counts.first_too_long}); {way} the answers with data.truncate=prompt"
         )
     every = counts.bad + counts.left_out
     reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
     return f"data.{split}_path={made.source}: no row is left of {counts.rows:,} ({reasons or 'nothing was in it'})"
 
 
-def _lost_message(made: _Made, split: str, max_seq_len: int, allowed: float) -> str:
+def _lost_message(made: _Made, split: str, max_seq_len: int, positions: int | None, *, allowed: float) -> str:
     counts = made.counts
     return (
         f"data.{split}_path={made.source}: {counts.lost:,} of {counts.whole_trained:,} trained tokens "
         f"({_lost_fraction(counts):.1%}) are lost to max_seq_len {max_seq_len}, more than "
         f"data.max_lost_fraction={allowed:g}: {counts.cut_rows:,} rows are cut and {counts.too_long:,} lose all. "
-        f"{_longer_limits(counts, max_seq_len, allowed)}, or keep the ends of rows with data.truncate=prompt, or "
+        f"{_longer_limits(counts, max_seq_len, positions)}, or keep the ends of rows with data.truncate=prompt, or "
         "accept the loss with data.max_lost_fraction"
     )
 
 
-def _longer_limits(counts: Counts, max_seq_len: int, allowed: float) -> str:
-    """Which longer limits would keep how much."""
+def _longer_limits(counts: Counts, max_seq_len: int, positions: int | None) -> str:
+    """Which longer limits would keep how much, as far as the model has positions."""
+    most = -(-counts.cost.longest // 64) * 64
+    if positions is not None:
+        if positions <= max_seq_len:
+            return f"The model has {positions:,} positions: split or shorten the rows"
+        most = min(most, positions)
     said: list[str] = []
     limit = max_seq_len
     best = 1 - _lost_fraction(counts)
-    while limit < counts.cost.longest and best < 1:
-        limit = min(limit * 2, -(-counts.cost.longest // 64) * 64)
+    while limit < most and best < 1:
+        limit = min(limit * 2, most)
         short = counts.whole_trained - counts.cost.trained
         kept = (short + counts.cost.kept_share(limit) * counts.cost.trained) / counts.whole_trained
         if kept > best + 1e-9:  # a length that keeps no more is no way out
             said.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.2%}'}")
             best = kept
-    return f"model.max_seq_len={', '.join(said)}" if said else "Raise model.max_seq_len"
+    if said:
+        return f"model.max_seq_len={', '.join(said)}"
+    if most == positions:
+        return f"The model's {positions:,} positions keep no more: split or shorten the rows"
+    return "Raise model.max_seq_len"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import AnySource
+from sft_play.data.messages import roles_said
 from sft_play.data.preview import METHODS
 from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer
@@ -80,7 +81,10 @@ def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Chec
     if task_mode == "cpt" and survey.chats and survey.split != "train":
         return [warning(name, f"{said} hold chats and task_mode is cpt: the file is not used",
                         f"set data.{survey.split}_path to plain text, or to null")]  # fmt: skip
-    found = [_bad(name, said, survey.bad, survey.first_bad, data)] if survey.bad else [ok(name, said)]
+    if survey.bad:
+        found = [_bad(name, said, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))]
+    else:
+        found = [ok(name, said)]
     if survey.left_out:
         listed = "; ".join(f"{count:,} x {reason}" for reason, count in survey.left_out.most_common(6))
         found.append(ok(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {listed}"))
@@ -95,12 +99,14 @@ def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Chec
     return found
 
 
-def _bad(name: str, said: str, counts: Counter[str], first: Sequence[str], data: DataConfig) -> Check:
+def _bad(
+    name: str, said: str, counts: Counter[str], first: Sequence[str], data: DataConfig, also: Sequence[str] = ()
+) -> Check:
     """Bad rows by reason, the first of them listed; a problem where the run would stop at them."""
     total = sum(counts.values())
     reasons = "; ".join(f"{count:,} x {reason}" for reason, count in counts.most_common(6))
     more = [f"… and {total - len(first):,} more"] if total > len(first) else []
-    what = "\n".join([f"{total:,} of {said} cannot be used: {reasons}", *first, *more])
+    what = "\n".join([f"{total:,} of {said} cannot be used: {reasons}", *first, *more, *also])
     if data.on_bad_row == "skip":
         return warning(name, what, "they are left out (data.on_bad_row=skip); mend them to use them")
     return problem(name, what, "mend them, or leave them out, counted, with data.on_bad_row=skip")

@@ -223,6 +223,14 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
     raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
 
 
+def roles_said(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
+    """Where rows are refused for an unknown role: a line with the turns of known roles in the others, by role."""
+    if not any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
+        return []
+    seen = ", ".join(f"{role} {count:,}" for role, count in sorted(roles.items(), key=lambda item: -item[1])) or "none"
+    return [f"turns of known roles in the other rows: {seen}"]
+
+
 # Content
 
 

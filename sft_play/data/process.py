@@ -41,7 +41,7 @@ from sft_play.data.formats import (
     to_example,
     unused_columns,
 )
-from sft_play.data.messages import UNKNOWN_ROLE
+from sft_play.data.messages import roles_said
 from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
@@ -559,9 +559,7 @@ def _file_fault(file: FileReport, bad: Places, reasons: Counter[str], roles: Cou
         parts += [f"  {line}" for line in bad.first]
         if bad.count > len(bad.first):
             parts.append(f"  … and {bad.count - len(bad.first):,} more")
-        if any(reason.startswith(UNKNOWN_ROLE) for reason in reasons):
-            seen = ", ".join(f"{role} {count:,}" for role, count in roles.most_common()) or "none"
-            parts.append(f"  turns of known roles in the other rows: {seen}")
+        parts += [f"  {line}" for line in roles_said(reasons, roles)]
     return "\n".join([*parts, *([error] if error else [])])
 
 

@@ -8,6 +8,7 @@ Shape letters: T tokens of one row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -20,9 +21,10 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Example, Text
+from sft_play.data.messages import merge_turns
 from sft_play.data.template import ChatTemplate, Message, RenderError
 from sft_play.data.template_limits import Span
-from sft_play.data.turns import Found, Inexact, Turns
+from sft_play.data.turns import REFUSED, Found, Inexact, Turns
 from sft_play.data.words import Words, words_of
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -279,16 +281,17 @@ class Renderer:
             return BadRow(example.where, "a text holds a special token of the tokenizer", self.specials.first(example))
         hide = special > 0 and self.data.special_tokens_in_text == "plain"
         messages: Sequence[Message] = example.messages
-        if self.data.system_into_user:
-            messages = self._system_into_user(messages)
         try:
+            if self.data.system_into_user:
+                messages = self._system_into_user(messages)
             shown = self.specials.hidden(messages) if hide else messages
             found = self.turns(with_tools=bool(example.tools)).find(shown, example.tools)
             if hide:
                 self._check_hidden(found.text, messages, example.tools)
             spans, untrained, method = self._wanted(found, messages)
         except Inexact as error:
-            return BadRow(example.where, error.reason, error.detail)
+            ways = self._ways_out(messages, example.tools) if error.reason == REFUSED else ""
+            return BadRow(example.where, error.reason, "; ".join(filter(None, [error.detail, ways])))
         return Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
 
     def _text_draft(self, example: Text) -> Draft | BadRow:
@@ -300,7 +303,7 @@ class Renderer:
         try:
             real = self.turns(with_tools=bool(tools)).rendered(messages, tools)
         except RenderError as error:
-            raise Inexact("the chat template refuses the row", str(error)) from error
+            raise Inexact(REFUSED, str(error)) from error
         if self.specials.revealed(text) != real:
             raise Inexact(
                 "the chat template looks for a special token that stands in a text "
@@ -309,6 +312,31 @@ class Renderer:
 
     def _special_count(self, example: Chat) -> int:
         return sum(self.specials.count(text) for text in _texts(example.messages))
+
+    def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The options with which the template takes a row that it refuses, tried on it; empty where none helps."""
+        twins = [at for at in range(1, len(messages)) if messages[at]["role"] == messages[at - 1]["role"]]
+        merge = system = ""
+        if twins and not self.data.merge_consecutive:
+            at = twins[0]
+            merge = (
+                f"messages[{at - 1}] and messages[{at}] are both {messages[at]['role']} turns: "
+                "data.merge_consecutive=true joins them"
+            )
+        if messages[0]["role"] == "system" and not self.data.system_into_user:
+            system = "data.system_into_user=true puts the system prompt before the first user turn"
+        for tried in ((merge,), (system,), (merge, system)):
+            if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
+                return " and ".join(tried)
+        return ""
+
+    def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
+        """Whether the template renders these messages, merged or with the system prompt moved as options would."""
+        with contextlib.suppress(RenderError, Inexact):
+            tried = merge_turns(messages) if merged else messages
+            self.turns(with_tools=bool(tools)).rendered(self._system_into_user(tried) if moved else tried, tools)
+            return True
+        return False
 
     def _system_into_user(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""

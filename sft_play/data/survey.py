@@ -210,6 +210,8 @@ class Survey:
     first_duplicate: tuple[int, int] | None = None
     chats: int = 0
     texts: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+    """Turns of the rows that can be read, by role."""
     notes: Counter[str] = field(default_factory=Counter)
     """What is to be told of rows that are used, by what it is."""
     first_noted: dict[str, str] = field(default_factory=dict)
@@ -264,6 +266,8 @@ class Survey:
             self.first_duplicate = self.first_duplicate or (first, number)
         self.chats += isinstance(example, Chat)
         self.texts += isinstance(example, Text)
+        if isinstance(example, Chat):
+            self.turns.update([message["role"] for message in example.messages])
         self.note(example.notes, example.where)
 
     def note(self, notes: Iterable[str], where: str) -> None:

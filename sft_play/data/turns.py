@@ -49,6 +49,7 @@ _OTHER_SALT = "Kw7V"
 _OTHER_SENTINEL = re.compile(_OTHER_SALT + r"([ghjkmnprst]{5})([du])")
 _TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 _MAX_PIECES = 90_000
+REFUSED = "the chat template refuses the row"
 
 
 class Inexact(ValueError):
@@ -311,7 +312,7 @@ class Turns:
         try:
             text = self.rendered(messages, tools)
         except RenderError as error:
-            raise Inexact("the chat template refuses the row", str(error)) from error
+            raise Inexact(REFUSED, str(error)) from error
         shape = None if tools else self._shape(messages)
         if shape is None:
             return self._verified(text, messages, tools)

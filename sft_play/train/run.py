@@ -198,7 +198,15 @@ def prepare(job: Job) -> Prepared:
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
-    splits = build_splits(config, job.paths, tokenizer.tokenizer, max_seq_len=plan.max_seq_len, today=job.today)
+    positions = getattr(blueprint.hf_config.get_text_config(), "max_position_embeddings", None)
+    splits = build_splits(
+        config,
+        job.paths,
+        tokenizer.tokenizer,
+        max_seq_len=plan.max_seq_len,
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
+        today=job.today,
+    )
     _say(splits.notes)
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
