@@ -173,6 +173,20 @@ def test_a_wrong_mask_makes_the_command_fail(monkeypatch, tokenizer, templates, 
     assert "chatml.jinja, single_turn: wrong: " in text
 
 
+def test_an_end_of_turn_that_looks_like_none_is_known_as_the_end_of_the_turn(tmp_path, tokenizer):
+    for name, end in (("bars", "[|endofturn|]"), ("words", " -- over and out")):
+        (tmp_path / f"{name}.jinja").write_text(
+            "{% for m in messages %}{{ '[' + m.role + ']\n' + (m.content or '') }}{% for c in m.tool_calls or [] %}"
+            "{{ '<tool_call>' + c.function.name + (c.function.arguments | tojson) + '</tool_call>' }}{% endfor %}"
+            "{{ '" + end + "\n' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+        )
+    rows = score(tmp_path, str(tokenizer)).rows
+    found = {(row.template, row.case): row.verdict for row in rows}
+    assert found["bars.jinja", "tool_calls"] == found["bars.jinja", "multi_turn"] == "exact"
+    assert found["words.jinja", "tool_calls"] == "exact"
+    assert "wrong" not in found.values()
+
+
 # Real templates.
 
 

@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -52,7 +53,7 @@ BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 BATCH_CHARS = 4 << 20
 """Characters after which a batch ends: a token in the tokenizer's hands takes some hundred bytes."""
-FEW_BYTES = 12 << 20
+FEW_BYTES = 4 << 20
 """Data of fewer bytes is made in this process, whose tokenizer has threads: starting others takes longer."""
 MOST_WORKERS = 16
 SECONDS_BETWEEN_NEWS = 10.0
@@ -336,7 +337,7 @@ def _rows_of(
     """Every part's rows in a file of its own, made here or by other processes."""
     total = sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
     count = _workers(workers, total)
-    piece_bytes = max(1 << 20, min(8 << 20, total // (count * 4) or 1))
+    piece_bytes = max(256 << 10, min(8 << 20, total // (count * 8) or 1))
     jobs: list[_Job] = []
     for part in parts:
         shape = _shape_of(part, recipe.data)
@@ -412,7 +413,7 @@ def _together(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> I
     following = 0
     try:
         waiting = iter(jobs)
-        running = {pool.submit(_work, _packed(job)) for job in itertools.islice(waiting, 2 * (count - 1))}
+        running = _submitted(pool, itertools.islice(waiting, 2 * (count - 1)))
         maker = _Maker(recipe)
         while following < len(jobs):
             mine = next(waiting, None)
@@ -423,7 +424,7 @@ def _together(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> I
                 result = future.result()
                 done[result.number] = result
                 news.add(result.counts[KEPT].rows)
-            running |= {pool.submit(_work, _packed(job)) for job in itertools.islice(waiting, len(finished))}
+            running |= _submitted(pool, itertools.islice(waiting, len(finished)))
             while following in done:
                 yield done.pop(following)
                 following += 1
@@ -434,6 +435,21 @@ def _together(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> I
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[_Job]) -> set[Future[_Result]]:
+    """Jobs on their way to the workers.
+
+    A worker that is started imports what it needs, and not the program that runs here, as multiprocessing would have
+    it: that may bring torch along, and a script that calls this outside of `if __name__ == "__main__"` would begin
+    anew in every worker.
+    """
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        return {pool.submit(_work, _packed(job)) for job in jobs}
+    finally:
+        sys.modules["__main__"] = program
 
 
 class _News:
@@ -708,27 +724,34 @@ class _Writer:
         """A batch of rows with the examples they are made of."""
         if not rows:
             return
-        sources = pa.array([0 if row.source == CHAT else 1 for row in rows], pa.int8())
-        ids = _lists([row.input_ids for row in rows])
-        self._digest(ids)
-        columns = [ids, _lists([row.labels for row in rows]), sources]
+        offsets, ids = _joined([row.input_ids for row in rows])
+        label_offsets, labels = _joined([row.labels for row in rows])
+        sources = np.array([row.source != CHAT for row in rows], np.int8)
+        tokens = memoryview(ids).cast("B")
+        for begin, end in itertools.pairwise((offsets * ids.itemsize).tolist()):
+            self.digests += hashlib.blake2b(tokens[begin:end], digest_size=8).digest()
+        columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
             columns.append(pa.array([_as_json(example) for example in examples], pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
 
-    def _digest(self, ids: Any) -> None:
-        tokens, offsets = ids.flatten().to_numpy(), ids.offsets.to_pylist()
-        for begin, end in itertools.pairwise(offsets):
-            self.digests += hashlib.blake2b(tokens[begin:end].data, digest_size=8).digest()
 
-
-def _lists(values: Sequence[Sequence[int]]) -> Any:
-    """Lists of tokens as an Arrow column, without an object for each token."""
+def _joined(values: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Lists of tokens joined: int32 of shape [lists + 1], where each begins, and of shape [tokens]."""
     lengths = np.fromiter(map(len, values), np.int32, len(values))
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    flat = np.fromiter(itertools.chain.from_iterable(values), np.int32, int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    return offsets, np.fromiter(itertools.chain.from_iterable(values), np.int32, int(offsets[-1]))
+
+
+def _arrow(values: Any) -> Any:
+    """A numpy array of integers as an Arrow one; `pyarrow.array` would load pandas first, half a second."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _lists(offsets: Any, tokens: Any) -> Any:
+    """Joined lists as an Arrow column, without an object for each token."""
+    return pa.ListArray.from_arrays(_arrow(offsets), _arrow(tokens))
 
 
 def _as_json(example: Example) -> str | None:
@@ -773,7 +796,6 @@ def _blocks(folder: Path, name: str, files: Sequence[str], recipe: Recipe, split
 
 def _block_batch(tokens: Any, size: int) -> Any:
     """Full blocks as a batch: every token is trained."""
-    offsets = pa.array(np.arange(0, len(tokens) + 1, size, dtype=np.int32))
-    column = pa.ListArray.from_arrays(offsets, pa.array(tokens, pa.int32()))
-    sources = pa.array(np.ones(len(tokens) // size, np.int8))
+    column = _lists(np.arange(0, len(tokens) + 1, size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
+    sources = _arrow(np.ones(len(tokens) // size, np.int8))
     return pa.record_batch([column, column, sources], schema=_SCHEMA)

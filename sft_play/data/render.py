@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -113,6 +113,11 @@ class TokenizerParts:
     bos_id: int | None
     eos: str | None
     end_of_text: int | None
+    live: Any = field(default=None, repr=False, compare=False)
+    """The backend itself, where it is in this process: it is not read from its `state` anew."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "live": None}
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
@@ -141,6 +146,7 @@ class TokenizerParts:
             tokenizer.bos_token_id,
             tokenizer.eos_token,
             end_of_text_id(tokenizer),
+            _apart(tokenizer.backend_tokenizer),
         )
 
     def template(self, *, with_tools: bool) -> str:
@@ -537,7 +543,7 @@ class Encoder:
         from tokenizers import Tokenizer
 
         self._compared = 0
-        self.backend = Tokenizer.from_str(parts.state)
+        self.backend = parts.live or Tokenizer.from_str(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
 
@@ -569,6 +575,21 @@ class Encoder:
     def splitting(self) -> _Splitting:
         """The one that splits at edges of answers."""
         return _Splitting(self.backend)
+
+
+def _apart(backend: Any) -> Any:
+    """A tokenizer of the same parts, which share their vocabulary; None where they do not make the same one."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer(backend.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (part := getattr(backend, name)) is not None:
+            setattr(made, name, part)
+    added = backend.get_added_tokens_decoder()
+    made.add_tokens([token for _, token in sorted(added.items())])
+    made.encode_special_tokens = backend.encode_special_tokens
+    same = made.get_added_tokens_decoder() == added and made.get_vocab_size() == backend.get_vocab_size()
+    return made if same else None
 
 
 def end_of_text_id(tokenizer: Any) -> int | None:

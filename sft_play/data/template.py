@@ -26,6 +26,7 @@ MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_REASONING = frozenset(REASONING_KEYS)
 """Names under which templates look for a turn's think text (transformers fills them from one another)."""
 
 
@@ -153,6 +154,8 @@ def _as_render_error() -> Iterator[None]:
 
 def _with_reasoning(message: Message) -> Message:
     """A copy of the message with its think text under every name that templates know."""
+    if _REASONING.isdisjoint(message):
+        return dict(message)
     found = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
     if found is None:
         return dict(message)

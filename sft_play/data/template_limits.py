@@ -73,6 +73,9 @@ def _short(text: Any) -> Any:
     return text
 
 
+_METHODS_OF_DICT = frozenset(dir(dict))
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}`: the text between them, whose place is noted."""
 
@@ -143,12 +146,20 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`+`, `*`, `**` and `%`, whose results may be huge."""
+        if operator == "+" and type(left) is str and type(right) is str:  # most of them
+            return _short(left + right)
         if operator in ("*", "**"):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, (str, bytes)):
             _check_format(str(left), _PERCENT_WIDTH)
             flat(right)
         return _short(super().call_binop(context, operator, left, right))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
+        if type(obj) is dict and attribute in obj and attribute not in _METHODS_OF_DICT:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
     def compiled(self, source: str) -> jinja2.Template:
         """The template with its loops and joins counted."""

@@ -2,8 +2,9 @@
 
 A byte-level BPE tokenizer cuts a text at its added tokens, then into words by a pattern; the tokens of a word depend
 on that word alone. So a dictionary of words gives the same ids, several times as fast. That holds here for texts of
-ASCII characters only: there the pattern means the same in Python as in the tokenizer, once its classes of characters
-are spelt out. Every other text and every other kind of tokenizer goes through the tokenizer itself.
+ASCII, the letters of Western Europe and common marks (dashes, quotes): there the pattern means the same in Python as in
+the tokenizer, once its classes of characters are spelt out. Every other text and every other kind of tokenizer goes
+through the tokenizer itself.
 
 Nothing is taken on trust: a tokenizer's words are compared with its own ids on probes before they are used, and on
 rows while they are.
@@ -24,30 +25,41 @@ Span = tuple[int, int]
 
 MAX_WORDS = 200_000
 """Words that are remembered; then all are forgotten. Some 60 MB."""
+MAX_PIECES, MAX_PIECE_CHARS = 4_096, 256
+"""What stands between added tokens, such as a system prompt: so many and so long ones are remembered whole."""
 MAX_WORD_CHARS = 40
 """Longer words are rarely seen again."""
 PROBES = 300
-_KEEP_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-"""Normalisers that leave ASCII as it is."""
+_ASCII = range(128)
+_KNOWN = (*_ASCII, *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x2010, 0x2028))
+"""Characters whose class has not changed since Unicode 4, which no tokenizer takes for white space, and which NFC
+leaves as they are."""
+_KEEP_KNOWN, _KEEP_ASCII = frozenset({"NFC"}), frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+"""Normalisers that leave these, or ASCII, as they are."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2)."""
-_BYTES = {byte: chr(256 + number) for number, byte in enumerate([*range(33), 127])}
-"""How byte-level tokenizers write the ASCII bytes that are no visible characters; the others stand for themselves."""
+_UNSEEN = [*range(33), *range(127, 161), 173]
+_BYTES = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
+"""How byte-level tokenizers write bytes: those that are no visible characters of Latin-1 by characters behind it."""
 _NOWHERE = "\ue000"
-"""A character that no ASCII text holds, for classes without any ASCII character."""
+"""A character that no known text holds, for classes without any character."""
 
 
 class Words:
     """The tokens of texts by their words; made by `words_of`."""
 
-    def __init__(self, backend: Any, stages: Sequence[re.Pattern[str]], added: dict[str, int]) -> None:
-        self._first, self._last = stages[:-1], stages[-1].findall
+    def __init__(
+        self, backend: Any, stages: Sequence[re.Pattern[str]], added: dict[str, int], *, only_ascii: bool
+    ) -> None:
+        self._unknown = re.compile(f"[^{_ranges(_ASCII if only_ascii else _KNOWN)}]").search
+        self._first, self._pattern, self._last = stages[:-1], stages[-1], stages[-1].findall
         self._added = added
         longest_first = sorted(added, key=lambda token: (-len(token), token))
         self._cut: Callable[[str], list[str]] = re.compile(
             f"({'|'.join(map(re.escape, longest_first))})" if added else r"((?!))"
         ).split
         self._ids = _Remembered(backend.model)
+        self._pieces: dict[str, Sequence[int]] = {}
 
     def ids(self, text: str) -> list[int] | None:
         """The text's ids; None where the tokenizer has to be asked."""
@@ -57,9 +69,9 @@ class Words:
     def masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:
         """The text's ids, and which of them [first, last) stand for each span of characters.
 
-        None where the tokenizer has to be asked: the text is not ASCII, or an edge of a span stands inside a word.
+        None where the tokenizer has to be asked: for other characters, or where an edge stands inside a word.
         """
-        if not text.isascii():
+        if not text.isascii() and self._unknown(text):
             return None
         edges = [edge for span in spans for edge in span]
         ids: list[int] = []
@@ -67,15 +79,14 @@ class Words:
         position = 0
         for number, piece in enumerate(self._cut(text)):
             before, end = len(ids), position + len(piece)
-            words = self._words(piece) if number % 2 == 0 else [piece]
-            if words is None:
-                return None
             if number % 2:
                 ids.append(self._added[piece])
+            elif (made := self._piece_ids(piece)) is not None:
+                ids += made
             else:
-                ids += itertools.chain.from_iterable(map(self._ids.__getitem__, words))
+                return None
             while len(found) < len(edges) and edges[len(found)] < end:
-                at = self._tokens_before(edges[len(found)] - position, words)
+                at = self._tokens_before(edges[len(found)] - position, piece)
                 if at is None:
                     return None
                 found.append(before + at)
@@ -83,14 +94,37 @@ class Words:
         found += [len(ids)] * (len(edges) - len(found))
         return ids, list(zip(found[::2], found[1::2], strict=True))
 
-    def _tokens_before(self, edge: int, words: Sequence[str]) -> int | None:
-        """How many tokens stand before an edge between words; None where it is inside of one."""
+    def _piece_ids(self, piece: str) -> Sequence[int] | None:
+        """The ids of a text without added tokens; None where the pattern leaves characters of it out."""
+        known = self._pieces.get(piece)
+        if known is not None:
+            return known
+        words = self._words(piece)
+        if words is None:
+            return None
+        ids = list(itertools.chain.from_iterable(map(self._ids.__getitem__, words)))
+        if len(piece) <= MAX_PIECE_CHARS:
+            if len(self._pieces) >= MAX_PIECES:
+                self._pieces.clear()
+            self._pieces[piece] = ids
+        return ids
+
+    def _tokens_before(self, edge: int, piece: str) -> int | None:
+        """How many tokens of a piece stand before an edge between words; None where it is inside of one."""
+        if edge == 0 or piece in self._added:
+            return 0 if edge == 0 else None
         at = count = 0
-        for word in words:
+        for word in self._some_words(piece):
             if at >= edge:
                 break
             at, count = at + len(word), count + len(self._ids[word])
         return count if at == edge else None
+
+    def _some_words(self, piece: str) -> Iterator[str]:
+        """The words of a text whose words are known to be all of it, one after the other."""
+        if self._first:
+            return iter(self._words(piece) or ())
+        return (match.group() for match in self._pattern.finditer(piece))
 
     def _words(self, piece: str) -> list[str] | None:
         """The words of a text without added tokens; None where the pattern leaves characters out."""
@@ -108,7 +142,7 @@ class _Remembered(dict[str, tuple[int, ...]]):
         self._model = model
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = tuple(token.id for token in self._model.tokenize(word.translate(_BYTES)))
+        ids = tuple(token.id for token in self._model.tokenize("".join(map(_BYTES.__getitem__, word.encode()))))
         if len(word) <= MAX_WORD_CHARS:
             if len(self) >= MAX_WORDS:
                 self.clear()
@@ -133,14 +167,18 @@ def words_of(backend: Any) -> Words | None:
     """The words of a tokenizer's backend; None where it is of another kind, or its words do not give its own ids."""
     added = backend.get_added_tokens_decoder()
     stages = _stages(_state(backend.pre_tokenizer))
-    if stages is None or not _keeps_ascii(_state(backend.normalizer)) or not _is_plain_bpe(backend.model):
+    normalizer = _state(backend.normalizer)
+    if stages is None or not _keeps(_KEEP_ASCII, normalizer) or not _is_plain_bpe(backend.model):
         return None
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
     if len({token.normalized for token in added.values()}) > 1:  # found one kind after the other
         return None
-    words = Words(backend, stages, {token.content: number for number, token in added.items() if token.content})
-    probes = list(_probes([token.content for token in added.values()]))
+    says_word = any(re.search(r"\\[wW]", stage.pattern) for stage in stages)  # with re.ASCII, of ASCII letters
+    only_ascii = says_word or not _keeps(_KEEP_KNOWN, normalizer)
+    by_text = {token.content: number for number, token in added.items() if token.content}
+    words = Words(backend, stages, by_text, only_ascii=only_ascii)
+    probes = list(_probes(list(by_text), _ASCII if only_ascii else _KNOWN))
     wanted = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
     return words if [words.ids(probe) for probe in probes] == wanted else None
 
@@ -151,11 +189,12 @@ def _state(part: Any) -> dict[str, Any]:
     return state
 
 
-def _keeps_ascii(normalizer: dict[str, Any]) -> bool:
+def _keeps(allowed: frozenset[str], normalizer: dict[str, Any]) -> bool:
+    """Whether a normaliser is one of these, or none."""
     kind = normalizer.get("type")
     if kind == "Sequence":
-        return all(map(_keeps_ascii, normalizer["normalizers"]))
-    return kind is None or kind in _KEEP_ASCII
+        return all(_keeps(allowed, one) for one in normalizer["normalizers"])
+    return kind is None or kind in allowed
 
 
 def _is_plain_bpe(model: Any) -> bool:
@@ -198,7 +237,7 @@ _FOREIGN = re.compile(r"\\[zZGRXKbBhHA]|&&|\[:|\{[\d,]+\}\+|\(\?[^:!=<>i]|\(\?i[
 
 
 def ascii_pattern(pattern: str) -> str:
-    """A tokenizer's pattern as one of Python's that finds the same in ASCII texts.
+    """A tokenizer's pattern as one of Python's (with re.ASCII) that finds the same in texts of known characters.
 
     Raises:
         ValueError: it has something that means another thing in Python.
@@ -234,14 +273,21 @@ def ascii_pattern(pattern: str) -> str:
 
 
 def _members(name: str, *, is_not: bool) -> str:
-    """The ASCII characters of a Unicode category, as the inside of a class."""
-    fitting = [chr(code) for code in range(128) if unicodedata.category(chr(code)).startswith(name) != is_not]
-    return "".join(f"\\x{ord(char):02x}" for char in fitting) or _NOWHERE
+    """The known characters of a Unicode category, as the inside of a class."""
+    return _ranges([code for code in _KNOWN if unicodedata.category(chr(code)).startswith(name) != is_not])
 
 
-def _probes(added: Sequence[str]) -> Iterator[str]:
+def _ranges(codes: Sequence[int]) -> str:
+    """Characters as the inside of a class: ranges, which are found quicker than one by one."""
+    there = set(codes)
+    starts, ends = ([code for code in codes if code + step not in there] for step in (-1, 1))
+    return "".join(f"\\u{start:04x}-\\u{end:04x}" for start, end in zip(starts, ends, strict=True)) or _NOWHERE
+
+
+def _probes(added: Sequence[str], known: Sequence[int]) -> Iterator[str]:
     """Texts of words, numbers, white space, marks, controls and added tokens, the same every time."""
     chance = random.Random(0)
+    there = frozenset(map(chr, known))
     pieces = [*map(chr, range(128)), *"eariotnslc" * 4, *" \n" * 20, *"0123456789" * 2]
     pieces += [
         "'s",
@@ -259,6 +305,8 @@ def _probes(added: Sequence[str]) -> Iterator[str]:
         "://",
         "))",
     ]
-    pieces += [token for token in added if token.isascii()][:20]
+    pieces += ["caf\u00e9", " \u201cso\u201d", "it\u2019s", "\u2014", "na\u00efve", "\u00df\u00b2", "\u00ab \u00bb"]
+    pieces += [token for token in added if there.issuperset(token)][:20]
+    pieces = [piece for piece in pieces if there.issuperset(piece)]
     for _ in range(PROBES):
         yield "".join(chance.choices(pieces, k=chance.randint(1, 60)))
