@@ -266,6 +266,40 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     assert sum(found.ends.values()) == 40
 
 
+def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch):
+    """Row numbers, places, the first repeated row, sums: only tokens by role are counted in other rows."""
+    from transformers import AutoTokenizer
+
+    from sft_play.data import workers
+    from sft_play.data.render import Renderer
+    from sft_play.data.survey import RowMaker, Surveyor
+
+    monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
+    rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
+    rows[3] = {"messages": []}
+    rows[40] = chat("", "")
+    rows[60] = chat("<|im_end|> in a text", "answer " * 200)
+    rows[120] = {"messages": [{"role": "asistant", "content": "a"}]}
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    found = []
+    for count in (1, 3):
+        data = DataConfig(workers=count)
+        maker = RowMaker(Renderer(tokenizer, data, max_seq_len=64), task_mode="sft")
+        found.append(vars(Surveyor(data, tokenizer=tokenizer, maker=maker).survey(path, "train")))
+        read = Surveyor(data).survey(path, "train")
+        assert (read.rows, sum(read.bad.values()), read.duplicates) == (150, 2, found[-1]["duplicates"])
+    one, several = found
+    cost, other_cost = one.pop("cost"), several.pop("cost")
+    assert (cost.longest, cost.trained) == (other_cost.longest, other_cost.trained)
+    limits = (8, 64, 500)
+    assert list(map(cost.kept_share, limits)) == list(map(other_cost.kept_share, limits))
+    assert min(several.pop("role_rows"), one.pop("role_rows")) > 50
+    assert several.pop("roles").keys() == one.pop("roles").keys()
+    assert several == one
+    assert one["duplicates"] > 10
+
+
 def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path):
     """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
     files = sorted(shared("bad_inputs").glob("*.json*"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -11,13 +14,14 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.data import build as build_module
+from sft_play.data import workers as workers_module
 from sft_play.data.build import KEPT, Recipe, build, content_share
 from sft_play.data.dataset import build_splits
 from sft_play.data.files import RawRow, data_paths
 from sft_play.data.formats import Chat, recognise, to_example
 from sft_play.data.render import IGNORED, TokenizerParts
 from sft_play.errors import DataError
-from tests.conftest import chat, shared
+from tests.conftest import ROOT, chat, shared
 
 ROW = chat("hello there", "how are you today?")
 
@@ -268,6 +272,30 @@ class TestCache:
         build(path, dataclasses.replace(recipe, data=data, today=date(2030, 1, 1)), split="train")
         assert len([item for item in cache.iterdir() if item.is_dir()]) == 1
 
+    def test_a_script_without_a_main_guard_may_prepare_rows_with_workers(self, tiny_llama, tmp_path):
+        """Workers do not run the script again: they would each begin workers of their own, and wait for them."""
+        path = write(tmp_path / "t.jsonl", *(chat(f"question {n}", "yes " * 200) for n in range(1_500)))
+        script = tmp_path / "script.py"
+        script.write_text(
+            "from datetime import date\nfrom pathlib import Path\n"
+            "from transformers import AutoTokenizer\n"
+            "from sft_play.config.schema import DataConfig\n"
+            "from sft_play.data.build import Recipe, build\n"
+            "from sft_play.data.render import TokenizerParts\n"
+            f"parts = TokenizerParts.of(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
+            "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
+            f"built = build(Path({str(path)!r}), recipe, split='train', workers=2)\n"
+            "print(len(built.files['kept']), built.counts['kept'].kept)\n"
+        )
+        environment = {**os.environ, "SFT_PLAY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        answer = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert answer.returncode == 0, answer.stderr
+        pieces, rows = map(int, answer.stdout.split()[-2:])
+        assert pieces > 2
+        assert rows == 1_500
+
     def test_two_processes_make_the_rows_of_one(self, recipe, tmp_path, monkeypatch):
         rows = [chat(f"question {n} " * (n % 7 + 1), f"answer {n}") for n in range(9_000)]
         rows[4_000] = {"messages": []}
@@ -328,7 +356,7 @@ class TestCache:
 
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
-        monkeypatch.setattr(build_module, "_work", _die)
+        monkeypatch.setattr(workers_module, "_work", _die)
         with pytest.raises(DataError, match="ended without a word"):
             build(path, recipe, split="train", workers=2)
 
@@ -340,7 +368,7 @@ def _count_rows(path, recipe):
     return len(build(path, recipe, split="train", workers=1).dataset(KEPT)), len(made)
 
 
-def _die(_):
+def _die(*_):
     import os
 
     os._exit(9)

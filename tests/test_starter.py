@@ -105,23 +105,16 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
         assert part in printed
 
 
+@pytest.mark.slow
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
         ("gsm8k", ["data.train_path=sft/gsm8k/train.jsonl", "model.max_seq_len=512", "eval.generate_rows=0"]),
-        *(
-            pytest.param(name, overrides, marks=pytest.mark.slow)
-            for name, overrides in (
-                ("identity", ["data.train_path=sft/llamafactory/identity.json", "model.max_seq_len=512"]),
-                ("toy", ["data.train_path=sft/openai_cookbook/toy_chat_fine_tuning.jsonl", "model.max_seq_len=1024"]),
-                (
-                    "drone",
-                    ["data.train_path=sft/openai_cookbook/drone_training_first3.jsonl", "model.max_seq_len=8192"],
-                ),
-                ("cpt", ["task_mode=cpt", "data.train_path=corpora/tinyshakespeare.txt"]),
-            )
-        ),
+        ("identity", ["data.train_path=sft/llamafactory/identity.json", "model.max_seq_len=512"]),
+        ("toy", ["data.train_path=sft/openai_cookbook/toy_chat_fine_tuning.jsonl", "model.max_seq_len=1024"]),
+        ("drone", ["data.train_path=sft/openai_cookbook/drone_training_first3.jsonl", "model.max_seq_len=8192"]),
+        ("cpt", ["task_mode=cpt", "data.train_path=corpora/tinyshakespeare.txt"]),
     ],
 )
 def test_real_files_train_on_the_starters_base(cache, tmp_path, name, overrides):

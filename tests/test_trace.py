@@ -110,7 +110,17 @@ def _not_the_first_trace() -> None:
     step.record(dataclasses.replace(SMALL, optimizer_steps=1))
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = {"full", "full, no checkpointing", "lora", "dora", "qlora", "dropout, reentrant", "tied, whole logits held"} | {
+    "sliding windows",
+    "evaluation",
+    "accumulation, two of three layers checkpointed",
+}
+"""The cases that every run of the tests looks at; the others take two seconds each."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
+)
 def test_fake_tensors_live_and_die_like_real_ones(name):
     settings = dataclasses.replace(SMALL, **CASES[name])
     torch.manual_seed(0)
@@ -497,6 +507,7 @@ def test_the_answer_counts_parameters_and_says_what_it_cannot_see():
     assert set(peak.phases) >= {"build", "forward", "backward", "optimizer"}
 
 
+@pytest.mark.slow
 def test_settings_move_the_peak_the_way_they_must():
     def peak(**changes: object) -> int:
         base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=64, attention="sdpa")

@@ -64,7 +64,7 @@ KNOWN = st.text(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.one_of(KNOWN, st.sampled_from(["<|im_start|>", "<|im_end|>"])), max_size=6))
 def test_ids_by_words_are_the_tokenizers_own(kind: str, parts: list[str]):
     words = words_of(KINDS[kind])

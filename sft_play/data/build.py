@@ -9,24 +9,17 @@ every start, in `dataset.py`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import itertools
 import json
-import logging
-import multiprocessing
 import os
 import pickle
 import shutil
-import signal
-import sys
 import time
-import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -37,14 +30,13 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part, source_digest, split_part
-from sft_play.data.formats import Chat, Example, Format, Text, first_format, rename_columns, to_example
+from sft_play.data.files import AnySource, BadRow, Part, data_files, read_part, source_digest
+from sft_play.data.formats import Chat, Example, Format, Text, first_format
 from sft_play.data.process import content_digest
 from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Draft, Rendered, Renderer, TokenizerParts, TokenRow
-from sft_play.data.survey import LimitCost, trained_runs
+from sft_play.data.survey import LimitCost, example_of, trained_runs
+from sft_play.data.workers import News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""
@@ -53,10 +45,6 @@ BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 BATCH_CHARS = 4 << 20
 """Characters after which a batch ends: a token in the tokenizer's hands takes some hundred bytes."""
-FEW_BYTES = 4 << 20
-"""Data of fewer bytes is made in this process, whose tokenizer has threads: starting others takes longer."""
-MOST_WORKERS = 16
-SECONDS_BETWEEN_NEWS = 10.0
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
@@ -335,13 +323,12 @@ def _rows_of(
     folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str
 ) -> tuple[_Files, _AllCounts]:
     """Every part's rows in a file of its own, made here or by other processes."""
-    total = sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
-    count = _workers(workers, total)
-    piece_bytes = max(256 << 10, min(8 << 20, total // (count * 8) or 1))
+    total = bytes_of(parts)
+    count = how_many(workers, total)
     jobs: list[_Job] = []
     for part in parts:
         shape = _shape_of(part, recipe.data)
-        pieces = split_part(part, part_bytes=piece_bytes) if count > 1 else [part]
+        pieces = pieces_of(part, count=count, total_bytes=total)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     count = min(count, len(jobs))
     digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
@@ -363,13 +350,6 @@ def _rows_of(
     return {name: tuple(found) for name, found in files.items()}, counts
 
 
-def _workers(asked: int | str, total_bytes: int) -> int:
-    if isinstance(asked, int):
-        return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if total_bytes < FEW_BYTES else min(cores, MOST_WORKERS)
-
-
 def _shape_of(part: Part, data: DataConfig) -> Format | None:
     """The format of a file; raises DataError where its columns are those of none."""
     return first_format(read_part(part), data)[1]
@@ -377,7 +357,7 @@ def _shape_of(part: Part, data: DataConfig) -> Format | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of a file, its format's name, and where its rows go."""
+    """A piece of a file, its format, and where its rows go."""
 
     number: int
     part: Part
@@ -387,7 +367,6 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Result:
-    number: int
     files: dict[str, str]
     counts: _AllCounts
     digests: dict[str, Any]
@@ -395,108 +374,19 @@ class _Result:
 
 def _here(jobs: Sequence[_Job], recipe: Recipe, split: str) -> Iterator[_Result]:
     maker = _Maker(recipe)
-    news = _News(split)
+    news = News(f"Data {split}", "prepared")
     for job in jobs:
         yield maker.make(job, news=news)
 
 
 def _together(jobs: Sequence[_Job], recipe: Recipe, count: int, split: str) -> Iterator[_Result]:
-    """Results in the order of the jobs, made by `count` processes: this one, which begins at once, and others.
-
-    The others have a few jobs ahead; this one takes the next between looking after them.
-    """
-    context = multiprocessing.get_context("spawn")
-    news = _News(split)
-    sent = (pickle.dumps(recipe), os.getpid())
-    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_begin_worker, initargs=sent)
-    done: dict[int, _Result] = {}
-    following = 0
-    try:
-        waiting = iter(jobs)
-        running = _submitted(pool, itertools.islice(waiting, 2 * (count - 1)))
-        maker = _Maker(recipe)
-        while following < len(jobs):
-            mine = next(waiting, None)
-            if mine is not None:
-                done[mine.number] = maker.make(mine, news=news)
-            finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
-            for future in finished:
-                result = future.result()
-                done[result.number] = result
-                news.add(result.counts[KEPT].rows)
-            running |= _submitted(pool, itertools.islice(waiting, len(finished)))
-            while following in done:
-                yield done.pop(following)
-                following += 1
-    except BrokenProcessPool:
-        raise DataError(
-            "a process that prepared rows ended without a word (out of memory?); lower data.workers, such as "
-            "data.workers=1"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    news = News(f"Data {split}", "prepared")
+    return together(jobs, _maker, recipe, count=count, done=lambda result: news.add(result.counts[KEPT].rows))
 
 
-def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[_Job]) -> set[Future[_Result]]:
-    """Jobs on their way to the workers.
-
-    A worker that is started imports what it needs, and not the program that runs here, as multiprocessing would have
-    it: that may bring torch along, and a script that calls this outside of `if __name__ == "__main__"` would begin
-    anew in every worker.
-    """
-    program = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        return {pool.submit(_work, _packed(job)) for job in jobs}
-    finally:
-        sys.modules["__main__"] = program
-
-
-class _News:
-    """Says now and then how far it is."""
-
-    def __init__(self, split: str) -> None:
-        self._split, self._began, self._said, self._rows = split, time.monotonic(), time.monotonic(), 0
-
-    def add(self, rows: int) -> None:
-        """So many rows more are done."""
-        self._rows += rows
-        now = time.monotonic()
-        if now - self._said >= SECONDS_BETWEEN_NEWS:
-            self._said = now
-            speed = self._rows / (now - self._began)
-            logger.info("Data %s: %s rows prepared, %s a second", self._split, f"{self._rows:,}", f"{speed:,.0f}")
-
-
-def _packed(job: _Job) -> tuple[int, Part, str | None, str]:
-    """A job without its format's functions, which do not travel."""
-    return job.number, job.part, job.shape.name if job.shape else None, job.folder
-
-
-_maker: _Maker | None = None
-"""In a worker: what makes rows, made once."""
-
-
-def _begin_worker(recipe: bytes, parent: int) -> None:
-    """A worker's beginning: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
-    global _maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _maker = _Maker(pickle.loads(recipe))
-
-
-def _work(packed: tuple[int, Part, str | None, str]) -> _Result:
-    from sft_play.data.formats import FORMATS
-
-    assert _maker is not None
-    number, part, name, folder = packed
-    shape = next((shape for shape in FORMATS if shape.name == name), None)
-    return _maker.make(_Job(number, part, shape, folder))
+def _maker(recipe: Recipe) -> Callable[[_Job], _Result]:
+    """What makes rows by this recipe, once in every process."""
+    return _Maker(recipe).make
 
 
 # Making rows.
@@ -509,7 +399,7 @@ class _Maker:
         self._recipe = recipe
         self._renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
 
-    def make(self, job: _Job, *, news: _News | None = None) -> _Result:
+    def make(self, job: _Job, *, news: News | None = None) -> _Result:
         """The rows of a piece, written into its files."""
         truncate = self._recipe.data.truncate
         counts = {KEPT: Counts(cost=LimitCost(truncate)), HELD: Counts(cost=LimitCost(truncate))}
@@ -525,7 +415,6 @@ class _Maker:
                 if news is not None:
                     news.add(len(batch.examples))
         return _Result(
-            job.number,
             {name: writer.name for name, writer in writers.items()},
             counts,
             {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
@@ -563,7 +452,7 @@ class _Maker:
         data = self._recipe.data
         for raw in read_part(job.part):
             counts.rows += 1
-            example = _example(raw, job.shape, data)
+            example = example_of(raw, job.shape, data)
             if isinstance(example, BadRow):
                 counts.count_bad(example)
             else:
@@ -630,14 +519,6 @@ class _Maker:
         counts.first_too_long = counts.first_too_long or f"{row.where}: {row.detail}"
         counts.shortest_prompt = min(filter(None, (counts.shortest_prompt, runs[0][0])), default=0)
         counts.lost += sum(end - max(begin, 1) for begin, end in runs)
-
-
-def _example(raw: RawRow | BadRow, shape: Format | None, data: DataConfig) -> Example | BadRow:
-    if isinstance(raw, BadRow):
-        return raw
-    if shape is None:
-        return BadRow(raw.where, "no known format")
-    return to_example(rename_columns(raw, data.columns), shape, data)
 
 
 @dataclass(frozen=True)

@@ -457,6 +457,10 @@ class Renderer:
         end = self.parts.end_of_text
         return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
+    def encoded(self, text: str) -> Any:
+        """The tokenizer's own encoding of a rendered text, with offsets."""
+        return self._backend.encode(text, add_special_tokens=False)
+
     def rendered(self, chat: Chat) -> str:
         """The whole conversation as the model will see it; raises RenderError."""
         return self.turns(with_tools=bool(chat.tools)).rendered(chat.messages, chat.tools)

@@ -7,17 +7,19 @@ and two lengths a row.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import numpy as np
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import AnySource, BadRow, RawRow, data_files, read_part
+from sft_play.data.files import AnySource, BadRow, Part, RawRow, data_files, read_part
 from sft_play.data.formats import (
     Chat,
     Example,
@@ -29,13 +31,15 @@ from sft_play.data.formats import (
     to_example,
 )
 from sft_play.data.process import content_digest
-from sft_play.data.render import IGNORED, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenRow
+from sft_play.data.render import IGNORED, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenizerParts, TokenRow
+from sft_play.data.workers import News, bytes_of, how_many, pieces_of, together
 from sft_play.log import one_line
 
 SHOWN_BAD_ROWS = 20
 """Bad rows of a file that are listed; the others are counted."""
-ROLE_ROWS = 1_000
-"""Rows in which tokens are counted by role: the first hundred, then ever fewer."""
+ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10
+"""Rows in which tokens are counted by role: the first hundred, then ever fewer. Of each piece of a large file that
+several processes read, so many fewer, but this many."""
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 TEMPLATE = "template"
@@ -74,16 +78,21 @@ class ExampleReader:
 
     def example(self, row: RawRow | BadRow, shape: Format | None) -> Example | BadRow:
         """A row of a file as an example."""
-        if isinstance(row, BadRow):
-            return row
-        if shape is None:
-            return BadRow(row.where, "no known format")
-        return to_example(rename_columns(row, self._data.columns), shape, self._data)
+        return example_of(row, shape, self._data)
 
     def numbered(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
         for row, shape in self.raw():
             yield self.rows, self.example(row, shape)
+
+
+def example_of(row: RawRow | BadRow, shape: Format | None, data: DataConfig) -> Example | BadRow:
+    """A row of a file with this format as an example."""
+    if isinstance(row, BadRow):
+        return row
+    if shape is None:
+        return BadRow(row.where, "no known format")
+    return to_example(rename_columns(row, data.columns), shape, data)
 
 
 # --- what a limit costs -----------------------------------------------------------------------------------------------
@@ -276,6 +285,46 @@ class Survey:
             self.notes[note] += 1
             self.first_noted.setdefault(note, where)
 
+    def add(self, other: Survey) -> None:
+        """Add the rows of a later piece of the same split, whose rows are numbered from 1 too."""
+        before = self.rows
+        repeats = [self.first_duplicate] if self.first_duplicate else []
+        if other.first_duplicate:
+            one, again = other.first_duplicate
+            repeats.append((one + before, again + before))
+        for digest, number in other.digests.items():
+            first = self.digests.setdefault(digest, number + before)
+            if first != number + before:
+                self.duplicates += 1
+                repeats.append((first, number + before))
+        self.first_duplicate = min(repeats, key=lambda repeat: repeat[1], default=None)
+        if self.first is None and other.first is not None:
+            number, whole, row = other.first
+            self.first = (number + before, whole, row)
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if name in ("digests", "first", "first_duplicate"):
+                continue
+            if name in ("first_bad", "first_unmasked"):
+                mine.extend(value[: SHOWN_BAD_ROWS - len(mine)])
+            elif name == "first_noted":
+                self.first_noted = {**value, **mine}
+            elif name == "roles":
+                for role, (tokens, trained) in value.items():
+                    entry = mine.setdefault(role, [0, 0])
+                    entry[0] += tokens
+                    entry[1] += trained
+            elif name == "cost":
+                mine.merge(value)
+            elif name == "shortest_prompt":
+                self.shortest_prompt = min(filter(None, (mine, value)), default=0)
+            elif isinstance(value, (Counter, array)):
+                mine.update(value) if isinstance(mine, Counter) else mine.extend(value)
+            elif isinstance(value, int):
+                setattr(self, name, mine + value)
+            else:
+                setattr(self, name, mine or value)
+
 
 def _count(counts: Counter[str], first: list[str], row: BadRow) -> None:
     counts[row.reason] += 1
@@ -310,7 +359,7 @@ class RowMaker:
 
     def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
         self.renderer = renderer
-        self._task_mode = task_mode
+        self.task_mode = task_mode
 
     @property
     def max_seq_len(self) -> int:
@@ -319,7 +368,7 @@ class RowMaker:
 
     def of(self, examples: Sequence[tuple[int, Example]], *, document: bool = False) -> list[Made]:
         """Numbered examples, made as one batch; `document`: they are the plain text of `task_mode: cpt_mixed`."""
-        joined = document or self._task_mode == "cpt"
+        joined = document or self.task_mode == "cpt"
         expanded = [(number, one) for number, example in examples for one in self.renderer.expand(example)]
         taken = [one for _, one in expanded if not (joined and isinstance(one, Chat))]
         made = iter(self.renderer.render_all(taken))
@@ -327,7 +376,7 @@ class RowMaker:
 
     def _made(self, number: int, example: Example, made: Iterator[Rendered | BadRow], *, joined: bool) -> Made:
         if joined and isinstance(example, Chat):
-            reason = f"task_mode is {self._task_mode}, which takes plain text here, and the row is a chat"
+            reason = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
             return Made(number, example, None, BadRow(example.where, reason))
         whole = next(made)
         if isinstance(whole, BadRow):
@@ -353,47 +402,154 @@ def made_rows(
     yield from maker.of(waiting, document=document)
 
 
-def _counted(reader: ExampleReader, found: Survey) -> Iterator[tuple[int, Example]]:
-    """The examples of a file with their numbers; what can be told without tokens is counted."""
-    for number, example in reader.numbered():
-        if isinstance(example, BadRow) and example.is_asked:
-            found.left_out[example.reason] += 1
-        elif isinstance(example, BadRow):
-            found.count_bad(example)
-        else:
-            found.count_content(example, number)
-            yield number, example
+@dataclass(frozen=True)
+class Marks:
+    """Ids of a tokenizer's special tokens; None where it has no such token."""
+
+    bos: int | None
+    pad: int | None
+    eos: int | None
+    special: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Marks:
+        """Those of a transformers tokenizer."""
+        special = frozenset(getattr(tokenizer, "added_tokens_decoder", {})) | frozenset(tokenizer.all_special_ids)
+        return cls(tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, special)
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """What a survey asks of rows: all that another process needs to ask it too.
+
+    Without `marks` there is no tokenizer, and rows are only read. `document`: the plain text of `task_mode: cpt_mixed`.
+    Tokens are counted by role in about `role_rows` rows.
+    """
+
+    split: str
+    data: DataConfig
+    task_mode: str
+    document: bool
+    marks: Marks | None = None
+    tokenizer: TokenizerParts | None = None
+    max_seq_len: int = 0
+    today: date | None = None
+    role_rows: int = ROLE_ROWS
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a file, and the file's format."""
+
+    part: Part
+    shape: Format | None
 
 
 class Surveyor:
     """Surveys splits with one tokenizer; without a `maker` rows are only read."""
 
     def __init__(self, data: DataConfig, *, tokenizer: Any = None, maker: RowMaker | None = None) -> None:
-        self._data, self._tokenizer, self._maker = data, tokenizer, maker
-        self._special: frozenset[int] = frozenset()
-        if tokenizer is not None:
-            added = getattr(tokenizer, "added_tokens_decoder", {})
-            self._special = frozenset(added) | frozenset(tokenizer.all_special_ids)
+        self._data, self._maker = data, maker
+        self._marks = Marks.of(tokenizer) if tokenizer is not None and maker is not None else None
 
     def survey(self, path: AnySource, split: str, *, text_wanted: bool = False, rows: int | None = None) -> Survey:
         """Every row of a file, read, rendered and counted, or the first `rows`; `split` is train, val, test, or text.
 
+        Large files are read by several processes (data.workers), unless only the first rows are asked for.
+
         Raises:
             DataError: the whole file cannot be read, or its columns are those of no format.
         """
+        parts = data_files(
+            path, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
+        )
         found = Survey(split, str(path), LimitCost(self._data.truncate))
+        total = bytes_of(parts)
+        count = 1 if rows is not None else how_many(self._data.workers, total)
+        if count > 1:
+            pieces = [
+                _Piece(piece, shape)
+                for part in parts
+                for shape in (first_format(read_part(part), self._data)[1],)
+                for piece in pieces_of(part, count=count, total_bytes=total)
+            ]
+            count = min(count, len(pieces))
+        if count > 1:
+            inquiry = self._inquiry(split, role_rows=max(ROLE_ROWS // len(pieces), FEWEST_ROLE_ROWS))
+            news = News(f"Check {split}", "looked at")
+            for made in together(pieces, _asking, inquiry, count=count, done=lambda made: news.add(made.rows)):
+                found.add(made)
+            found.format = ", ".join(dict.fromkeys(piece.shape.name for piece in pieces if piece.shape)) or "unknown"
+            return found
         reader = ExampleReader(
             path, self._data, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
         )
-        counted = itertools.islice(_counted(reader, found), rows)
-        if self._maker is None:
-            collections.deque(counted, maxlen=0)
-        else:
-            for made in made_rows(counted, self._maker, document=split == "text"):
-                assert isinstance(made, Made)
-                self._tokens(found, made)
+        _Asking(self._inquiry(split), self._maker).ask(itertools.islice(reader.numbered(), rows), found)
         found.format, found.rows = reader.format, reader.rows
         return found
+
+    def _inquiry(self, split: str, *, role_rows: int = ROLE_ROWS) -> Inquiry:
+        plain = Inquiry(split, self._data, "", split == "text", role_rows=role_rows)
+        if self._maker is None:
+            return plain
+        renderer = self._maker.renderer
+        return dataclasses.replace(
+            plain,
+            task_mode=self._maker.task_mode,
+            marks=self._marks,
+            tokenizer=renderer.parts,
+            max_seq_len=renderer.max_seq_len,
+            today=renderer.today,
+        )
+
+
+def _asking(inquiry: Inquiry) -> Callable[[_Piece], Survey]:
+    """What surveys pieces, once in every process."""
+    return _Asking(inquiry).of_piece
+
+
+class _Asking:
+    """Asks rows what an inquiry wants to know."""
+
+    def __init__(self, inquiry: Inquiry, maker: RowMaker | None = None) -> None:
+        self._inquiry, self._maker = inquiry, maker
+        if maker is None and inquiry.tokenizer is not None:
+            renderer = Renderer(inquiry.tokenizer, inquiry.data, max_seq_len=inquiry.max_seq_len, today=inquiry.today)
+            self._maker = RowMaker(renderer, task_mode=inquiry.task_mode)
+
+    def of_piece(self, piece: _Piece) -> Survey:
+        """The survey of a piece alone."""
+        data = self._inquiry.data
+        found = Survey(self._inquiry.split, "", LimitCost(data.truncate))
+        rows = enumerate(read_part(piece.part), start=1)
+        self.ask(((number, example_of(row, piece.shape, data)) for number, row in self._numbered(rows, found)), found)
+        return found
+
+    def _numbered(self, rows: Iterable[tuple[int, Any]], found: Survey) -> Iterator[tuple[int, Any]]:
+        for number, row in rows:
+            found.rows = number
+            yield number, row
+
+    def ask(self, rows: Iterable[tuple[int, Example | BadRow]], found: Survey) -> None:
+        """Count numbered rows in `found`."""
+        counted = self._counted(rows, found)
+        if self._maker is None:
+            collections.deque(counted, maxlen=0)
+            return
+        for made in made_rows(counted, self._maker, document=self._inquiry.document):
+            assert isinstance(made, Made)
+            self._tokens(found, made)
+
+    def _counted(self, rows: Iterable[tuple[int, Example | BadRow]], found: Survey) -> Iterator[tuple[int, Example]]:
+        """The examples among the rows; what can be told without tokens is counted."""
+        for number, example in rows:
+            if isinstance(example, BadRow) and example.is_asked:
+                found.left_out[example.reason] += 1
+            elif isinstance(example, BadRow):
+                found.count_bad(example)
+            else:
+                found.count_content(example, number)
+                yield number, example
 
     def _tokens(self, found: Survey, made: Made) -> None:
         if made.whole is not None:
@@ -430,17 +586,20 @@ class Surveyor:
         found.merged += row.merged
         found.lengths.append(len(row.input_ids))
         found.whole_lengths.append(len(whole.input_ids))
-        bos, pad = self._tokenizer.bos_token_id, self._tokenizer.pad_token_id
-        found.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
-        if pad is not None and pad != self._tokenizer.eos_token_id:
-            found.pad_trained += pad in row.labels
+        marks = self._inquiry.marks
+        assert marks is not None
+        found.with_bos += marks.bos is not None and bool(whole.input_ids) and whole.input_ids[0] == marks.bos
+        if marks.pad is not None and marks.pad != marks.eos:
+            found.pad_trained += marks.pad in row.labels
 
     def _count_ends(self, found: Survey, whole: Rendered, runs: Sequence[tuple[int, int]]) -> None:
         """Whether each trained part ends with a special token, a line break behind it aside."""
+        assert self._inquiry.marks is not None
+        ends = self._inquiry.marks.special
         is_open = False
         for begin, end in runs:
             last = reversed(whole.labels[max(begin, end - 2) : end])
-            special = next((number for number in last if number in self._special), None)
+            special = next((number for number in last if number in ends), None)
             if special is None:
                 is_open = True
             else:
@@ -451,13 +610,16 @@ class Surveyor:
 
     def _count_roles(self, found: Survey, chat: Chat, whole: Rendered) -> None:
         """Tokens by role, in so many rows as are enough to see by."""
-        if found.role_rows >= ROLE_ROWS or (found.role_rows >= 100 and found.kept % (found.role_rows // 10)):
+        assert self._maker is not None
+        if found.role_rows >= self._inquiry.role_rows or (
+            found.role_rows >= 100 and found.kept % (found.role_rows // 10)
+        ):
             return
-        encoded = self._tokenizer(whole.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        if list(encoded["input_ids"]) != list(whole.input_ids):
+        encoded = self._maker.renderer.encoded(whole.text)
+        if encoded.ids != list(whole.input_ids):
             return  # texts that spell special tokens are tokenised in another way
         found.role_rows += 1
-        counts = tokens_by_role(chat, whole.text, whole.labels, encoded["offset_mapping"])
+        counts = tokens_by_role(chat, whole.text, whole.labels, encoded.offsets)
         for role, (tokens, trained) in counts.items():
             entry = found.roles.setdefault(role, [0, 0])
             entry[0] += tokens

@@ -1,0 +1,159 @@
+"""Pieces of work in several processes: made by this one and by others that are started for it, given in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from sft_play.data.files import Part, split_part
+from sft_play.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+FEW_BYTES = 4 << 20
+"""Data of fewer bytes is worked on in this process, whose tokenizer has threads: starting others takes longer."""
+MOST_WORKERS = 16
+SECONDS_BETWEEN_NEWS = 10.0
+_SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
+_PIECES_FOR_EACH = 8
+
+Recipe = TypeVar("Recipe")
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def bytes_of(parts: Iterable[Part]) -> int:
+    """Bytes of the files; those of the hub count nothing."""
+    return sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
+
+
+def how_many(asked: int | str, total_bytes: int) -> int:
+    """Processes for so many bytes of data: data.workers, or with `auto` one for every core where that is quicker."""
+    if isinstance(asked, int):
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if total_bytes < FEW_BYTES else min(cores, MOST_WORKERS)
+
+
+def pieces_of(part: Part, *, count: int, total_bytes: int) -> list[Part]:
+    """A file as pieces for so many processes: small enough that all of them end at about the same time."""
+    if count == 1:
+        return [part]
+    size = total_bytes // (count * _PIECES_FOR_EACH)
+    return split_part(part, part_bytes=max(_SMALLEST_PIECE, min(_LARGEST_PIECE, size)))
+
+
+def together(
+    jobs: Sequence[Job],
+    begin: Callable[[Recipe], Callable[[Job], Result]],
+    recipe: Recipe,
+    *,
+    count: int,
+    done: Callable[[Result], None],
+) -> Iterator[Result]:
+    """Results in the order of the jobs, made by `count` processes: this one, which begins at once, and others.
+
+    The others have a few jobs ahead; this one takes the next between looking after them. `begin` is a function of a
+    module: it makes, once in every process, what is called with each job. `done` hears of every result as it comes.
+
+    Raises:
+        DataError: a process ended without a word; and whatever a job raises.
+    """
+    context = multiprocessing.get_context("spawn")
+    sent = (pickle.dumps((begin, recipe)), os.getpid())
+    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_begin_worker, initargs=sent)
+    made: dict[int, Result] = {}
+    following = 0
+    try:
+        waiting = iter(enumerate(jobs))
+        running = _submitted(pool, itertools.islice(waiting, 2 * (count - 1)))
+        work = begin(recipe)
+        while following < len(jobs):
+            mine = next(waiting, None)
+            if mine is not None:
+                made[mine[0]] = work(mine[1])
+                done(made[mine[0]])
+            finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
+            for future in finished:
+                number, result = future.result()
+                made[number] = result
+                done(result)
+            running |= _submitted(pool, itertools.islice(waiting, len(finished)))
+            while following in made:
+                yield made.pop(following)
+                following += 1
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that prepared rows ended without a word (out of memory?); lower data.workers, such as "
+            "data.workers=1"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> set[Future[tuple[int, Any]]]:
+    """Numbered jobs on their way to the workers.
+
+    A worker that is started imports what it needs, and not the program that runs here, as multiprocessing would have
+    it: that may bring torch along, and a script that calls this outside of `if __name__ == "__main__"` would begin
+    anew in every worker.
+    """
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        return {pool.submit(_work, number, job) for number, job in jobs}
+    finally:
+        sys.modules["__main__"] = program
+
+
+class News:
+    """Says now and then how far it is: `Data train: 20,000 rows prepared, 5,000 a second`."""
+
+    def __init__(self, what: str, done: str) -> None:
+        self._what, self._done = what, done
+        self._began, self._said, self._rows = time.monotonic(), time.monotonic(), 0
+
+    def add(self, rows: int) -> None:
+        """So many rows more are done."""
+        self._rows += rows
+        now = time.monotonic()
+        if now - self._said >= SECONDS_BETWEEN_NEWS:
+            self._said = now
+            speed = self._rows / (now - self._began)
+            logger.info("%s: %s rows %s, %s a second", self._what, f"{self._rows:,}", self._done, f"{speed:,.0f}")
+
+
+_doing: Callable[[Any], Any] | None = None
+"""In a worker: what is called with each job, made once."""
+
+
+def _begin_worker(sent: bytes, parent: int) -> None:
+    """A worker's beginning: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
+    global _doing
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    begin, recipe = pickle.loads(sent)
+    _doing = begin(recipe)
+
+
+def _work(number: int, job: Any) -> tuple[int, Any]:
+    assert _doing is not None
+    return number, _doing(job)
