@@ -105,7 +105,7 @@ def test_scripts_are_the_same_as_the_command():
     assert "Effective batch size: 32" in answer.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, number):
     config = tmp_path / "run.yaml"
     config.write_text(

@@ -759,12 +759,12 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = ranks.run_ranks(CPU, Spread(), limit_s=15.0, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    got = ranks.run_ranks(CPU, Spread(), limit_s=8.0, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     thread.join(timeout=30)
     (found,) = judge(got, ON_CPU, Nodes())
     assert found.verdict == "FAIL"
     assert re.search(
-        r"not through after 15 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
+        r"not through after 8 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
     )
     assert len(held) == 1
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -28,10 +28,10 @@ def tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def templates(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory) -> Path:
     """A folder with templates, in folders of their own, and with what is none."""
-    folder = tmp_path / "templates"
+    folder = tmp_path_factory.mktemp("scored") / "templates"
     (folder / "a" / "b.jinja").mkdir(parents=True)
     (folder / "plain.jinja").write_text(CHATML)
     (folder / "a" / "b.jinja" / "deep.J2").write_text(CHATML)
@@ -45,12 +45,17 @@ def templates(tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(templates, tokenizer) -> module.Score:
+    """The score of these templates."""
+    return score(templates, str(tokenizer))
+
+
 def verdicts(rows, template: str) -> dict[str, str]:
     return {row.case: row.verdict for row in rows if row.template == template}
 
 
-def test_every_template_below_the_folder_gets_a_verdict_on_every_case(templates, tokenizer):
-    made = score(templates, str(tokenizer))
+def test_every_template_below_the_folder_gets_a_verdict_on_every_case(made):
     assert made.ok
     assert len(made.rows) == 8 * len(CASES)
     # this ChatML writes no calls, so that case cannot be rendered
@@ -79,8 +84,8 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, token
     assert out.read_bytes() == first
 
 
-def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(templates, tokenizer):
-    lines = score(templates, str(tokenizer)).lines()
+def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
+    lines = made.lines()
     assert lines[0] == "| template | single_turn | multi_turn | system | tool_calls | think_text |"
     assert "| plain.jinja | prefix | prefix | prefix | — | prefix |" in lines
     assert "| a/otherwise.jinja | refused | refused | refused | — | refused |" in lines
@@ -106,7 +111,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(templates, name):
 # The judge finds what is wrong: masks that were bent on purpose.
 
 
-def bent(change, monkeypatch, tokenizer, templates: Path) -> list[module.Row]:
+def bent(change, monkeypatch, tokenizer, folder: Path) -> list[module.Row]:
     """The rows of ChatML whose labels were changed behind the renderer's back."""
     real = Renderer.render
 
@@ -118,8 +123,6 @@ def bent(change, monkeypatch, tokenizer, templates: Path) -> list[module.Row]:
         return dataclasses.replace(made, labels=labels)
 
     monkeypatch.setattr(Renderer, "render", render)
-    folder = templates / "only"
-    folder.mkdir()
     (folder / "chatml.jinja").write_text(CHATML)
     return list(score(folder, str(tokenizer)).rows)
 
@@ -158,16 +161,16 @@ def nothing(ids: list[int], labels: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("change", [one_more, one_less, later, earlier, everything, another_token, nothing])
-def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, templates, change):
-    rows = [row for row in bent(change, monkeypatch, tokenizer, templates) if row.verdict != "cannot_render"]
+def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, tmp_path, change):
+    rows = [row for row in bent(change, monkeypatch, tokenizer, tmp_path) if row.verdict != "cannot_render"]
     assert len(rows) == 4
     assert {row.verdict for row in rows} == {"wrong"}
     assert all(row.reason for row in rows)
 
 
-def test_a_wrong_mask_makes_the_command_fail(monkeypatch, tokenizer, templates, command):
-    bent(one_more, monkeypatch, tokenizer, templates)
-    code, text = command("mask-score", "--templates", str(templates / "only"), "--tokenizer", str(tokenizer))
+def test_a_wrong_mask_makes_the_command_fail(monkeypatch, tokenizer, tmp_path, command):
+    bent(one_more, monkeypatch, tokenizer, tmp_path)
+    code, text = command("mask-score", "--templates", str(tmp_path), "--tokenizer", str(tokenizer))
     assert code != 0
     assert "WRONG" in text
     assert "chatml.jinja, single_turn: wrong: " in text

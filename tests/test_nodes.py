@@ -216,7 +216,7 @@ def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, pri
 
 
 ENGINES = [
-    ("ddp", "DistributedDataParallel", "10.99.0.1"),
+    pytest.param("ddp", "DistributedDataParallel", "10.99.0.1", marks=pytest.mark.slow),
     pytest.param("fsdp", "FSDPPeftModelForCausalLM", "node-a", marks=pytest.mark.slow),
 ]
 

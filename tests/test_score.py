@@ -479,6 +479,7 @@ def test_shared_rows_of_class_a_are_expressible() -> None:
     assert not {name: reason for name, reason in refused.items() if name in measured}
 
 
+@pytest.mark.slow
 def test_a_shared_row_is_met_by_the_tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The smallest T4 row, 135M parameters: measured 1.0032 GiB allocated and 1.0781 reserved."""
     wanted = "eager-none-fp16-adamw-r32-ckpt-HuggingFaceTB_SmolLM2-135M-bs2-seq512"
