@@ -527,6 +527,24 @@ def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, mes
     assert not isinstance(make(template, **options).render(Chat("f:1", merged)), BadRow)
 
 
+THINKS = (
+    EACH + TURN + DONE + ASK.replace("{% endif %}", "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}")
+)
+
+
+def test_a_setting_of_the_template_that_makes_a_row_exact_is_named(make):
+    chat = Chat("f:1", (user("q"), answer("a"), user("r"), answer("b")))
+    row = make(THINKS).render(chat)
+    assert isinstance(row, BadRow)
+    assert row.detail.startswith("data.chat_template_kwargs={enable_thinking: true} makes it exact; messages[3]: ")
+    made = make(THINKS, chat_template_kwargs={"enable_thinking": True}).render(chat)
+    assert isinstance(made, Rendered)
+    assert made.untrained_turns == 0
+    other = make(THINKS.replace("enable_thinking", "false")).render(chat)
+    assert isinstance(other, BadRow)
+    assert "chat_template_kwargs" not in other.detail
+
+
 def test_options_that_do_not_help_are_not_offered(make):
     template = ALTERNATE + TURN + DONE + ASK
     for messages in ((answer("a"), answer("b")), (user("a"), answer("b"), system("s"), answer("c"))):

@@ -24,7 +24,7 @@ from sft_play.data.formats import Chat, Example, Text
 from sft_play.data.messages import merge_turns
 from sft_play.data.template import ChatTemplate, Message, RenderError
 from sft_play.data.template_limits import Span
-from sft_play.data.turns import REFUSED, Found, Inexact, Turns
+from sft_play.data.turns import OTHER_PROMPT, REFUSED, Found, Inexact, Turns
 from sft_play.data.words import Words, words_of
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -37,6 +37,8 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
+ROWS_HELPED = 20
+"""Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
 ALL_COMPARED, ONE_COMPARED_OF = 64, 256
 """Texts whose tokens were put together from words that are compared with the tokenizer's own ids."""
 CHAT, TEXT = "chat", "text"
@@ -192,6 +194,8 @@ class Renderer:
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
         self._turns: dict[bool, Turns] = {}
+        self._switched: dict[tuple[str, str, bool], Turns] = {}
+        self._helped = 0
         self._specials: _Specials | None = None
 
     # What the template does.
@@ -204,10 +208,13 @@ class Renderer:
             if other is not None and other.template.source == source:
                 self._turns[with_tools] = other
             else:
-                variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs}
-                template = ChatTemplate(source, variables=variables, today=self.today)
-                self._turns[with_tools] = Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos)
+                self._turns[with_tools] = self._turns_of(source)
         return self._turns[with_tools]
+
+    def _turns_of(self, source: str, **more: Any) -> Turns:
+        variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs, **more}
+        template = ChatTemplate(source, variables=variables, today=self.today)
+        return Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos)
 
     @property
     def end_of_turn(self) -> str:
@@ -296,8 +303,12 @@ class Renderer:
                 self._check_hidden(found.text, messages, example.tools)
             spans, untrained, method = self._wanted(found, messages)
         except Inexact as error:
-            ways = self._ways_out(messages, example.tools) if error.reason == REFUSED else ""
-            return BadRow(example.where, error.reason, "; ".join(filter(None, [error.detail, ways])))
+            told = [error.detail]
+            if error.reason == REFUSED:
+                told = [error.detail, self._ways_out(messages, example.tools)]
+            elif error.reason == OTHER_PROMPT:
+                told = [self._settings_that_help(messages, example.tools), error.detail]
+            return BadRow(example.where, error.reason, "; ".join(filter(None, told)))
         return Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
 
     def _text_draft(self, example: Text) -> Draft | BadRow:
@@ -334,6 +345,25 @@ class Renderer:
         for tried in ((merge,), (system,), (merge, system)):
             if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
                 return " and ".join(tried)
+        return ""
+
+    def _settings_that_help(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The setting of the template's, about thinking, with which a row's mask is exact, tried on it; else empty."""
+        if self._helped >= ROWS_HELPED:
+            return ""
+        self._helped += 1
+        template = self.turns(with_tools=bool(tools)).template
+        for name in sorted(asked for asked in template.asks if "think" in asked):
+            for value in (False, True):
+                if self.data.chat_template_kwargs.get(name) is value:
+                    continue
+                key = (template.source, name, value)
+                with contextlib.suppress(Inexact, TokenizerError):
+                    if key not in self._switched:
+                        self._switched[key] = self._turns_of(template.source, **{name: value})
+                    _, untrained, _ = self._wanted(self._switched[key].find(messages, tools), messages)
+                    if not untrained:
+                        return f"data.chat_template_kwargs={{{name}: {str(value).lower()}}} makes it exact"
         return ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:

@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from sft_play.data.template_limits import MAX_CHARS, Budget, LimitedEnvironment, Span, TooMuch
 from sft_play.data.template_watch import WatchingEnvironment
@@ -59,7 +59,10 @@ class ChatTemplate:
         self._watched: jinja2.Template | None = None
         try:
             self._template = self._environment.compiled(source)
-            self.tested = frozenset(_tested_texts(self._environment.parse(source)))
+            tree = self._environment.parse(source)
+            self.tested = frozenset(_tested_texts(tree))
+            self.asks = frozenset(meta.find_undeclared_variables(tree))
+            """Names of the variables that it may be given."""
             self._watching = WatchingEnvironment(today, self.tested)
         except (
             Exception

@@ -50,6 +50,7 @@ _OTHER_SENTINEL = re.compile(_OTHER_SALT + r"([ghjkmnprst]{5})([du])")
 _TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 _MAX_PIECES = 90_000
 REFUSED = "the chat template refuses the row"
+OTHER_PROMPT = "the chat template prompts for a turn otherwise than it writes the turn"
 
 
 class Inexact(ValueError):
@@ -379,7 +380,7 @@ class Turns:
                 continue
             start, end = found.spans[turn.message]
             if self._prompt(self.habits, messages[: turn.message], tools) != found.text[:start]:
-                raise Inexact(_OTHER_PROMPT, f"messages[{turn.message}]")
+                raise Inexact(OTHER_PROMPT, f"messages[{turn.message}]")
             if turn.by_prefix and not self.habits.markers:
                 own = self._rendered_or_nothing(messages[: turn.message + 1], tools)
                 if own != found.text[:end]:
@@ -524,12 +525,12 @@ class Turns:
         after = common if last is None else last
         end, by_prefix = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
         if start is None or end is None:
-            why = _NO_END if end is None else _OTHER_PROMPT
+            why = _NO_END if end is None else OTHER_PROMPT
             return Turn(index, reason=why, detail=f"messages[{index}]")
         if not is_prefix:
             nearest = (start, end) if first is None or common <= first else None
             detail = f"messages[{index}]: the prompt goes on with {one_line(repr(prompt[common:][:40]))}"
-            return Turn(index, reason=_OTHER_PROMPT, detail=detail, nearest=nearest)
+            return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest)
         problem = places.problem(index, common, places.position(end))
         if problem:
             return Turn(index, reason=problem, detail=f"messages[{index}]")
@@ -572,7 +573,6 @@ def _ends_so(text: str, after: int, end: int, own: str) -> bool:
 
 
 _A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
-_OTHER_PROMPT = "the chat template prompts for a turn otherwise than it writes the turn"
 _NO_END = "the chat template writes no end of turn behind a turn"
 _MAX_SHAPES = 20_000
 _LONGEST_MARKER = 40

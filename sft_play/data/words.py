@@ -174,8 +174,7 @@ def words_of(backend: Any) -> Words | None:
         return None
     if len({token.normalized for token in added.values()}) > 1:  # found one kind after the other
         return None
-    says_word = any(re.search(r"\\[wW]", stage.pattern) for stage in stages)  # with re.ASCII, of ASCII letters
-    only_ascii = says_word or not _keeps(_KEEP_KNOWN, normalizer)
+    only_ascii = not (_keeps(_KEEP_KNOWN, normalizer) and all(map(_means_the_same, stages)))
     by_text = {token.content: number for number, token in added.items() if token.content}
     words = Words(backend, stages, by_text, only_ascii=only_ascii)
     probes = list(_probes(list(by_text), _ASCII if only_ascii else _KNOWN))
@@ -270,6 +269,11 @@ def ascii_pattern(pattern: str) -> str:
         elif char == "]":
             in_class = False
     return "".join(made)
+
+
+def _means_the_same(stage: re.Pattern[str]) -> bool:
+    """Whether a pattern means the same beyond ASCII too: with re.ASCII, word characters and both cases are ASCII's."""
+    return not re.search(r"\\[wW]", stage.pattern) and ("(?i" not in stage.pattern or stage.pattern.isascii())
 
 
 def _members(name: str, *, is_not: bool) -> str:

@@ -495,6 +495,8 @@ def _judge(trainer: PlannedTrainer, split: Split | None, name: str, asked: list[
         return Judged(
             metrics["eval_loss"], metrics.get("eval_exact_match"), len(split.rows), tuple(trainer.last_answers)
         )
+    answers_too = f", with {len(asked):,} answers generated" if asked else ""
+    logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", answers_too)
     own = trainer.ask(asked)
     metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix)
     answers = tuple(trainer.last_answers) if asked else ()
