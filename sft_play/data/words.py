@@ -41,7 +41,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _UNSEEN = [*range(33), *range(127, 161), 173]
 _BYTES = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
 """How byte-level tokenizers write bytes: those that are no visible characters of Latin-1 by characters behind it."""
-_NOWHERE = "\ue000"
+_NOWHERE = r"\ue000"
 """A character that no known text holds, for classes without any character."""
 
 
