@@ -460,33 +460,35 @@ class Surveyor:
         Raises:
             DataError: the whole file cannot be read, or its columns are those of no format.
         """
-        parts = data_files(
-            path, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
-        )
+        file_split, wants_text = ("train", True) if split == "text" else (split, text_wanted)
         found = Survey(split, str(path), LimitCost(self._data.truncate))
-        total = bytes_of(parts)
-        count = 1 if rows is not None else how_many(self._data.workers, total)
-        if count > 1:
-            pieces = [
-                _Piece(piece, shape)
-                for part in parts
-                for shape in (first_format(read_part(part), self._data)[1],)
-                for piece in pieces_of(part, count=count, total_bytes=total)
-            ]
-            count = min(count, len(pieces))
-        if count > 1:
-            inquiry = self._inquiry(split, role_rows=max(ROLE_ROWS // len(pieces), FEWEST_ROLE_ROWS))
-            news = News(f"Check {split}", "looked at")
-            for made in together(pieces, _asking, inquiry, count=count, done=lambda made: news.add(made.rows)):
-                found.add(made)
-            found.format = ", ".join(dict.fromkeys(piece.shape.name for piece in pieces if piece.shape)) or "unknown"
+        if rows is None and self._in_pieces(data_files(path, split=file_split, text_wanted=wants_text), found):
             return found
-        reader = ExampleReader(
-            path, self._data, split="train" if split == "text" else split, text_wanted=text_wanted or split == "text"
-        )
+        reader = ExampleReader(path, self._data, split=file_split, text_wanted=wants_text)
         _Asking(self._inquiry(split), self._maker).ask(itertools.islice(reader.numbered(), rows), found)
         found.format, found.rows = reader.format, reader.rows
         return found
+
+    def _in_pieces(self, parts: Sequence[Part], found: Survey) -> bool:
+        """Survey files by several processes, where that is quicker; whether it was done."""
+        check_columns(self._data)
+        total = bytes_of(parts)
+        count = how_many(self._data.workers, total)
+        if count == 1:
+            return False
+        pieces: list[_Piece] = []
+        for part in parts:
+            shape = first_format(read_part(part), self._data)[1]
+            pieces += [_Piece(piece, shape) for piece in pieces_of(part, count=count, total_bytes=total)]
+        count = min(count, len(pieces))
+        if count <= 1:
+            return False
+        inquiry = self._inquiry(found.split, role_rows=max(ROLE_ROWS // len(pieces), FEWEST_ROLE_ROWS))
+        news = News(f"Check {found.split}", "looked at")
+        for made in together(pieces, _asking, inquiry, count=count, done=lambda made: news.add(made.rows)):
+            found.add(made)
+        found.format = ", ".join(dict.fromkeys(piece.shape.name for piece in pieces if piece.shape)) or "unknown"
+        return True
 
     def _inquiry(self, split: str, *, role_rows: int = ROLE_ROWS) -> Inquiry:
         plain = Inquiry(split, self._data, "", split == "text", role_rows=role_rows)
@@ -521,14 +523,14 @@ class _Asking:
         """The survey of a piece alone."""
         data = self._inquiry.data
         found = Survey(self._inquiry.split, "", LimitCost(data.truncate))
-        rows = enumerate(read_part(piece.part), start=1)
-        self.ask(((number, example_of(row, piece.shape, data)) for number, row in self._numbered(rows, found)), found)
-        return found
 
-    def _numbered(self, rows: Iterable[tuple[int, Any]], found: Survey) -> Iterator[tuple[int, Any]]:
-        for number, row in rows:
-            found.rows = number
-            yield number, row
+        def rows() -> Iterator[tuple[int, Example | BadRow]]:
+            for row in read_part(piece.part):
+                found.rows += 1
+                yield found.rows, example_of(row, piece.shape, data)
+
+        self.ask(rows(), found)
+        return found
 
     def ask(self, rows: Iterable[tuple[int, Example | BadRow]], found: Survey) -> None:
         """Count numbered rows in `found`."""
