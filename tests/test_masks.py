@@ -545,6 +545,20 @@ def test_a_setting_of_the_template_that_makes_a_row_exact_is_named(make):
     assert "chat_template_kwargs" not in other.detail
 
 
+def test_a_call_whose_name_is_written_in_its_id_is_not_dropped(make):
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.id }} {{ c.function.arguments|tojson }}{% endfor %}"
+    template = EACH + TURN.replace("<|im_end|>", calls + "<|im_end|>") + DONE + ASK
+    called = call(place="here")
+    named = {**called, "id": "functions.look:0"}
+    made = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=[named]), tool("42"), answer("a"))))
+    assert isinstance(made, Rendered)
+    assert "functions.look:0" in "".join(made.text[start:end] for start, end in made.spans)
+    for calls in ([called], [named, called]):
+        row = make(template).render(Chat("f:1", (user("q"), answer("", tool_calls=calls), tool("42"), answer("a"))))
+        assert isinstance(row, BadRow)
+        assert "drops a tool call" in row.reason
+
+
 def test_options_that_do_not_help_are_not_offered(make):
     template = ALTERNATE + TURN + DONE + ASK
     for messages in ((answer("a"), answer("b")), (user("a"), answer("b"), system("s"), answer("c"))):
