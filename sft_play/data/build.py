@@ -34,13 +34,12 @@ from sft_play.data.files import AnySource, BadRow, Part, data_files, read_part, 
 from sft_play.data.formats import Chat, Example, Format, Text, first_format
 from sft_play.data.process import content_digest
 from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Draft, Rendered, Renderer, TokenizerParts, TokenRow
-from sft_play.data.survey import LimitCost, example_of, trained_runs
+from sft_play.data.survey import SHOWN_BAD_ROWS, LimitCost, add_up, example_of, trained_runs
 from sft_play.data.workers import News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError
 
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""
-SHOWN_BAD_ROWS = 20
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 BATCH_CHARS = 4 << 20
@@ -126,22 +125,7 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add what became of the rows of a later part."""
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            if isinstance(value, Counter):
-                mine.update(value)
-            elif name == "first_bad":
-                mine.extend(value[: SHOWN_BAD_ROWS - len(mine)])
-            elif name == "first_noted":
-                self.first_noted = {**value, **mine}
-            elif name == "cost":
-                mine.merge(value)
-            elif name == "shortest_prompt":
-                self.shortest_prompt = min(filter(None, (mine, value)), default=0)
-            elif isinstance(value, int):
-                setattr(self, name, mine + value)
-            else:
-                setattr(self, name, mine or value)
+        add_up(self, other)
 
 
 @dataclass(frozen=True)

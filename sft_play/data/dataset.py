@@ -24,11 +24,11 @@ from sft_play.data.formats import Chat, Example, Text, check_columns, first_form
 from sft_play.data.messages import roles_said
 from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer, TokenizerParts, TokenRow
+from sft_play.data.survey import SHOWN_BAD_ROWS
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
 SplitName = Literal["train", "val", "test"]
-SHOWN_BAD_ROWS = 20
 MAX_TEXT_PASSES = 1_000
 """Passes over the same text in one epoch beyond which a mix cannot be meant."""
 FEW_DOCUMENTS = 20

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -301,29 +301,37 @@ class Survey:
         if self.first is None and other.first is not None:
             number, whole, row = other.first
             self.first = (number + before, whole, row)
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            if name in ("digests", "first", "first_duplicate"):
-                continue
-            if name in ("first_bad", "first_unmasked"):
-                mine.extend(value[: SHOWN_BAD_ROWS - len(mine)])
-            elif name == "first_noted":
-                self.first_noted = {**value, **mine}
-            elif name == "roles":
-                for role, (tokens, trained) in value.items():
-                    entry = mine.setdefault(role, [0, 0])
-                    entry[0] += tokens
-                    entry[1] += trained
-            elif name == "cost":
-                mine.merge(value)
-            elif name == "shortest_prompt":
-                self.shortest_prompt = min(filter(None, (mine, value)), default=0)
-            elif isinstance(value, (Counter, array)):
-                mine.update(value) if isinstance(mine, Counter) else mine.extend(value)
-            elif isinstance(value, int):
-                setattr(self, name, mine + value)
-            else:
-                setattr(self, name, mine or value)
+        add_up(self, other, but=("digests", "first", "first_duplicate", "roles"))
+        for role, counted in other.roles.items():
+            self.roles[role] = [sum(pair) for pair in zip(self.roles.get(role, (0, 0)), counted, strict=True)]
+
+
+def add_up(mine: Any, other: Any, *, but: Collection[str] = ()) -> None:
+    """Add the counts of later rows to those of earlier ones of the same class, field by field.
+
+    Sums, counters and costs are added, the first bad rows listed up to `SHOWN_BAD_ROWS`, and of what was seen first, or
+    is the shortest, the earlier or shorter is kept. Fields in `but` are left to the caller.
+    """
+    for name, theirs in vars(other).items():
+        own = getattr(mine, name)
+        if name in but:
+            continue
+        if name == "shortest_prompt":
+            setattr(mine, name, min(filter(None, (own, theirs)), default=0))
+        elif isinstance(own, Counter):
+            own.update(theirs)
+        elif isinstance(own, array):
+            own.extend(theirs)
+        elif isinstance(own, list):
+            own.extend(theirs[: SHOWN_BAD_ROWS - len(own)])
+        elif isinstance(own, dict):
+            setattr(mine, name, {**theirs, **own})
+        elif isinstance(own, LimitCost):
+            own.merge(theirs)
+        elif isinstance(own, int):
+            setattr(mine, name, own + theirs)
+        else:
+            setattr(mine, name, own or theirs)
 
 
 def _count(counts: Counter[str], first: list[str], row: BadRow) -> None:

@@ -111,10 +111,8 @@ class Words:
 
     def _tokens_before(self, edge: int, piece: str) -> int | None:
         """How many tokens of a piece stand before an edge between words; None where it is inside of one."""
-        if edge == 0 or piece in self._added:
-            return 0 if edge == 0 else None
         at = count = 0
-        for word in self._some_words(piece):
+        for word in [piece] if piece in self._added else self._some_words(piece):
             if at >= edge:
                 break
             at, count = at + len(word), count + len(self._ids[word])

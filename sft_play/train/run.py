@@ -198,13 +198,12 @@ def prepare(job: Job) -> Prepared:
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
-    positions = getattr(blueprint.hf_config.get_text_config(), "max_position_embeddings", None)
     splits = build_splits(
         config,
         job.paths,
         tokenizer.tokenizer,
         max_seq_len=plan.max_seq_len,
-        positions=positions if isinstance(positions, int) and positions > 0 else None,
+        positions=_positions(blueprint.hf_config),
         today=job.today,
     )
     _say(splits.notes)
@@ -223,6 +222,12 @@ def prepare(job: Job) -> Prepared:
     renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=job.today)
     _say(first_lines(job.paths.train, renderer, tokenizer.tokenizer, task_mode=config.task_mode))
     return Prepared(backend, tokenizer, splits, blueprint, renderer)
+
+
+def _positions(hf_config: Any) -> int | None:
+    """The most positions that the model has; None where it has no limit."""
+    found = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _say(lines: Any) -> None:
