@@ -99,6 +99,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0
     lines = printed.splitlines()
+    assert sum("Evaluation on test: 300 rows, with 300 answers generated" in line for line in lines) == 2
     assert sum("Asked:" in line for line in lines) == 3
     assert sum("before:" in line for line in lines) == 3
     for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory:", "tokens/s in training", "Try next:"):

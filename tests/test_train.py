@@ -458,6 +458,19 @@ def test_a_backend_that_falls_back_says_so_and_records_it(train):
     )
 
 
+def test_no_length_is_proposed_that_the_model_has_no_positions_for(train, tmp_path):
+    """The tiny model has 512; every row needs more."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps(chat(f"{number}", "no " * 900)) + "\n" for number in range(5)))
+    files = (f"data.train_path={path}", "data.val_path=null", "data.test_path=null")
+    code, printed, _ = train("short", *files, "model.max_seq_len=256")
+    assert code == 2
+    assert "model.max_seq_len=512 keeps" in printed
+    code, printed, _ = train("whole", *files, "model.max_seq_len=4096")
+    assert code == 2
+    assert "The model has 512 positions: split or shorten the rows" in printed
+
+
 def test_a_base_model_without_template_is_refused_before_data_is_read(train, tmp_path):
     folder = make_llama(tmp_path / "base", template=None)
     broken = tmp_path / "broken.jsonl"
