@@ -28,7 +28,7 @@ from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of, with_accelerate
 from sft_play.log import escape_control, one_line, redact, set_up_logging
-from sft_play.plan import show
+from sft_play.plan import record, show
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
@@ -396,7 +396,8 @@ def _say_quantised(config: RunConfig) -> None:
 def _largest(what: Question, config: RunConfig, hardware: Hardware) -> Largest:
     from sft_play.plan.largest import largest_that_fits
 
-    return largest_that_fits(what, config, shape_for(config), hardware, has_eval=has_eval(config))
+    earlier = [] if hardware.named else record.load()
+    return largest_that_fits(what, config, shape_for(config), hardware, has_eval=has_eval(config), earlier=earlier)
 
 
 def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:

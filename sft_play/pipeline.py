@@ -471,7 +471,8 @@ class Report:
         counts = {state: sum(check.state == state for check in self.checks) for state in ("problem", "warning", "ok")}
         said = [f"{counts['problem']} problem{'s' if counts['problem'] != 1 else ''}"] if counts["problem"] else []
         said += [f"{counts['warning']} warning{'s' if counts['warning'] != 1 else ''}"] if counts["warning"] else []
-        verdict = "Ready to train" if self.ok else "Not ready"
+        tried = any((check.name, check.state) == ("memory plan", "warning") for check in self.checks)
+        verdict = "Not ready" if not self.ok else "Predicted not to fit" if tried else "Ready to train"
         said.append(f"{counts['ok']} ok")
         return [f"Check of {self.config}:", *page, f"{verdict}: {', '.join(said)} ({self.elapsed_s:.0f} s)"]
 

@@ -231,7 +231,7 @@ def start_rank(
         return 0
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
-    plan = plan_from_json(loaded.config, shape_for(loaded.config), handed.plan)
+    plan = plan_from_json(handed.plan)
     _check_gpu(plan, ranks)
     from sft_play.data.files import data_paths
     from sft_play.train.run import Job, run
@@ -570,7 +570,8 @@ def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> No
 
 
 def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
-    """Keep what the run measured beside what was predicted, for later plans on this machine."""
+    """Keep what the run measured beside what was predicted without the help of earlier runs, for later plans on this
+    machine."""
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:
@@ -585,9 +586,9 @@ def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
             seq_len=plan.max_seq_len,
             predicted_allocated=plan.memory.allocated,
             measured_allocated=peak["measured_allocated"] or 0,
-            predicted_reserved=plan.memory.reserved,
+            predicted_reserved=plan.choice.raw.reserved,
             measured_reserved=reserved,
-            predicted_tokens_per_s=plan.speed.tokens_per_s,
+            predicted_tokens_per_s=plan.choice.raw.tokens_per_s,
             measured_tokens_per_s=summary["tokens_per_s"],
             versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -224,10 +224,7 @@ def test_a_plan_survives_its_way_through_json(world, tiny_llama):
     gpus = tuple(Gpu(n, "GPU", 24 * GIB, None, (8, 9)) for n in range(2))
     shape = shape_of(str(tiny_llama))
     plan = make_plan(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB))
-    again = plan_from_json(config, shape, json.loads(json.dumps(plan.as_json())))
-    assert (again.choice.layout, again.batch, again.memory.terms) == (plan.choice.layout, plan.batch, plan.memory.terms)
-    assert again.hardware == plan.hardware
-    assert (again.precision, again.checkpointed_layers) == (plan.precision, plan.checkpointed_layers)
+    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
 def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):

@@ -106,13 +106,13 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
     text = "tuning: {mode: qlora, backend: bnb}\ntrain: {batch_size: auto, grad_accum: auto, bf16: true}"
     run = config(text, name="google/gemma-3-27b-it")
     machine = Hardware(
-        tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in range(2)), "CPU", 2, GIB, GIB, named=True
+        tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in range(2)), "CPU", 2, 64 * GIB, 64 * GIB
     )
     plan = make_plan(run, shape_of("google/gemma-3-27b-it"), machine)
     assert plan.batch.micro_batch * plan.batch.grad_accum * 2 == 32
     printed = "\n".join([*detected_lines(machine), *batch_lines(plan, run)])
     assert printed.startswith(
-        "Detected 2 GPUs:\n  GPU 0: NVIDIA H200 (141.0 GB)\n  GPU 1: NVIDIA H200 (141.0 GB)\nTotal VRAM: 282.0 GB\n"
+        "Detected 2 GPUs:\n  GPU 0: NVIDIA H200 (141.0 GiB)\n  GPU 1: NVIDIA H200 (141.0 GiB)\nTotal VRAM: 282.0 GiB\n"
         f"Auto-calculated batch size: {plan.batch.micro_batch} per GPU, "
         f"gradient accumulation: {plan.batch.grad_accum}\n"
         "Effective batch size: 32\n"
@@ -415,7 +415,7 @@ def test_a_plan_for_people_has_its_parts():
     plan = plan_of(machine="2xH100")
     text = "\n".join(plan_lines(plan, config(), command="make train CONFIG=x"))
     for part in (
-        "Detected 2 GPUs:",
+        "Planned for 2 GPUs, named and not detected:",
         "Choice: ",
         "GPU 0-1, each |",
         "Candidates:",

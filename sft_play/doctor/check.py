@@ -93,13 +93,10 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
     except SftPlayError as error:
         return None, [failed("plan", one_line(str(error), limit=600), "mend it; make plan says more")]
     plan = planned.plan
-    said = (
-        f"{plan.layout} on {machine.ranks} rank{'s' if machine.ranks > 1 else ''}, "
-        f"{plan.memory.required / disk.GIB:.1f} of {plan.budget_bytes / disk.GIB:.1f} GiB each"
-    )
+    said = f"{plan.layout} on {machine.ranks} rank{'s' if machine.ranks > 1 else ''}: {plan.choice.verdict}"
     if plan.fits:
         return planned, [passed("plan", said)]
-    return planned, [failed("plan", f"nothing fits; the thriftiest: {said}", "make plan lists the ways out")]
+    return planned, [failed("plan", f"nothing fits; the nearest: {said}", "make plan lists the ways out")]
 
 
 def _machine_findings(around: Surroundings, spread: Spread, planned: Planned | None, chosen: Finding) -> list[Finding]:

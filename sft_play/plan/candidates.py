@@ -19,7 +19,7 @@ from sft_play.plan.batching import BatchPlan, splits
 from sft_play.plan.layout import SIMPLICITY, Layout
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
-from sft_play.plan.record import Correction
+from sft_play.plan.record import Correction, Raw
 from sft_play.plan.throughput import Rates, Speed, predict_speed
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
@@ -31,18 +31,77 @@ since a single pass keeps no gradients between passes."""
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a job may take: bytes of a rank's device, and of a node's RAM, which is None where nobody said it."""
+
+    device: int
+    host: int | None
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """One way to run the job; `rejected_because` is None for the chosen one."""
+    """One way to run the job; `rejected_because` is None for the chosen one.
+
+    `memory` and `speed` are corrected by earlier runs, `raw` is what was predicted without them. `host_required` are
+    bytes of RAM that the ranks of one node need together.
+    """
 
     layout: Layout
     batch: BatchPlan
     step: Step
     memory: MemoryEstimate
     speed: Speed
-    fits: bool
+    room: Room
+    host_required: int
+    raw: Raw
     layers: int
     rejected_because: str | None = None
     traced: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device and the host have room for it; RAM that nobody said is left to the reader."""
+        return not self.short_of
+
+    @property
+    def short_of(self) -> tuple[Literal["GPU memory", "RAM"], ...]:
+        """What there is too little of."""
+        device: Literal["GPU memory", "RAM"] = "GPU memory" if self.step.on_gpu else "RAM"
+        found = [device] if self.memory.required > self.room.device else []
+        if self.room.host is not None and self.host_required > self.room.host:
+            found.append("RAM")
+        return tuple(found)
+
+    @property
+    def hangs_on_ram(self) -> bool:
+        """Whether it fits only if the host has RAM that nobody said it has."""
+        return self.layout.offloads_states and self.room.host is None
+
+    @property
+    def overload(self) -> float:
+        """The largest share of what there is that it needs: above 1 it does not fit."""
+        host = self.host_required / max(1, self.room.host) if self.room.host is not None else 0.0
+        return max(self.memory.required / max(1, self.room.device), host)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, by which numbers, and of what there is too little."""
+        device = f"{_of(self.memory.required, self.room.device)} per {'GPU' if self.step.on_gpu else 'process'}"
+        host = "" if self.room.host is None else f"{_of(self.host_required, self.room.host)} on each node"
+        if self.fits:
+            return f"fits, {device}{self.ram_words}"
+        said = {"GPU memory": device, "RAM": host if self.step.on_gpu else device}
+        text = " and ".join(f"too little {what}: needs {said[what]}" for what in self.short_of)
+        return f"does NOT fit, {text}{'' if device in text else f' ({device} would be enough)'}"
+
+    @property
+    def ram_words(self) -> str:
+        """The RAM that an offload layout needs, as the end of a sentence; empty for the others."""
+        if not self.layout.offloads_states:
+            return ""
+        if self.room.host is None:
+            return f", if each node has {_gib(self.host_required)} GiB of RAM (not given; ram=512GiB says it)"
+        return f", and {_of(self.host_required, self.room.host)} of RAM on each node"
 
     @property
     def checkpointed(self) -> int:
@@ -162,10 +221,19 @@ def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, 
     )
     learned = job.learned(layout)
     memory = estimate(job.config, job.shape, job.precision, step)
-    memory = dataclasses.replace(memory, reserved=int(memory.reserved * learned.memory))
-    speed = predict_speed(job.config, job.shape, job.precision, step, job.rates).scaled(1 / learned.speed)
-    fits = memory.required <= job.budget and _host_fits(job, layout, memory)
-    return Candidate(layout, batch, step, memory, speed, fits, job.shape.num_layers)
+    speed = predict_speed(job.config, job.shape, job.precision, step, job.rates)
+    raw = Raw(memory.reserved, speed.tokens_per_s)
+    return Candidate(
+        layout=layout,
+        batch=batch,
+        step=step,
+        memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
+        speed=speed.scaled(1 / learned.speed),
+        room=Room(job.budget, job.host_budget),
+        host_required=_host_required(job, layout, memory),
+        raw=raw,
+        layers=job.shape.num_layers,
+    )
 
 
 def eval_batch(config: RunConfig, batch: BatchPlan) -> int:
@@ -178,15 +246,12 @@ def _capability(hardware: Hardware) -> tuple[int, int] | None:
     return min(found) if found else None
 
 
-def _host_fits(job: Job, layout: Layout, memory: MemoryEstimate) -> bool:
-    return job.host_budget is None or host_need(job, layout, memory) <= job.host_budget
-
-
-def host_need(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of one node need together."""
+def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
+    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write."""
     if not job.hardware.gpus:
         return 0
-    return memory.host_bytes * min(layout.ranks, job.hardware.gpus_per_node)
+    offloaded = memory.host_bytes - memory.host_save_bytes
+    return offloaded * min(layout.ranks, job.hardware.gpus_per_node) + memory.host_save_bytes
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -212,8 +277,8 @@ def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
 
 
 def least(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that needs the least, for a plan in which nothing fits."""
-    return min(candidates, key=lambda candidate: candidate.memory.required)
+    """The candidate that is nearest to fitting, for a plan in which nothing fits."""
+    return min(candidates, key=lambda candidate: (candidate.overload, candidate.memory.required))
 
 
 def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
@@ -243,15 +308,8 @@ def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[
 
 def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -> str:
     """Why a candidate was not taken, with numbers; `best`: tokens per second of the fastest that fits."""
-    if candidate.memory.required > job.budget:
-        largest = max(candidate.memory.terms, key=lambda name: candidate.memory.terms[name])
-        return (
-            f"needs {_gib(candidate.memory.required)} of {_gib(job.budget)} GiB "
-            f"({largest.replace('_', ' ')} {_gib(candidate.memory.terms[largest])})"
-        )
     if not candidate.fits:
-        need = host_need(job, candidate.layout, candidate.memory)
-        return f"needs {_gib(need)} GiB of RAM on each node, and there are {_gib(job.host_budget or 0)}"
+        return f"needs {needs_words(candidate, terms=1)}"
     if candidate.step.loss != chosen.step.loss:
         more = candidate.memory.allocated - chosen.memory.allocated
         if more < GIB // 20:
@@ -271,18 +329,42 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
     if candidate.layout.offloads_states and not chosen.layout.offloads_states:
-        return f"offload is not needed: {_fits_at(job, chosen)}"
-    text = (
-        f"not needed: {_fits_at(job, chosen)}"
-        if SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
-        else f"{chosen.layout.name} is predicted {1 / ratio - 1:.0%} faster"
-    )
+        needed = f"; it needs {_gib(candidate.host_required)} GiB of RAM on each node"
+        return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
+    is_less_simple = SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
+    text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_fits_at(job, chosen)}"
     moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
     if abs(moved) >= 10**8:
         text += f" and moves {abs(moved) / 1e9:.1f} GB {'less' if moved > 0 else 'more'} per step"
-    if ratio < AS_FAST:
-        text += f"; this is predicted {1 - ratio:.0%} slower"
+    if ratio < AS_FAST or not is_less_simple:
+        text += f"; this is predicted {speed_words(ratio)}"
     return text
+
+
+def speed_words(ratio: float) -> str:
+    """A speed over another in words: `3% slower`, `12% faster`, `as fast`."""
+    percent = f"{abs(ratio - 1):.0%}"
+    if percent == "0%":
+        return "as fast"
+    return f"{percent} {'faster' if ratio > 1 else 'slower'}"
+
+
+def needs_words(candidate: Candidate, *, terms: int) -> str:
+    """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
+    said = []
+    if candidate.memory.required > candidate.room.device:
+        what = "GiB" if candidate.step.on_gpu else "GiB of RAM"
+        largest = largest_terms(candidate.memory, terms)
+        said.append(f"{_of(candidate.memory.required, candidate.room.device, what)} ({largest})")
+    if candidate.room.host is not None and candidate.host_required > candidate.room.host:
+        said.append(f"{_of(candidate.host_required, candidate.room.host, 'GiB of RAM')} on each node")
+    return " and ".join(said)
+
+
+def largest_terms(memory: MemoryEstimate, count: int) -> str:
+    """The largest terms of a peak, in GiB."""
+    largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in largest)
 
 
 def _fits_at(job: Job, chosen: Candidate) -> str:
@@ -291,3 +373,9 @@ def _fits_at(job: Job, chosen: Candidate) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f}"
+
+
+def _of(need: int, there: int, unit: str = "GiB") -> str:
+    """`12.6 of 139.8 GiB`, with as many digits as tell a need from less than it."""
+    digits = next((n for n in range(1, 9) if need <= there or round(need / GIB, n) > round(there / GIB, n)), 9)
+    return f"{need / GIB:.{digits}f} of {there / GIB:.{digits}f} {unit}"

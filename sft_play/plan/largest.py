@@ -1,6 +1,11 @@
-"""The answer to `MAX`: the longest sequence, the largest micro-batch or the largest known model that fits."""
+"""The answer to `MAX`: the longest sequence, the largest micro-batch or the largest known model that fits.
+
+What fits is what fits for certain: layouts that offload are looked at only where the machine's RAM is known.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError
@@ -8,32 +13,38 @@ from sft_play.facts.architecture import ModelShape, shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.plan.batching import BatchPlan
-from sft_play.plan.candidates import Candidate, Job, candidate_of, host_need
+from sft_play.plan.candidates import Candidate, Job, candidate_of, least
 from sft_play.plan.layout import Layout, layouts_for
-from sft_play.plan.memory import GIB
 from sft_play.plan.plan import check_targets, job_of
+from sft_play.plan.record import Measured
 from sft_play.plan.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
 
 MOST_ROWS = 1 << 16
 
 
 def largest_that_fits(
-    question: Question, config: RunConfig, shape: ModelShape, hardware: Hardware, *, has_eval: bool = True
+    question: Question,
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    has_eval: bool = True,
+    earlier: Sequence[Measured] = (),
 ) -> Largest:
     """The largest that fits in any layout with the most thrifty settings that the config leaves open: checkpointing
-    of every layer and one row a pass, unless it says otherwise."""
+    of every layer and one row a pass, unless it says otherwise. `earlier`: runs measured on this machine."""
     if question == "model":
-        return _model(config, hardware, has_eval)
-    job = job_of(config, shape, hardware, has_eval=has_eval)
+        return _model(config, hardware, has_eval, earlier)
+    job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
     layouts, _ = layouts_for(config, shape, hardware)
     if question == "batch":
-        rows = largest(lambda rows: _fitting(job, layouts, rows, job.seq_len) is not None, step=1, most=MOST_ROWS)
-        how = _how(job, _fitting(job, layouts, rows or 1, job.seq_len))
+        rows = largest(lambda rows: _nearest(job, layouts, rows, job.seq_len).fits, step=1, most=MOST_ROWS)
+        how = _how(_nearest(job, layouts, rows or 1, job.seq_len))
         return Largest("batch", rows, f"{job.seq_len} tokens a row, {how}")
     micro = _micro(config)
     positions = shape.max_positions or LONGEST
-    length = largest(lambda asked: _fitting(job, layouts, micro, asked) is not None, step=SEQ_STEP, most=positions)
-    how = _how(job, _fitting(job, layouts, micro, length or SEQ_STEP))
+    length = largest(lambda asked: _nearest(job, layouts, micro, asked).fits, step=SEQ_STEP, most=positions)
+    how = _how(_nearest(job, layouts, micro, length or SEQ_STEP))
     end = f"the model's {positions} positions; " if length == positions else ""
     return Largest("seq_len", length, f"{end}micro-batch {micro}, {how}")
 
@@ -43,30 +54,31 @@ def _micro(config: RunConfig) -> int:
     return config.train.batch_size if config.train.batch_size != "auto" else 1
 
 
-def _fitting(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate | None:
-    """The simplest layout that fits, those that offload last."""
+def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
+    """The simplest layout that fits, those that offload last; where none does, the one that is nearest to it."""
     wish, layers = job.config.train.gradient_checkpointing, job.shape.num_layers
     count = layers if wish in ("auto", True) else 0 if wish is False else min(int(wish), layers)
     asked = Job(**{**vars(job), "seq_len": length})
+    found = []
     for layout in layouts:
         accum = max(1, job.config.train.effective_batch_size // (rows * layout.data_parallel))
-        found = candidate_of(asked, layout, BatchPlan(rows, accum, layout.data_parallel), count)
-        if found.fits:
-            return found
-    return None
+        candidate = candidate_of(asked, layout, BatchPlan(rows, accum, layout.data_parallel), count)
+        if candidate.hangs_on_ram:
+            continue
+        if candidate.fits:
+            return candidate
+        found.append(candidate)
+    return least(found)
 
 
-def _how(job: Job, found: Candidate | None) -> str:
-    """Where it fits, and the host's memory where that is part of it."""
-    if found is None:
-        return f"in no layout of {_gib(job.budget)} a rank"
-    text = f"{found.layout.name} at {_gib(found.memory.required)} of {_gib(job.budget)} a rank"
-    if found.layout.offloads_states:
-        text += f", with {_gib(host_need(job, found.layout, found.memory))} of RAM on each node"
-    return text
+def _how(found: Candidate) -> str:
+    """In which layout it fits, or is nearest to it, with the numbers of the GPU and, where it counts, of the host."""
+    unknown = "; layouts that offload are left out, since the RAM is not given (ram=512GiB)"
+    left_out = unknown if found.step.on_gpu and found.room.host is None and not found.fits else ""
+    return f"{found.layout.name} {found.verdict}{left_out}"
 
 
-def _model(config: RunConfig, hardware: Hardware, has_eval: bool) -> Largest:
+def _model(config: RunConfig, hardware: Hardware, has_eval: bool, earlier: Sequence[Measured]) -> Largest:
     """The largest model of the table that has room for the sequences, looked for from the top."""
     shapes: dict[int, ModelShape] = {}
     for name in KNOWN_MODELS:
@@ -77,16 +89,13 @@ def _model(config: RunConfig, hardware: Hardware, has_eval: bool) -> Largest:
             continue
         if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
             shapes.setdefault(shape.params, shape)
-    how = "in no layout"
+    how = "no known model has room for the sequences"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]
-        job = job_of(config, shape, hardware, has_eval=has_eval)
-        found = _fitting(job, layouts_for(config, shape, hardware)[0], _micro(config), job.seq_len)
-        how = _how(job, found)
-        if found is not None:
-            return Largest("model", shape.name, f"{params / 1e9:.1f} B parameters, {how}")
+        named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
+        job = job_of(named, shape, hardware, has_eval=has_eval, earlier=earlier)
+        found = _nearest(job, layouts_for(config, shape, hardware)[0], _micro(config), job.seq_len)
+        if found.fits:
+            return Largest("model", shape.name, f"{params / 1e9:.1f} B parameters, {_how(found)}")
+        how = f"not even {shape.name}: {_how(found)}"
     return Largest("model", None, how)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"

@@ -51,6 +51,8 @@ class MemoryEstimate:
     """Allocated bytes at each moment."""
     host_bytes: int = 0
     """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
+    host_save_bytes: int = 0
+    """Of those, what writing a checkpoint takes: only the first rank writes."""
     margin_reason: str = ""
 
     @property
@@ -82,6 +84,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         approximate=bool(shape.note),
     )
     paged = paged_bytes(config.train.optim, walk.trained)
+    written = _written(walk) if step.saves else 0
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
@@ -89,7 +92,8 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         outside_allocator=paged + _outside(layout, on_gpu=step.on_gpu),
         moment=peak,
         moments=sums,
-        host_bytes=walk.resident.host + (_written(walk) if step.saves else 0),
+        host_bytes=walk.resident.host + written,
+        host_save_bytes=written,
         margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +17,15 @@ from sft_play.facts.hardware import Hardware
 from sft_play.log import one_line
 from sft_play.plan import record
 from sft_play.plan.batching import BatchPlan, arithmetic
+from sft_play.plan.candidate_json import candidate_from_json, candidate_json
 from sft_play.plan.candidates import (
     AttentionName,
     Candidate,
     Job,
-    candidate_of,
     choose,
     eval_batch,
-    host_need,
     least,
+    needs_words,
     shown,
     weigh,
 )
@@ -55,12 +56,14 @@ class WayOut:
     """A change that would need less memory, or more of it to be there. Bytes are those of one rank.
 
     `setting` is what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
+    `needs` are those bytes in words, with the RAM of a layout that offloads.
     """
 
     change: str
     allocated: int
     required: int
     fits: bool
+    needs: str
     setting: str | None = None
     hardware: str | None = None
 
@@ -77,7 +80,8 @@ class Work:
 class Plan:
     """What a run will do. Bytes are per rank; `max_seq_len` is what the model's positions leave of the wish.
 
-    Where nothing fits, the choice is the one that needs the least and `ways_out` says what would fit.
+    Where nothing fits, the choice is the one that is nearest to it, `ways_out` says what would fit, and `not_enough`
+    what was looked at and would not.
     """
 
     choice: Candidate
@@ -91,7 +95,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     not_possible: tuple[NotPossible, ...] = ()
     ways_out: tuple[WayOut, ...] = ()
-    confirmed_by_trace: bool = False
+    not_enough: tuple[WayOut, ...] = ()
     speed_known: bool = False
     mfu: float | None = None
     work: Work | None = None
@@ -122,6 +126,11 @@ class Plan:
         return self.choice.fits
 
     @property
+    def confirmed_by_trace(self) -> bool:
+        """Whether a trace of the choice was made, and the larger of the two predictions taken."""
+        return self.choice.traced
+
+    @property
     def checkpointed_layers(self) -> int:
         """Layers whose activations are computed again in the backward pass."""
         return self.choice.checkpointed
@@ -139,25 +148,20 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
         return {
-            **_candidate_json(self.choice, self.budget_bytes, speed_known=self.speed_known),
+            **candidate_json(self.choice, speed_known=self.speed_known),
+            "speed_known": self.speed_known,
             "eval_batch": self.eval_batch,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
-            "confirmed_by_trace": self.confirmed_by_trace,
             "mfu": self.mfu,
             "run": self._run_json(),
             "model_params": self.model_params,
             "hardware": self.hardware.as_json(),
             "reasons": list(self.reasons),
-            "candidates": [
-                {
-                    **_candidate_json(candidate, self.budget_bytes, speed_known=self.speed_known),
-                    "rejected_because": candidate.rejected_because,
-                }
-                for candidate in self.candidates
-            ],
+            "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
             "not_possible": [asdict(item) for item in self.not_possible],
             "ways_out": [asdict(way) for way in self.ways_out],
+            "not_enough": [asdict(way) for way in self.not_enough],
         }
 
     def _run_json(self) -> dict[str, Any] | None:
@@ -182,39 +186,6 @@ def _watts(hardware: Hardware) -> float | None:
     """The power limits of all GPUs together; None where one is not known."""
     limits = [gpu.tdp_watts for gpu in hardware.gpus]
     return sum(limit for limit in limits if limit) if limits and all(limits) else None
-
-
-def _candidate_json(candidate: Candidate, budget: int, *, speed_known: bool) -> dict[str, Any]:
-    memory, batch = candidate.memory, candidate.batch
-    return {
-        "fits": candidate.fits,
-        "layout": candidate.layout.name,
-        "ranks": candidate.layout.ranks,
-        "data_parallel_ranks": candidate.layout.data_parallel,
-        "shard_ranks": candidate.layout.shard,
-        "tensor_parallel_ranks": candidate.layout.tensor_parallel,
-        "micro_batch": batch.micro_batch,
-        "grad_accum": batch.grad_accum,
-        "effective_batch": batch.effective_batch,
-        "gradient_checkpointing": candidate.checkpointing,
-        "checkpointed_layers": candidate.checkpointed,
-        "loss": candidate.step.loss,
-        "peak_bytes": {
-            "allocated": memory.allocated,
-            "reserved": memory.reserved,
-            "budget": budget,
-            "margin": memory.margin,
-            "margin_reason": memory.margin_reason,
-            "outside_allocator": memory.outside_allocator,
-            "required": memory.required,
-            "host": memory.host_bytes,
-            "moment": memory.moment,
-            "terms": memory.terms,
-        },
-        "tokens_per_s": candidate.speed.tokens_per_s if speed_known else None,
-        "step_s": candidate.speed.step_s if speed_known else None,
-        "moved_bytes_per_step": candidate.speed.moved_bytes,
-    }
 
 
 def make_plan(
@@ -269,7 +240,6 @@ def make_plan(
         reasons=tuple(reasons),
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
-        confirmed_by_trace=chosen.traced,
         speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
         mfu=utilisation(chosen.speed, job.rates),
         work=work(chosen.batch.effective_batch) if work else None,
@@ -278,37 +248,34 @@ def make_plan(
         return plan
     from sft_play.plan.ways_out import ways_out
 
-    return dataclasses.replace(plan, ways_out=tuple(ways_out(config, shape, hardware, only=only, has_eval=has_eval)))
-
-
-def plan_from_json(config: RunConfig, shape: ModelShape, data: Mapping[str, Any]) -> Plan:
-    """The plan that `as_json` wrote, for a rank that is handed it: nothing is decided again."""
-    hardware = Hardware.from_json(data["hardware"])
-    job = job_of(config, shape, hardware)
-    layout = Layout(data["layout"], data["data_parallel_ranks"], data["shard_ranks"], data["tensor_parallel_ranks"])
-    batch = BatchPlan(data["micro_batch"], data["grad_accum"], data["data_parallel_ranks"])
-    peak = data["peak_bytes"]
-    memory = MemoryEstimate(
-        terms=dict(peak["terms"]),
-        reserved=peak["reserved"],
-        margin=peak["margin"],
-        outside_allocator=peak["outside_allocator"],
-        moment=peak["moment"],
-        host_bytes=peak["host"],
-        margin_reason=peak["margin_reason"],
+    ways = tuple(ways_out(config, shape, hardware, only=only, has_eval=has_eval, earlier=earlier))
+    return dataclasses.replace(
+        plan,
+        ways_out=tuple(way for way in ways if way.fits),
+        not_enough=tuple(way for way in ways if not way.fits),
     )
-    choice = candidate_of(job, layout, batch, data["checkpointed_layers"])
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that `as_json` wrote, for a rank that is handed it: equal in every field, nothing is decided again."""
+    run = data["run"]
+    choice = candidate_from_json(data)
     return Plan(
-        choice=dataclasses.replace(choice, memory=memory, fits=data["fits"], traced=data["confirmed_by_trace"]),
+        choice=choice,
         precision=Precision(**data["precision"]),
         max_seq_len=data["max_seq_len"],
         eval_batch=data["eval_batch"],
-        budget_bytes=peak["budget"],
+        budget_bytes=choice.room.device,
         model_params=data["model_params"],
-        hardware=hardware,
+        hardware=Hardware.from_json(data["hardware"]),
         reasons=tuple(data["reasons"]),
-        confirmed_by_trace=data["confirmed_by_trace"],
-        speed_known=data["tokens_per_s"] is not None,
+        candidates=tuple(candidate_from_json(candidate) for candidate in data["candidates"]),
+        not_possible=tuple(NotPossible(**item) for item in data["not_possible"]),
+        ways_out=tuple(WayOut(**way) for way in data["ways_out"]),
+        not_enough=tuple(WayOut(**way) for way in data["not_enough"]),
+        speed_known=data["speed_known"],
+        mfu=data["mfu"],
+        work=None if run is None else Work(run["steps"], run["tokens"]),
     )
 
 
@@ -324,8 +291,10 @@ def job_of(
     precision = choose_precision(config, hardware)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"
 
+    @functools.cache
     def learned(layout: Layout) -> record.Correction:
-        return record.correction(earlier, device=device, mode=config.tuning.mode, layout=layout.name)
+        model, mode = config.model.name, config.tuning.mode
+        return record.correction(earlier, device=device, mode=mode, layout=layout.name, model=model)
 
     rates = rates_of(hardware, precision)
     return Job(
@@ -363,15 +332,16 @@ def _confirmed(
 
 
 def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
-    """The candidate with the larger of the two predictions; the difference goes to a term of its own."""
-    memory = candidate.memory
+    """The candidate with the larger of the two predictions, which earlier runs correct like any; the difference goes
+    to a term of its own."""
+    memory, raw = candidate.memory, candidate.raw
     more = max(0, traced.allocated - memory.allocated)
     terms = memory.terms | ({"trace_says_more": more} if more else {})
-    reserved = max(memory.reserved, traced.reserved)
+    raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
+    reserved = int(raw.reserved * job.learned(candidate.layout).memory)
     margin = int(memory.margin * reserved / max(1, memory.reserved))
     memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
-    fits = candidate.fits and memory.required <= job.budget
-    return dataclasses.replace(candidate, memory=memory, fits=fits, traced=True)
+    return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
 
 
 def _trace_words(candidate: Candidate, traced: Traced) -> str:
@@ -408,28 +378,22 @@ def require_fit(plan: Plan, config: RunConfig) -> None:
     train = config.train
     if plan.fits or train.batch_size != "auto" or train.grad_accum != "auto":
         return
+    micro, needs = plan.batch.micro_batch, needs_words(plan.choice, terms=3)
+    rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.max_seq_len} tokens"
+    where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
     raise DoesNotFit(
-        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit: one sequence of {plan.max_seq_len} "
-        f"tokens needs {plan.memory.required / GIB:.1f} GiB ({_largest_terms(plan.memory)}), and {_where(plan)} has "
-        f"{plan.budget_bytes / GIB:.1f} GiB; {_ways_words(plan)}, or set train.batch_size=1 to start all the same"
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {where}: {rows} at a time in "
+        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {_ways_words(plan)}, or set train.batch_size=1 "
+        "to start all the same"
     )
 
 
-def _where(plan: Plan) -> str:
-    return plan.hardware.gpus[0].name if plan.hardware.gpus else "this machine's free memory"
-
-
-def _largest_terms(memory: MemoryEstimate) -> str:
-    largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for name, size in largest)
-
-
 def _ways_words(plan: Plan) -> str:
-    fitting = [way for way in plan.ways_out if way.fits] or list(plan.ways_out[:3])
-    if not fitting:
+    ways = plan.ways_out or plan.not_enough[:3]
+    if not ways:
         return "try a smaller model"
-    listed = ", ".join(f"{way.change} ({way.required / GIB:.1f} GiB)" for way in fitting[:5])
-    return f"try {listed}" if any(way.fits for way in fitting) else f"not even {listed} would be enough"
+    listed = ", ".join(f"{way.change} ({way.needs})" for way in ways[:5])
+    return f"try {listed}" if plan.ways_out else f"not even {listed} would be enough"
 
 
 def check_mesh(config: RunConfig) -> None:
@@ -505,12 +469,9 @@ def _advice(config: RunConfig, job: Job, chosen: Candidate) -> list[str]:
     reasons = []
     if config.tuning.mode == "full" and job.precision.load != "float32" and not chosen.layout.shards_states:
         reasons.append("full in half precision keeps AdamW's states in it too; model.dtype=float32 for fp32 states")
-    if chosen.layout.offloads_states and job.host_budget is None:
-        need = host_need(job, chosen.layout, chosen.memory)
-        reasons.append(f"{need / GIB:.0f} GiB of RAM are needed on each node; the machine's was not given (ram=512GiB)")
+    if chosen.fits and chosen.hangs_on_ram:
+        need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
+        reasons.append(f"{need}; the machine's was not given (ram=512GiB)")
     if not chosen.fits:
-        reasons.append(
-            f"nothing fits: the least is predicted to need {chosen.memory.required / GIB:.1f} of "
-            f"{job.budget / GIB:.1f} GiB ({_largest_terms(chosen.memory)})"
-        )
+        reasons.append(f"nothing fits: the nearest is predicted to need {needs_words(chosen, terms=3)}")
     return reasons

@@ -1,30 +1,52 @@
-"""What earlier runs measured on this machine, kept beside the predictions, and what later plans learn from it.
+"""What earlier runs measured on this machine beside what was predicted, and what later plans learn from it.
 
-One JSON line per finished run in the cache folder. The memory of a plan is only ever corrected upwards; its speed is
-multiplied by the median of what was measured over what the roofline said.
+One JSON line per finished run in the cache folder. A line holds the raw prediction, before any correction: a ratio of
+measured to corrected figures would be 1 as soon as a correction was right, and so undo it.
+
+The two corrections answer two questions. Speed is an expectation: the median ratio of the newest runs, which one odd
+run does not move. Memory is a promise: the largest ratio of all recorded runs, never below 1. More runs can only raise
+it, so that it does not return to an old value when a run grows old; it is corrected upwards alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from sft_play.cache import cache_dir
+from sft_play.cache import cache_dir, locked
 
 FILE = "measured.jsonl"
+VERSION = 2
+"""Of a line. Lines without it come from a version that recorded corrected predictions, and are left out."""
 KEPT = 200
-"""Lines that the record keeps, the newest."""
+"""Lines that the record keeps, the newest; older ones only where they are the furthest above their prediction."""
 LOOKED_AT = 10
-"""Runs of a class that a plan learns from, the newest."""
+"""Runs that a plan learns its speed from, the newest."""
+MOST_MEMORY = 4.0
+"""Times its prediction that a plan is corrected to need at most: what is beyond was not this run's memory."""
+SPEEDS = (1e-4, 1e4)
+"""Shares of the roofline between which a speed is believed; on a CPU the roofline is an order of magnitude only."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What is predicted of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
+
+    reserved: int
+    tokens_per_s: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`."""
+    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`.
+
+    Predictions are raw, as if no run had been recorded before.
+    """
 
     device: str
     mode: str
@@ -40,6 +62,17 @@ class Measured:
     measured_tokens_per_s: float
     versions: str
     finished: str
+    version: int = VERSION
+
+    @property
+    def memory_ratio(self) -> float:
+        """Measured over predicted reserved bytes; 0 where one is not known."""
+        return self.measured_reserved / self.predicted_reserved if self.predicted_reserved > 0 else 0.0
+
+    @property
+    def speed_ratio(self) -> float:
+        """Measured over predicted tokens per second; 0 where one is not known."""
+        return self.measured_tokens_per_s / self.predicted_tokens_per_s if self.predicted_tokens_per_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +90,14 @@ class Correction:
         if not self.runs:
             return None
         memory = (
-            f"used {self.memory - 1:.1%} more memory than predicted, which is added here" if self.memory > 1 else ""
+            f"used {self.memory - 1:.1%} more memory than predicted, which is added here"
+            if self.memory > 1
+            else "stayed within their predicted memory"
         )
-        memory = memory or "stayed within their predicted memory"
-        return (
-            f"{self.runs} earlier run{'s' if self.runs > 1 else ''} of this kind on this machine {memory}; their "
-            + (f"speed was {self.speed:.2f} of the roofline, and so is this one's")
-        )
+        text = f"{self.runs} earlier run{'s' if self.runs > 1 else ''} of this kind on this machine {memory}"
+        if self.speed_measured:
+            text += f"; their speed was {self.speed:.2f} of the roofline, and so is this one's"
+        return text
 
 
 def record_path() -> Path:
@@ -76,40 +110,66 @@ def add(measured: Measured) -> None:
     path = record_path()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [*_lines(path)[-(KEPT - 1) :], json.dumps(asdict(measured))]
-        aside = path.with_suffix(".building")
-        aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        aside.replace(path)
+        with locked(path.with_suffix(".lock"), waiting="waiting for another run that writes what it measured"):
+            lines = [json.dumps(asdict(run)) for run in _kept([*load(), measured])]
+            aside = path.with_suffix(".building")
+            aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            aside.replace(path)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+def _kept(runs: Sequence[Measured]) -> list[Measured]:
+    """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
+    furthest: dict[tuple[str, str, str], Measured] = {}
+    for run in runs:
+        kind = (run.device, run.mode, run.layout)
+        if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
+            furthest[kind] = run
+    older = [run for run in runs[:-KEPT] if any(run is one for one in furthest.values())]
+    return [*older, *runs[-KEPT:]]
 
 
 def load() -> list[Measured]:
-    """The runs that are recorded, oldest first; lines that are not readable are left out."""
-    found = []
-    for line in _lines(record_path()):
-        with contextlib.suppress(ValueError, TypeError):
-            data = json.loads(line)
-            if isinstance(data, Mapping):
-                found.append(Measured(**data))
-    return found
+    """The runs that are recorded, oldest first; lines that are not readable, or not of this version, are left out."""
+    try:
+        lines = record_path().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [run for line in lines if (run := _read(line)) is not None]
 
 
-def correction(runs: Iterable[Measured], *, device: str, mode: str, layout: str) -> Correction:
-    """What the newest runs of the same kind say: on memory those of this layout, or of any where none ran in it; on
-    speed those of all layouts, so that what was measured of one does not make another look faster."""
+_NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int", "float"))
+
+
+def _read(line: str) -> Measured | None:
+    """The run of a line; None where it is broken, of another version, or holds what is no figure."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        data = json.loads(line)
+        if isinstance(data, Mapping) and data.get("version") == VERSION:
+            run = Measured(**data)
+            if all(math.isfinite(getattr(run, name)) and getattr(run, name) >= 0 for name in _NUMBERS):
+                return run
+    return None
+
+
+def correction(
+    runs: Iterable[Measured], *, device: str, mode: str, layout: str, model: str | None = None
+) -> Correction:
+    """What recorded runs of the nearest kind say, by their raw ratios.
+
+    Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
+    device and mode. Speed is learned from runs of this model in any layout, else from all, so that what was measured
+    of one layout does not make another look faster.
+    """
     alike = [run for run in runs if (run.device, run.mode) == (device, mode)]
-    same = ([run for run in alike if run.layout == layout] or alike)[-LOOKED_AT:]
-    memory = [run.measured_reserved / run.predicted_reserved for run in same if run.predicted_reserved > 0]
-    speed = [
-        run.measured_tokens_per_s / run.predicted_tokens_per_s
-        for run in alike[-LOOKED_AT:]
-        if run.predicted_tokens_per_s > 0 and run.measured_tokens_per_s > 0
-    ]
-    factor = statistics.median(speed) if speed else 1.0
-    return Correction(len(same), max([1.0, *memory]), factor, speed_measured=bool(speed))
+    same = _nearest(alike, lambda run: run.layout == layout)
+    same = _nearest(same, lambda run: run.model == model)
+    memory = max([1.0, *(run.memory_ratio for run in same)])
+    speeds = [run.speed_ratio for run in _nearest(alike, lambda run: run.model == model) if run.speed_ratio > 0]
+    speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
+    low, high = SPEEDS
+    return Correction(len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds))
+
+
+def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:
+    """The runs that are near; all of them where none is."""
+    return [run for run in runs if is_near(run)] or runs

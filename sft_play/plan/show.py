@@ -1,6 +1,6 @@
 """What a person reads of a plan: the machine, the batch, the choice, a bar of the memory, the table of candidates.
 
-Memory is printed in units of 2**30 bytes; where users of this toolkit know a line with GB, it says GB.
+Memory is printed in GiB, units of 2**30 bytes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,28 @@ LETTERS = {
 
 
 def detected_lines(hardware: Hardware) -> list[str]:
-    """The lines that say what machine was found: one per GPU with its memory, and their sum."""
-    notes = [*hardware.notes]
+    """The lines that say which machine a plan is for, found or only named: one per GPU with its memory, their sum."""
+    notes, host = [*hardware.notes], _host_words(hardware)
     if not hardware.gpus:
-        ram = hardware.ram_bytes / GIB
-        where = "Named a machine without GPU" if hardware.named else "Detected no GPU"
-        return [f"{where}: running on the CPU ({hardware.cpu_name}, {hardware.cpu_cores} cores, {ram:.1f} GB)", *notes]
+        where = "Planned for a machine without GPUs, named" if hardware.named else "Detected no GPU"
+        return [f"{where}: running on the CPU ({host})", *notes]
     count = len(hardware.gpus)
-    lines = [f"Detected {count} GPU{'s' if count > 1 else ''}:"]
-    lines += _gpu_lines(hardware)
-    total = f"Total VRAM: {sum(gpu.total_bytes for gpu in hardware.gpus) / GIB:.1f} GB"
-    return [lines[0] + "".join(f"\n{line}" for line in lines[1:]), total, *notes]
+    gpus = f"{count} GPU{'s' if count > 1 else ''}"
+    head = f"Planned for {gpus}, named and not detected:" if hardware.named else f"Detected {gpus}:"
+    total = f"Total VRAM: {sum(gpu.total_bytes for gpu in hardware.gpus) / GIB:.1f} GiB"
+    ram = [f"RAM of each node: {host}"] if hardware.named else []
+    return ["\n".join([head, *_gpu_lines(hardware)]), total, *ram, *notes]
+
+
+def _host_words(hardware: Hardware) -> str:
+    """The host as far as it is known of the machine that is planned for."""
+    ram = f"{hardware.ram_bytes / GIB:.1f} GiB"
+    if not hardware.named:
+        return f"{hardware.cpu_name}, {hardware.cpu_cores} cores, {ram} of RAM"
+    if hardware.gpus:
+        return ram if hardware.ram_given else "not given (ram=512GiB)"
+    assumed = "" if hardware.ram_given else ": this machine's, since none was given (ram=64GiB)"
+    return f"{hardware.cpu_cores} cores, {ram} of RAM{assumed}"
 
 
 def _gpu_lines(hardware: Hardware) -> list[str]:
@@ -58,8 +69,8 @@ def _gpu_lines(hardware: Hardware) -> list[str]:
     first, last = hardware.gpus[0], hardware.gpus[-1]
     alike = {(gpu.name, gpu.total_bytes) for gpu in hardware.gpus}
     if len(hardware.gpus) > MOST_GPU_LINES and len(alike) == 1:
-        return [f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GB) each"]
-    return [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GB)" for gpu in hardware.gpus]
+        return [f"  GPU {first.index}-{last.index}: {first.name} ({first.total_bytes / GIB:.1f} GiB) each"]
+    return [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in hardware.gpus]
 
 
 def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
@@ -95,12 +106,10 @@ def choice_line(plan: Plan) -> str:
     """The choice in one sentence."""
     choice, gpus = plan.choice, len(plan.hardware.gpus)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
-    fits = "fits" if plan.fits else "does NOT fit"
     passes = f"{choice.batch.grad_accum} pass{'es' if choice.batch.grad_accum > 1 else ''}"
     return (
         f"Choice: {choice.layout.name} on {where}, micro-batch {choice.batch.micro_batch} x {passes}, "
-        f"{choice.checkpointing_words}: {fits}, {plan.memory.required / GIB:.1f} of "
-        f"{plan.budget_bytes / GIB:.1f} GiB per {'GPU' if gpus else 'process'}"
+        f"{choice.checkpointing_words}: {choice.verdict}"
     )
 
 
@@ -194,19 +203,17 @@ def _row(plan: Plan, candidate: Candidate) -> Sequence[str]:
         candidate.step.loss,
         f"{candidate.memory.required / GIB:.1f}",
         speed,
-        candidate.rejected_because or ("chosen" if plan.fits else "needs the least, and does not fit"),
+        candidate.rejected_because or ("chosen" if plan.fits else "nearest to fitting, and does not fit"),
     )
 
 
 def way_lines(plan: Plan) -> list[str]:
-    """The ways out, with their predicted peaks."""
-    if not plan.ways_out:
-        return []
-    lines = ["Ways out, the least harmful first:"]
-    for way in plan.ways_out:
-        each = "GPU" if way.hardware or plan.hardware.gpus else "process"
-        much = "" if way.fits else " (still too much)"
-        lines.append(f"  {way.change}: {way.required / GIB:.1f} GiB per {each}{much}")
+    """The ways out, with their predicted peaks, and what was looked at and is not enough."""
+    lines = [f"  {way.change}: {way.needs}" for way in plan.ways_out]
+    if lines:
+        lines.insert(0, "Ways out, the least harmful first:")
+    if plan.not_enough:
+        lines.append(f"Not enough alone: {'; '.join(f'{way.change} ({way.needs})' for way in plan.not_enough)}")
     return lines
 
 
@@ -216,17 +223,17 @@ def precision_name(plan: Plan) -> str:
 
 
 def plan_lines(plan: Plan, config: RunConfig, *, command: str) -> list[str]:
-    """Everything that `make plan` says: machine, choice, arithmetic, bar, table, speed, ways out, command."""
+    """Everything that `make plan` says: machine, choice, arithmetic, bar, table, and then speed and command of what
+    fits, or the ways out of what does not."""
     return [
         *detected_lines(plan.hardware),
         choice_line(plan),
         *batch_lines(plan, config),
         *bar_lines(plan),
-        *speed_lines(plan),
+        *(speed_lines(plan) if plan.fits else []),
         "Candidates:",
         *table_lines(plan),
-        *way_lines(plan),
-        f"Launch: {command}",
+        *([f"Launch: {command}"] if plan.fits else way_lines(plan)),
     ]
 
 
@@ -243,7 +250,7 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
         speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known else "-"
         table.add_row(
             " ".join(settings),
-            "yes" if plan.fits else "NO",
+            "yes" if plan.fits else f"NO: {' and '.join(plan.choice.short_of)}",
             plan.layout,
             f"{plan.batch.micro_batch} x {plan.batch.grad_accum}",
             _checkpointing(plan.choice),

@@ -1,4 +1,8 @@
-"""What would fit where the plan does not: changes in the order of the harm they do, each with its predicted peak."""
+"""What would fit where the plan does not: changes in the order of the harm they do, each with its predicted peak.
+
+Settings are judged with what earlier runs on the machine taught, as their plan would be. Other machines are only
+named: nothing was measured there, and layouts that offload count only where a machine's RAM is known.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan.candidates import Candidate, least, thriftiest
 from sft_play.plan.largest import largest_that_fits
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import WayOut, job_of, make_plan
+from sft_play.plan.record import Measured
 
 SHORTEST = 256
 """Tokens below which a shorter sequence is no longer offered."""
@@ -23,6 +29,8 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64)
 NODE_GPUS = 8
 """GPUs of a node when more of them are asked for than the present nodes have."""
 SMALL_RANK = 8
+RAM_STEP = 16 * GIB
+"""RAM is offered in steps of so many bytes."""
 
 Look = Callable[[RunConfig, Hardware, Sequence[LayoutName]], Candidate | None]
 """What needs the least of a config on a machine; None where its batch does not split over the GPUs."""
@@ -35,18 +43,24 @@ def ways_out(
     *,
     only: Sequence[LayoutName] = LAYOUT_NAMES,
     has_eval: bool = True,
+    earlier: Sequence[Measured] = (),
 ) -> Iterator[WayOut]:
-    """Changes that need less memory or find more of it; the last one adds up changes until they fit."""
+    """Changes that need less memory or find more of it, those that are not enough among them; the last one adds up
+    changes until they fit."""
+
+    def known(machine: Hardware) -> Sequence[Measured]:
+        """Runs of the present machine say nothing of another."""
+        return earlier if machine is hardware else ()
 
     def look(changed: RunConfig, machine: Hardware, layouts: Sequence[LayoutName]) -> Candidate | None:
         """The thriftiest candidate: far fewer are weighed than for a plan."""
         possible, _ = layouts_for(changed, shape, machine)
         wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
         try:
-            found = thriftiest(job_of(changed, shape, machine, has_eval=has_eval), wanted)
+            found = thriftiest(job_of(changed, shape, machine, has_eval=has_eval, earlier=known(machine)), wanted)
         except ConfigError:  # the batch that was given does not split over that many GPUs
             return None
-        return next((candidate for candidate in found if candidate.fits), least(found))
+        return next((candidate for candidate in found if candidate.fits), least(found))  # those that offload come last
 
     def choice(
         changed: RunConfig, machine: Hardware = hardware, layouts: Sequence[LayoutName] = only
@@ -55,7 +69,9 @@ def ways_out(
         found = look(changed, machine, layouts)
         if found is None or not found.fits:
             return found
-        return make_plan(changed, shape, machine, only=layouts, has_eval=has_eval, with_ways_out=False).choice
+        return make_plan(
+            changed, shape, machine, only=layouts, has_eval=has_eval, earlier=known(machine), with_ways_out=False
+        ).choice
 
     fitted = False
     together, settings = config, dict[str, str]()
@@ -64,7 +80,7 @@ def ways_out(
         found = choice(changed)
         if found is None:
             continue
-        if not found.fits and present is not None and found.memory.required > present.memory.required:
+        if not found.fits and present is not None and found.overload > present.overload:
             continue
         yield _way(setting, found, setting=setting)
         fitted = fitted or found.fits
@@ -86,24 +102,31 @@ def ways_out(
             yield _way(f"layout {name} ({how})", found)
     for machine, words in _machines(config, hardware, look):
         found = choice(config, machine, LAYOUT_NAMES)
-        if found is not None:
+        if found is not None and found.fits:
             fitted = True
             yield _way(f"{words} ({found.layout.name})", found, hardware=_name_of(machine))
     if not fitted:
-        yield from _smaller_model(config, shape, hardware, has_eval=has_eval)
+        yield from _smaller_model(config, shape, hardware, has_eval=has_eval, earlier=earlier)
 
 
-def _smaller_model(config: RunConfig, shape: ModelShape, hardware: Hardware, *, has_eval: bool) -> Iterator[WayOut]:
+def _smaller_model(
+    config: RunConfig, shape: ModelShape, hardware: Hardware, *, has_eval: bool, earlier: Sequence[Measured]
+) -> Iterator[WayOut]:
     """The largest known model that fits with the same settings, where nothing keeps the model."""
-    name = largest_that_fits("model", config, shape, hardware, has_eval=has_eval).value
+    name = largest_that_fits("model", config, shape, hardware, has_eval=has_eval, earlier=earlier).value
     if isinstance(name, str):
         setting = f"model.name={name}"
-        plan = make_plan(_apply(config, setting), shape_of(name), hardware, has_eval=has_eval, with_ways_out=False)
+        plan = make_plan(
+            _apply(config, setting), shape_of(name), hardware, has_eval=has_eval, earlier=earlier, with_ways_out=False
+        )
         yield _way(setting, plan.choice, setting=setting)
 
 
 def _way(change: str, found: Candidate, *, setting: str | None = None, hardware: str | None = None) -> WayOut:
-    return WayOut(change, found.memory.allocated, found.memory.required, found.fits, setting, hardware)
+    needs = f"{found.memory.required / GIB:.1f} GiB per {'GPU' if found.step.on_gpu else 'process'}{found.ram_words}"
+    if "RAM" in found.short_of and found.step.on_gpu and not found.layout.offloads_states:
+        needs += f" and {found.host_required / GIB:.1f} GiB of RAM on each node"
+    return WayOut(change, found.memory.allocated, found.memory.required, found.fits, needs, setting, hardware)
 
 
 def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None]) -> Iterator[tuple[str, RunConfig]]:
@@ -160,8 +183,10 @@ def _with(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tuple[Hardware, str]]:
-    """More GPUs of the same kind, then the smallest larger GPU, on which the job fits as it is, and their names."""
+    """More RAM, more GPUs of the same kind, then the smallest larger GPU, on which the job fits as it is, and their
+    names."""
     count = len(hardware.gpus)
+    yield from _with_more_ram(config, hardware, look)
     for more in MORE_GPUS if count else ():
         if more <= count:
             continue
@@ -178,7 +203,7 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
             continue
         machine = _with_entry(hardware, entry, max(1, count))
         found = look(config, machine, LAYOUT_NAMES)
-        if found is not None and found.fits:
+        if _fits(found):
             yield machine, _name_of(machine).partition(",")[0]
             return
         needed[entry.capability] = max(entry.memory_bytes, found.memory.required - 1 if found else 0)
@@ -189,6 +214,20 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
             return
 
 
+def _with_more_ram(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tuple[Hardware, str]]:
+    """The same GPUs in a host with as much RAM as the job would need, where RAM is all that it lacks."""
+    if not hardware.gpus or not hardware.ram_given:
+        return
+    found = look(
+        config, replace(_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus)), ram_given=False), LAYOUT_NAMES
+    )
+    if found is None or not found.fits or found.host_required <= hardware.ram_free_bytes:
+        return
+    ram = -(-found.host_required // RAM_STEP) * RAM_STEP
+    machine = _with_gpus(hardware, hardware.gpus[0], len(hardware.gpus))
+    yield replace(machine, ram_bytes=ram, ram_free_bytes=ram), f"{ram / GIB:.0f} GiB of RAM on each node"
+
+
 def _with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
     """The same machine with that many GPUs of the catalogue."""
     like = named(f"1x{entry.name}")
@@ -196,7 +235,8 @@ def _with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware
 
 
 def _fits(found: Candidate | None) -> bool:
-    return found is not None and found.fits
+    """Whether it fits for certain: RAM that nobody said is none."""
+    return found is not None and found.fits and not found.hangs_on_ram
 
 
 def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:

@@ -1,0 +1,432 @@
+"""Plans learn from raw predictions, survive their own JSON whole, and say of every machine what is true of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import statistics
+from typing import Any
+
+import pytest
+
+from sft_play import start
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFit, SftPlayError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.plan import record
+from sft_play.plan.candidates import choose, speed_words
+from sft_play.plan.largest import largest_that_fits
+from sft_play.plan.layout import LAYOUT_NAMES
+from sft_play.plan.plan import Plan, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.plan.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
+from sft_play.plan.whatif import QUESTIONS
+from tests.conftest import Command
+
+GIB = 2**30
+RANDOM = 13
+MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1")
+
+
+def run_of(chance: random.Random, name: str) -> RunConfig:
+    mode = chance.choice(["full", "lora", "qlora"])
+    train = chance.choice(["", "batch_size: 2,", "gradient_checkpointing: true,", "gradient_checkpointing: 3,"])
+    length = chance.choice([256, 2048, 8192])
+    return config_from_text(
+        f"model: {{name: {name}, max_seq_len: {length}}}\ntuning: {{mode: {mode}}}\n"
+        f"train: {{{train} effective_batch_size: 32}}\n",
+        name="run.yaml",
+    )
+
+
+def machine_of(chance: random.Random) -> Hardware:
+    """Tiny to large, little or much RAM, named or found, on one or two nodes, with and without known rates."""
+    count, gib = chance.choice([0, 1, 1, 2, 4, 8]), chance.choice([2, 8, 24, 80, 180])
+    ram = int(chance.choice([4, 16, 66, 512, 4096]) * GIB * chance.uniform(0.9, 1.1))
+    is_named = chance.random() < 0.5
+    rates = (
+        {"bandwidth": 2e12, "bf16_flops": 5e14, "fp16_flops": 5e14, "tdp_watts": 400} if chance.random() < 0.7 else {}
+    )
+    free = None if is_named else int(gib * GIB * chance.uniform(0.4, 1))
+    gpus = tuple(Gpu(n, f"GPU of {gib}", gib * GIB, free, (9, 0), **rates) for n in range(count))  # type: ignore[arg-type]
+    return Hardware(
+        gpus, "a CPU", 8, ram, ram, named=is_named, nodes=2 if count == 8 and chance.random() < 0.3 else 1,
+        link_bytes_per_s=4e11 if rates else None, price_per_gpu_hour=chance.choice([None, 2.5]),
+        notes=("a note",) if chance.random() < 0.5 else (), ram_given=not is_named or chance.random() < 0.5,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def random_plans() -> list[tuple[RunConfig, Plan]]:
+    """Plans of random jobs on random machines, some traced, some after earlier runs."""
+    chance = random.Random(RANDOM)
+    runs = [measured(device=f"GPU of {gib}", mode=mode, measured_reserved=1100, measured_tokens_per_s=37.0)
+            for gib in (8, 24, 80) for mode in ("lora", "qlora")]  # fmt: skip
+    found = []
+    full = config_from_text(f"model: {{name: {MODELS[2]}}}\ntuning: {{mode: full}}", name="x")
+    jobs = [(run_of(chance, chance.choice(MODELS)), machine_of(chance)) for _ in range(25)]
+    for config, machine in [(full, named("1xH200,ram=8GiB")), *jobs]:
+        only = (chance.choice(LAYOUT_NAMES),) if chance.random() < 0.3 else LAYOUT_NAMES
+        work = (lambda effective: Work(100, 1_000_000)) if chance.random() < 0.5 else None
+        made = make_plan(
+            config, shape_of(config.model.name), machine, only=only, work=work, earlier=runs, confirm=traced
+        )
+        found.append((config, made))
+    return found
+
+
+def traced(candidate: Any) -> Traced:
+    if candidate.layout.ranks > 2:
+        return Traced(unavailable="too many ranks")
+    return Traced(candidate.memory.allocated + GIB // 7, candidate.memory.reserved + GIB // 5)
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def found_machine(count: int = 1) -> Hardware:
+    return dataclasses.replace(named(f"{count}xRTX4090,ram=128GiB"), named=False)
+
+
+def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -> Plan:
+    """Plan a run with what is recorded, and record what a machine measures that does constant shares of what is
+    predicted without a record. The plan is handed over as JSON, as ranks are."""
+    shape = shape_of(config.model.name)
+    plan = make_plan(config, shape, machine, only=("single",), earlier=record.load(), with_ways_out=False)
+    free = make_plan(config, shape, machine, only=("single",), with_ways_out=False)
+    raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
+    peak = {"measured_allocated": raw.memory.allocated, "measured_reserved": round(memory * raw.memory.reserved)}
+    handed = plan_from_json(json.loads(json.dumps(plan.as_json())))
+    start._remember(config, handed, {"peak_bytes": peak, "tokens_per_s": speed * raw.speed.tokens_per_s})
+    return plan
+
+
+def usual(mode: str = "lora") -> RunConfig:
+    return config_from_text(
+        f"model: {{name: Qwen/Qwen2.5-0.5B, max_seq_len: 512}}\ntuning: {{mode: {mode}}}\ntrain: {{batch_size: 1}}",
+        name="x",
+    )
+
+
+@pytest.mark.parametrize("share", [0.03, 0.5, 0.97, 1.0, 1.7])
+def test_a_machine_that_does_a_constant_share_is_predicted_from_its_second_run_on(share, cache):
+    config, machine = usual(), found_machine()
+    first, *others = [live(config, machine, speed=share, memory=1.2) for _ in range(13)]
+    for plan in others:
+        assert plan.speed.tokens_per_s == pytest.approx(share * first.speed.tokens_per_s, rel=1e-6)
+        assert plan.memory.reserved == pytest.approx(1.2 * first.memory.reserved, rel=1e-6)
+        assert plan.memory.allocated == first.memory.allocated
+    assert all(plan.choice.raw == first.choice.raw for plan in others)
+    assert all(run.speed_ratio == pytest.approx(share) for run in record.load())
+    assert all(run.memory_ratio == pytest.approx(1.2) for run in record.load())
+
+
+def test_a_noisy_machine_is_predicted_within_its_noise(cache):
+    chance, config, machine = random.Random(8), usual("qlora"), found_machine()
+    for _ in range(3):
+        share, over = chance.uniform(0.1, 1.5), chance.uniform(0.8, 1.3)
+        record.record_path().unlink(missing_ok=True)
+        made = [
+            live(config, machine, speed=share * chance.uniform(0.95, 1.05), memory=over * chance.uniform(0.98, 1.02))
+            for _ in range(15)
+        ]
+        free = made[0]
+        for plan in made[3:]:
+            assert plan.speed.tokens_per_s / free.speed.tokens_per_s == pytest.approx(share, rel=0.06)
+            assert max(1, 0.979 * over) <= plan.memory.reserved / free.memory.reserved <= max(1, 1.021 * over)
+
+
+def measured(**changes: Any) -> record.Measured:
+    usual = {
+        "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 8,
+        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1000,
+        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
+    }  # fmt: skip
+    return record.Measured(**{**usual, **changes})
+
+
+def learned(runs: list[record.Measured], **kind: Any) -> record.Correction:
+    return record.correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
+
+
+def test_more_evidence_never_lowers_the_memory_and_one_odd_run_does_not_move_the_speed():
+    chance = random.Random(4)
+    for _ in range(50):
+        runs: list[record.Measured] = []
+        factor = 1.0
+        for _ in range(40):
+            ratio, speed = chance.uniform(0.5, 1.5), chance.uniform(10, 90)
+            runs.append(measured(measured_reserved=int(1000 * ratio), measured_tokens_per_s=speed))
+            found = learned(runs)
+            assert found.memory == max(factor, int(1000 * ratio) / 1000)
+            assert found.speed == pytest.approx(statistics.median(r.speed_ratio for r in runs[-record.LOOKED_AT :]))
+            factor = found.memory
+    steady = [measured() for _ in range(5)]
+    assert learned([*steady, measured(measured_tokens_per_s=1e9)]).speed == 0.5
+    high = [measured(measured_reserved=1200), *(measured() for _ in range(30))]
+    assert learned(high).memory == 1.2
+
+
+def test_the_nearest_runs_count_and_no_figure_is_beyond_belief():
+    runs = [measured(model="small", measured_reserved=2000), measured(model="large", measured_reserved=1100)]
+    assert [learned(runs, model=name).memory for name in ("small", "large", "new", None)] == [2.0, 1.1, 2.0, 2.0]
+    other = [measured(layout="ddp", measured_reserved=1500), *runs[1:]]
+    assert [learned(other, layout=name).memory for name in ("ddp", "single", "fsdp")] == [1.5, 1.1, 1.5]
+    assert learned([measured(measured_reserved=10**9)]).memory == record.MOST_MEMORY
+    assert learned([measured(measured_tokens_per_s=1e30)]).speed == record.SPEEDS[1]
+    nothing = learned([measured(measured_tokens_per_s=0.0)])
+    assert (nothing.speed, nothing.speed_measured) == (1.0, False)
+    assert "roofline" not in (nothing.reason or "")
+
+
+def test_the_run_furthest_above_its_memory_outlives_the_newest(cache, monkeypatch):
+    monkeypatch.setattr(record, "KEPT", 12)
+    record.add(measured(model="high", measured_reserved=1300))
+    for number in range(record.KEPT + 5):
+        record.add(measured(finished=str(number)))
+    found = record.load()
+    assert (found[0].model, len(found), found[-1].finished) == ("high", record.KEPT + 1, str(record.KEPT + 4))
+    assert learned(found).memory == 1.3
+
+
+def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(cache):
+    old = {name: value for name, value in dataclasses.asdict(measured()).items() if name != "version"}
+    broken = [{**old, "version": 2, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
+    lines = [json.dumps(line) for line in (old, {**old, "version": 1}, *broken)]
+    record.record_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
+    assert record.load() == []
+    record.add(measured())
+    assert record.load() == [measured()]
+    assert record.record_path().read_text().count("\n") == 1
+
+
+def test_a_trace_is_corrected_like_any_prediction():
+    """Traced 10% above the closed form, measured 20% above the trace: 1.32 times the closed form are needed."""
+    config, machine = usual(), found_machine()
+
+    def traced(candidate: Any) -> Traced:
+        return Traced(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
+
+    shape, name = shape_of(config.model.name), machine.gpus[0].name
+    plain = make_plan(config, shape, machine)
+    plan = make_plan(config, shape, machine, confirm=traced, earlier=[measured(device=name, measured_reserved=1200)])
+    assert plan.choice.raw.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
+    assert plan.memory.reserved == pytest.approx(1.32 * plain.memory.reserved, rel=1e-6)
+
+
+def test_ways_out_and_max_know_what_earlier_runs_taught():
+    config, name = usual("full"), "Qwen/Qwen2.5-3B-Instruct"
+    config = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x")
+    machine, shape = found_machine(), shape_of(name)
+    earlier = [measured(device=machine.gpus[0].name, mode=mode, layout="single", measured_reserved=3600)
+               for mode in ("lora", "qlora", "full")]  # fmt: skip
+    plain = largest_that_fits("seq_len", config, shape, machine)
+    taught = largest_that_fits("seq_len", config, shape, machine, earlier=earlier)
+    assert isinstance(plain.value, int)
+    assert isinstance(taught.value, int)
+    assert taught.value < plain.value
+    plan = make_plan(config, shape, machine, only=("single",), earlier=earlier)
+    assert not plan.fits
+    checked = 0
+    for way in plan.ways_out:
+        if way.setting:
+            words = way.setting.split()
+            run = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x", overrides=words)
+            again = make_plan(run, shape_of(run.model.name), machine, only=("single",), earlier=earlier)
+            assert (again.fits, again.memory.required) == (True, way.required), way
+            checked += 1
+    assert checked
+
+
+# --- a plan and its JSON ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_equal_to_what_its_json_says(random_plans):
+    for _, plan in random_plans:
+        text = json.dumps(plan.as_json(), allow_nan=False)
+        again = plan_from_json(json.loads(text))
+        for field in dataclasses.fields(Plan):
+            assert getattr(again, field.name) == getattr(plan, field.name), field.name
+        assert again == plan
+        assert json.dumps(again.as_json()) == text
+    made = [plan for _, plan in random_plans]
+    assert len({(plan.fits, plan.confirmed_by_trace, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
+    assert any(plan.choice.raw.tokens_per_s != plan.speed.tokens_per_s for plan in made)
+    assert any(plan.not_enough for plan in made)
+
+
+def test_what_a_rank_says_is_what_its_parent_says(random_plans):
+    for config, plan in random_plans:
+        again = plan_from_json(json.loads(json.dumps(plan.as_json())))
+        assert plan_lines(again, config, command="x") == plan_lines(plan, config, command="x")
+        assert (again.speed.tokens_per_s, again.hours) == (plan.speed.tokens_per_s, plan.hours)
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def said_of(config: RunConfig, plan: Plan) -> str:
+    lines = plan_lines(plan, config, command="make train")
+    try:
+        require_fit(plan, config)
+    except DoesNotFit as error:
+        lines.append(str(error))
+    lines += grid_lines([(("a=b",), plan)])
+    return "\n".join(lines)
+
+
+def test_a_verdict_names_what_is_short_with_its_own_numbers(random_plans):
+    seen = set()
+    for _, plan in random_plans:
+        choice, line = plan.choice, choice_line(plan)
+        per = "GPU" if plan.hardware.gpus else "process"
+        device = re.search(rf"([\d.]+) of ([\d.]+) GiB per {per}", line)
+        host = re.search(r"([\d.]+) of ([\d.]+) GiB(?: of RAM)? on each node", line)
+        assert device
+        gpu_short, ram_short = choice.memory.required > plan.budget_bytes, False
+        assert (float(device[1]) > float(device[2])) == gpu_short, line
+        if choice.room.host is not None and plan.hardware.gpus:
+            ram_short = choice.host_required > choice.room.host
+        if host:
+            assert (float(host[1]) > float(host[2])) == ram_short, line
+            assert float(host[1]) == pytest.approx(choice.host_required / GIB, abs=0.06)
+        assert plan.fits == (not gpu_short and not ram_short)
+        assert (": fits, " in line) == plan.fits
+        assert ("does NOT fit, too little " in line) == (not plan.fits)
+        assert ("too little GPU memory: " in line) == (gpu_short and bool(plan.hardware.gpus)), line
+        assert ("too little RAM: " in line) == (ram_short or (gpu_short and not plan.hardware.gpus)), line
+        assert not ram_short or host
+        if choice.layout.offloads_states and plan.fits:
+            assert " of RAM" in line
+        seen.add((gpu_short, ram_short, bool(plan.hardware.gpus)))
+    assert {(False, False, True), (True, False, True), (False, True, True), (True, False, False)} <= seen
+
+
+def test_a_plan_that_does_not_fit_offers_no_launch_no_speed_and_only_ways_that_fit(random_plans):
+    counts = [0, 0]
+    for config, plan in random_plans:
+        text = said_of(config, plan)
+        counts[plan.fits] += 1
+        assert ("Launch: " in text) == plan.fits
+        assert plan.fits or not re.search("^Speed: |^Run: ", text, re.MULTILINE)
+        assert "still too much" not in text
+        assert not re.search(r"\bready\b", text, re.IGNORECASE)
+        assert all(way.fits for way in plan.ways_out)
+        assert not any(way.fits for way in plan.not_enough)
+        assert not plan.fits or not (plan.ways_out or plan.not_enough)
+        assert all(way["fits"] for way in plan.as_json()["ways_out"])
+    assert min(counts) >= 6
+
+
+def test_units_signs_and_machines_are_said_as_they_are(random_plans):
+    for config, plan in random_plans:
+        text = said_of(config, plan)
+        assert not re.search(r"-\d[\d.]*% (faster|slower|more|less)", text)
+        for match in re.finditer(r"([\d.]+) GB\b", text):  # what is moved in a step, in powers of ten
+            assert re.match(r"\s+(less|more)\s+per\s+step", text[match.end() :]), match[0]
+        head = detected_lines(plan.hardware)[0]
+        assert head.startswith("Planned for " if plan.hardware.named else "Detected ")
+        assert ("Detected" in text) == (not plan.hardware.named)
+        for gpu in plan.hardware.gpus:
+            assert f"GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" in text
+        if plan.hardware.named and not plan.hardware.ram_given:
+            assert "not given" in text or "none was given" in text
+
+
+def test_a_layout_that_offloads_into_ram_that_nobody_said_names_what_it_needs():
+    config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
+    shape = shape_of(config.model.name)
+    plan = make_plan(config, shape, named("1xRTX4090"))
+    assert plan.choice.hangs_on_ram
+    assert f"if each node has {plan.choice.host_required / GIB:.1f} GiB of RAM (not given" in choice_line(plan)
+    assert plan.choice.host_required > 8e9 * 16
+    poor = make_plan(config, shape, named("1xRTX4090,ram=66GiB"))
+    assert not poor.fits
+    assert "of 66.0 GiB" in choice_line(poor)
+    way = next(way for way in poor.ways_out if way.change.endswith("GiB of RAM on each node (zero2_offload)"))
+    assert make_plan(config, shape, named(str(way.hardware))).fits
+    rich = make_plan(config, shape, named("1xRTX4090,ram=512GiB"))
+    assert rich.fits
+    assert "of 512.0 GiB of RAM on each node" in choice_line(rich)
+
+
+def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
+    chance, answered = random.Random("max"), 0
+    for question in (*QUESTIONS, *QUESTIONS[:2], *QUESTIONS[:2]):
+        config, machine = run_of(chance, chance.choice(MODELS[:4])), machine_of(chance)
+        config = config.model_copy(update={"train": config.train.model_copy(update={"effective_batch_size": 8})})
+        try:
+            found = largest_that_fits(question, config, shape_of(config.model.name), machine)
+        except SftPlayError:
+            continue
+        line = largest_line(found)
+        if not machine.ram_given:
+            assert "_offload" not in line, line
+        assert ("none fits" in line) == (found.value is None) == ("does NOT fit" in line), line
+        answered += 1
+    assert answered >= 5
+    config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}\ntuning: {mode: lora}", name="x")
+    for ram, offloads in (("", False), (",ram=66GiB", False), (",ram=1TiB", True)):
+        found = largest_that_fits("model", config, shape_of(config.model.name), named(f"1xH100{ram}"))
+        assert ("offload" in found.limited_by) == offloads, found
+
+
+def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
+    config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: full}", name="x")
+    needs = {
+        count: make_plan(config, shape_of(config.model.name), named(f"{count}xH200")).choice.host_required
+        for count in (1, 2, 8)
+    }
+    assert needs[1] == needs[2] == needs[8] == 2 * shape_of(config.model.name).params
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(1.0, "as fast"), (0.997, "as fast"), (0.97, "3% slower"), (1.034, "3% faster"), (2, "100% faster")],
+)
+def test_a_ratio_of_speeds_has_its_sign_in_words(ratio, words):
+    assert speed_words(ratio) == words
+
+
+def test_what_is_nearest_to_fitting_is_judged_by_gpu_and_host_alike(random_plans):
+    for _, plan in random_plans:
+        if not plan.fits:
+            assert choose(plan.candidates) is None
+            assert plan.choice.overload == min(one.overload for one in plan.candidates if one.step.loss == "chunked")
+
+
+def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_path, monkeypatch):
+    for name in ("TRACE", "WHATIF", "MAX", "PRICE"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}\n")
+    words = ["plan", "--config", str(path), "--hardware", "1xH200,ram=8GiB"]
+    code, printed = command(*words)
+    assert code == 3
+    assert "too little RAM: needs 15.0 of 8.0 GiB on each node" in printed
+    assert "Launch" not in printed
+    code, printed = command(*words, "--json")
+    answer = json.loads(printed)
+    assert (code, answer["fits"], answer["short_of"]) == (3, False, ["RAM"])
+    assert answer["peak_bytes"]["required"] <= answer["peak_bytes"]["budget"]
+    assert answer["peak_bytes"]["host_required"] > answer["peak_bytes"]["host_budget"] == 8 * GIB
+
+
+def test_a_check_of_what_is_predicted_not_to_fit_does_not_say_ready():
+    from pathlib import Path
+
+    from sft_play.data.judge import ok, warning
+    from sft_play.pipeline import Report
+
+    fine, tried = ok("memory plan", "fits"), warning("memory plan", "does NOT fit", "make plan shows the ways out")
+    assert Report(Path("x"), (fine,)).lines()[-1].startswith("Ready to train: ")
+    assert "Ready" not in Report(Path("x"), (tried,)).lines()[-1]
