@@ -229,7 +229,7 @@ def start_rank(
     handed = _handed(loaded, ranks, spread, find)
     if handed.finished:
         return 0
-    loaded = _with_starter(loaded)
+    planned, loaded = loaded.config, _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
     plan = plan_from_json(handed.plan)
     _check_gpu(plan, ranks)
@@ -245,7 +245,7 @@ def start_rank(
     with _beside(folder, wanted=spread.board and ranks.is_first):
         summary = run(job)
     if ranks.is_first:
-        _remember(loaded.config, plan, summary)
+        _remember(planned, plan, summary)
     return 0
 
 

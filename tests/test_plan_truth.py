@@ -342,6 +342,15 @@ def test_units_signs_and_machines_are_said_as_they_are(random_plans):
             assert "not given" in text or "none was given" in text
 
 
+def test_a_grid_says_what_there_is_too_little_of(random_plans):
+    for _, plan in random_plans:
+        row = grid_lines([(("a=b",), plan)])[-1]
+        assert ("NO: too little " in row) == (not plan.fits)
+        assert all(what in row for what in plan.choice.short_of)
+        offloads = plan.fits and plan.choice.layout.offloads_states
+        assert (f"with {plan.choice.host_required / GIB:.1f} GiB of RAM" in row) == offloads, row
+
+
 def test_a_layout_that_offloads_into_ram_that_nobody_said_names_what_it_needs():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
     shape = shape_of(config.model.name)

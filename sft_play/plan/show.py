@@ -238,19 +238,21 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str) -> list[str]:
 
 
 def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
-    """The table of a grid, one row a cell."""
+    """The table of a grid, one row a cell: what fits, or what there is too little of."""
     if not cells:
         return []
     table = Table(box=None, pad_edge=False, header_style="", show_edge=False)
-    for name in ("settings", "fits", "layout", "micro x accum", "checkpointing"):
-        table.add_column(name)
+    table.add_column("settings")
+    for name in ("fits", "layout", "micro x accum", "checkpointing"):
+        table.add_column(name, no_wrap=True)
     for name in ("allocated GiB", "needs GiB", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for settings, plan in cells:
-        speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known else "-"
+        speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known and plan.fits else "-"
+        ram = f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" if plan.choice.layout.offloads_states else ""
         table.add_row(
             " ".join(settings),
-            "yes" if plan.fits else f"NO: {' and '.join(plan.choice.short_of)}",
+            f"yes{ram}" if plan.fits else f"NO: too little {' and '.join(plan.choice.short_of)}",
             plan.layout,
             f"{plan.batch.micro_batch} x {plan.batch.grad_accum}",
             _checkpointing(plan.choice),
