@@ -1,16 +1,22 @@
-"""Every option changes something downstream: none is read and forgotten."""
+"""Every option reaches what it is for: each probe names the fact downstream that must take which value.
+
+A refusal is no effect unless the probe says so, and a change of anything else than the named fact does not count.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from sft_play import runs
-from sft_play.config.leaves import leaves
+from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import build_splits
@@ -45,6 +51,7 @@ def world(tmp_path_factory, tiny_llama):
         "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
+    shutil.copytree(tiny_llama, folder / "model")
     _write_odd_rows(folder)
     _write_templates(folder)
     _write_documents(folder)
@@ -105,85 +112,186 @@ def make(world: dict[str, Any], *overrides: str) -> RunConfig:
     return config_from_text(text, name="run.yaml", overrides=filled)
 
 
-def plan(config: RunConfig) -> Any:
-    made = make_plan(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE)
-    return made.as_json()
+Facts = dict[str, Any]
+REFUSED = "refused"
+"""The fact that holds the message of a refusal; absent where nothing was refused."""
 
 
-def arguments(config: RunConfig) -> Any:
+@dataclass(frozen=True)
+class Says:
+    """A text that holds `part`."""
+
+    part: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and self.part in other
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Where an option is looked at, the overrides that change it, and the facts that it must then set.
+
+    `WORLD` in overrides and expected texts is the folder of files. Each named fact must have its value with `after` and
+    another one (or be absent) with `before`.
+    """
+
+    look: Callable[[RunConfig], Facts]
+    after: list[str]
+    then: Mapping[str, Any]
+    before: list[str] = field(default_factory=list)
+
+    def problem(self, world: dict[str, Any]) -> str | None:
+        """What speaks against the option's reaching its facts; None where nothing does."""
+        expected = {key: _filled(value, world) for key, value in self.then.items()}
+        before, after = (self.facts(world, [*self.before, *more]) for more in ([], self.after))
+        for facts in (before, after):
+            if REFUSED in facts and REFUSED not in expected:
+                return f"refused, which is no effect: {facts[REFUSED]}"
+        for key, value in expected.items():
+            if value != after.get(key):
+                return f"{key} is {after.get(key)!r} instead of {value!r}"
+            if value == before.get(key):
+                return f"{key} is {value!r} without the change too"
+        return None
+
+    def facts(self, world: dict[str, Any], overrides: list[str]) -> Facts:
+        """What is found with these overrides."""
+        try:
+            return self.look(make(world, *overrides))
+        except SftPlayError as error:
+            return {REFUSED: str(error)}
+
+
+def _filled(value: Any, world: dict[str, Any]) -> Any:
+    if isinstance(value, Says):
+        return Says(value.part.replace("WORLD", str(world["folder"])))
+    return value.replace("WORLD", str(world["folder"])) if isinstance(value, str) else value
+
+
+def flat(value: Any, at: str = "") -> Facts:
+    """Nested mappings as one, with dotted keys."""
+    if not isinstance(value, dict):
+        return {at: value}
+    return {
+        key: fact for name, item in value.items() for key, fact in flat(item, f"{at}.{name}" if at else name).items()
+    }
+
+
+# --- where options are looked at --------------------------------------------------------------------------------------
+
+
+def plan(config: RunConfig) -> Facts:
+    """The plan on a GPU, as JSON."""
+    return flat(make_plan(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE).as_json())
+
+
+def on_cpu(config: RunConfig) -> Any:
+    """The plan of the tiny model on a CPU."""
+    return make_plan(config, shape_of(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
+
+
+def arguments(config: RunConfig) -> Facts:
+    """What transformers' Trainer is given."""
     from sft_play.train.trainer import training_arguments
 
-    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
-    made = make_plan(config, shape_of(config.model.name), machine)
-    return training_arguments(config, made, RunFolder(Path("/nowhere")), has_eval=True).to_dict()
+    return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
-def trainer(config: RunConfig) -> Any:
-    from sft_play.train.trainer import build_trainer, learning_rate
+def trainer(config: RunConfig) -> Facts:
+    """What the trainer is built with beside its arguments."""
+    from sft_play.train.trainer import build_trainer
 
-    seen: dict[str, Any] = {}
+    seen: Facts = {}
 
     class Recorder:
         def __init__(self, **options: Any) -> None:
-            seen.update({key: options[key] for key in ("checkpoint_limit", "patience")})
+            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "group_window")})
             seen["packs"] = options["packs"] and len(options["packs"])
-            seen["group_window"] = options["group_window"]
-            seen["callbacks"] = [type(item).__name__ for item in options["callbacks"]]
+            seen["callbacks"] = tuple(type(item).__name__ for item in options["callbacks"])
+            seen["profiled"] = [item._steps for item in options["callbacks"] if type(item).__name__ == "ProfileWindow"]
 
         def remove_callback(self, *_: Any) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sft_play.train.trainer.PlannedTrainer", Recorder)
-        machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
-        made = make_plan(config, shape_of(config.model.name), machine)
-        train = splits(config, raw=True).train
-        folder = RunFolder(Path(config.output.dir) / "x")
         build_trainer(
             config,
-            made,
-            folder,
+            on_cpu(config),
+            RunFolder(Path(config.output.dir) / "x"),
             model=None,
             tokenizer=None,
             peft_config=None,
-            train=train,
+            train=_splits(config)[0].train,
             evaluation=None,
             callbacks=[],
         )
-    return seen, learning_rate(config)
+    return seen
 
 
-def files_of(folder: Path) -> Any:
-    """What stands in a folder, by name."""
-    return {path.name: path.read_text() for path in sorted(folder.rglob("*.jsonl"))}
+def _splits(config: RunConfig) -> Any:
+    from sft_play.train.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config).tokenizer
+    return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=64), tokenizer
 
 
-def processed(config: RunConfig) -> Any:
+def splits(config: RunConfig) -> Facts:
+    """The rows of a run: how many, and the first one as text, whole and its trained part."""
+    made, tokenizer = _splits(config)
+    first = made.train.rows[0]
+    trained = [token for token, label in zip(first["input_ids"], first["labels"], strict=True) if label != -100]
+    rows = made.train.rows
+    return {
+        "rows": len(rows),
+        "text_rows": sum(source == 1 for source in rows["source"]) if "source" in rows.column_names else 0,
+        "source": made.train.report.source,
+        "val": made.val and f"{made.val.report.source} ({len(made.val.rows)})",
+        "test": made.test and f"{made.test.report.source} ({len(made.test.rows)})",
+        "text": tokenizer.decode(first["input_ids"]),
+        "trained": tokenizer.decode(trained),
+        "tokens": len(first["input_ids"]),
+        "dropped": made.train.report.dropped,
+    }
+
+
+def files_of(folder: Path) -> Facts:
+    """Rows of the files in a folder, and their first words and texts."""
+    rows = {path.stem: [json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))}
+    return {"folder": str(folder), **{name: len(found) for name, found in rows.items()}, "first": rows["train"][0]}
+
+
+def processed(config: RunConfig) -> Facts:
     """What `make process` writes, and where."""
     from sft_play.data.process import process
 
     process(config, force=True)
-    return config.data.process.out_dir, files_of(Path(config.data.process.out_dir))
+    return files_of(Path(config.data.process.out_dir))
 
 
-def styled(config: RunConfig) -> Any:
+def styled(config: RunConfig) -> Facts:
     """What `make style` writes, and where."""
     from sft_play.data.style import style
 
     processed(config)
     style(config, None, force=True)
-    return config.data.style.out_dir, files_of(Path(config.data.style.out_dir))
+    facts = files_of(Path(config.data.style.out_dir))
+    return {**facts, "system": facts["first"]["messages"][0]["content"]}
 
 
-def texts(config: RunConfig) -> Any:
+def texts(config: RunConfig) -> Facts:
     """What `make dapt-docx` writes, and where."""
     from sft_play.data.documents import documents
 
     documents(config, force=True)
-    return config.data.documents.out_dir, files_of(Path(config.data.documents.out_dir))
+    found = files_of(Path(config.data.documents.out_dir))
+    written = [json.loads(line)["text"] for line in (Path(found["folder"]) / "train.jsonl").open()]
+    opening = sum("The same long opening" in text for text in written)
+    longest = max(len(text) for text in written)
+    return {**found, "text": written[0], "openings": opening > 1, "short": longest <= 200, "has_val": "val" in found}
 
 
-def headers(config: RunConfig) -> Any:
-    """Whether the page headers of a .docx are read."""
+def headers(config: RunConfig) -> Facts:
+    """What is read of a .docx with a page header."""
     import docx
 
     folder = Path(config.data.documents.path)
@@ -195,7 +303,7 @@ def headers(config: RunConfig) -> Any:
     return texts(config)
 
 
-def worker_count(config: RunConfig) -> Any:
+def worker_count(config: RunConfig) -> Facts:
     """How many processes are asked to make rows."""
     from sft_play.data import dataset
 
@@ -209,90 +317,111 @@ def worker_count(config: RunConfig) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset, "build", record)
         splits(config)
-    return asked
+    return {"workers": asked}
 
 
-def blueprint(config: RunConfig) -> Any:
+def blueprint(config: RunConfig) -> Facts:
+    """The backend, the attention and the adapter that are taken."""
     from sft_play.plan.precision import Precision
     from sft_play.train.model import choose_backend, draw_blueprint
 
     drawn = draw_blueprint(config, Precision("float32", "float32", ""), tokenizer_size=100)
-    peft = drawn.peft_config.to_dict() if drawn.peft_config else None
-    return (
-        choose_backend(config),
-        drawn.attention,
-        {k: sorted(v) if isinstance(v, set) else v for k, v in (peft or {}).items()},
-    )
+    adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
+    listed = {key: tuple(sorted(value)) if isinstance(value, (set, list)) else value for key, value in adapter.items()}
+    backend = choose_backend(config)
+    return {
+        "backend": backend.name,
+        "fallback_from": backend.fallback_from,
+        "attention": drawn.attention.name,
+        "has_adapter": bool(adapter),
+        **listed,
+    }
 
 
-def loading(config: RunConfig) -> Any:
+def loading(config: RunConfig) -> Facts:
+    """What tokenizer and config are asked for with."""
     from sft_play.train import model, tokenizer
 
-    seen: list[Any] = []
+    seen: Facts = {}
 
-    def record(*args: Any, **options: Any) -> None:
-        seen.append((args, options))
-        raise OSError("recorded")
+    def record(what: str) -> Callable[..., None]:
+        def asked(*args: Any, **options: Any) -> None:
+            seen.update({f"{what}.name": args[0], **{f"{what}.{key}": value for key, value in options.items()}})
+            raise OSError("recorded")
 
-    for target, ask in (
-        ("transformers.AutoTokenizer", tokenizer.load_tokenizer),
-        ("sft_play.train.model.AutoConfig", model._whole_config),
+        return asked
+
+    for what, target, ask in (
+        ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
+        ("config", "sft_play.train.model.AutoConfig", model._whole_config),
     ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{target}.from_pretrained", record)
+            patch.setattr(f"{target}.from_pretrained", record(what))
             with pytest.raises(SftPlayError):
                 ask(config)
     return seen
 
 
-def splits(config: RunConfig, *, raw: bool = False) -> Any:
-    from sft_play.train.tokenizer import load_tokenizer
+def weights(config: RunConfig) -> Facts:
+    """What the weights are asked for with."""
+    from sft_play.plan.precision import Precision
+    from sft_play.train import model
 
-    loaded = load_tokenizer(config)
-    made = build_splits(config, data_paths(config.data), loaded.tokenizer, max_seq_len=64)
-    if raw:
-        return made
-    return [(split.rows[:], split.report) if split else None for split in (made.train, made.val, made.test)], made.notes
+    seen: Facts = {}
+
+    def record(*args: Any, **options: Any) -> None:
+        seen.update(name=args[0], quantised="quantization_config" in options, **options)
+        raise OSError("recorded")
+
+    precision = Precision("float32", "float32", "")
+    drawn = model.draw_blueprint(config, precision, tokenizer_size=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sft_play.train.model.AutoModelForCausalLM.from_pretrained", record)
+        with pytest.raises(SftPlayError):
+            model.load_model(config, precision, drawn, device="cpu")
+    return seen
 
 
-def folder(config: RunConfig) -> Any:
+def folder(config: RunConfig) -> Facts:
+    """The folder of a new run."""
     Path(config.output.dir, "there").mkdir(parents=True, exist_ok=True)
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    return runs.new_folder(config.output, config_path=Path("run.yaml"), now=now).path
+    return {"path": str(runs.new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
 
 
-def decision(config: RunConfig) -> Any:
+def decision(config: RunConfig) -> Facts:
     """What an existing folder of ours means."""
     path = Path(config.output.dir) / "ours"
     path.mkdir(parents=True, exist_ok=True)
     (path / "manifest.json").write_text(json.dumps({"format": runs.FORMAT}))
-    return runs.new_folder(config.output, config_path=Path("run.yaml")).path
+    folder = runs.new_folder(config.output, config_path=Path("run.yaml"))
+    return {"path": str(folder.path), "goes_on": runs.goes_on(folder, config.output)}
 
 
-def timeout(config: RunConfig) -> Any:
+def timeout(config: RunConfig) -> Facts:
     """How long a rank waits for the others."""
     from sft_play.start import timeout_of
 
-    return timeout_of(config, {})
+    return {"seconds": timeout_of(config, {})}
 
 
-def hybrid(config: RunConfig) -> Any:
-    """The layouts of four ranks on one node."""
+def hybrid(config: RunConfig) -> Facts:
+    """The layouts of four ranks on one node, with the ranks that each divides its states over."""
     from sft_play.plan.layout import layouts_for
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
-    return list(layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0])
+    return {item.name: item.shard for item in layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
 
 
-def traced(config: RunConfig) -> Any:
-    """What asking for a trace on a CPU answers."""
+def traced(config: RunConfig) -> Facts:
+    """Why a candidate is not traced on a CPU."""
     from sft_play.plan.precision import choose_precision
     from sft_play.trace.confirm import trace_candidate
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
     shape = shape_of(config.model.name)
-    made = make_plan(config, shape, machine)
-    return trace_candidate(config, {}, shape, choose_precision(config, machine), made.choice)
+    answer = trace_candidate(config, {}, shape, choose_precision(config, machine), on_cpu(config).choice)
+    return {"unavailable": answer.unavailable}
 
 
 OUT = ["data.process.out_dir=WORLD/processed"]
@@ -301,204 +430,268 @@ RAW_DOUBLE = ["data.process.raw_path=WORLD/double.jsonl", *OUT]
 RAW_LEAKY = ["data.process.raw_path=WORLD/leaky", *OUT]
 RAW_SYSTEM = ["data.process.raw_path=WORLD/system.jsonl"]
 STYLED = [*RAW, "data.style.system=be brief", "data.style.out_dir=WORLD/styled"]
+STYLED_SYSTEM = [*STYLED, *RAW_SYSTEM]
 TEXTS = ["data.documents.path=WORLD/documents", "data.documents.out_dir=WORLD/texts"]
+PAGES = [*TEXTS, "data.documents.path=WORLD/pages"]
+MIXED = ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"]
+LONG = ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"]
+SPECIAL = ["data.train_path=WORLD/special.jsonl"]
+INEXACT = ["data.chat_template=WORLD/inexact.jinja"]
+NO_SYSTEM = ["data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja"]
+UNSLOTH_OR_BNB = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
+GERMAN = "{question: frage, answer: antwort}"
+OURS = ["output.name=ours"]
+NORMAL = "<|im_start|>user\nwhat is 0?<|im_end|>\n<|im_start|>assistant\nit is 0.<|im_end|>\n"
 
-PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
-    # leaf: (what is looked at, overrides before, overrides after)
-    "model.name": (loading, [], ["model.name=WORLD"]),
-    "model.revision": (loading, [], ["model.revision=v2"]),
-    "model.trust_remote_code": (loading, [], ["model.trust_remote_code=true"]),
-    "model.max_seq_len": (plan, [], ["model.max_seq_len=128"]),
-    "model.dtype": (plan, [], ["model.dtype=float32"]),
-    "model.attn_implementation": (blueprint, [], ["model.attn_implementation=eager"]),
-    "model.mesh_shape": (plan, [], ["model.mesh_shape=[2, 2]"]),
-    "task_mode": (splits, ["data.train_path=WORLD/text.txt"], ["data.train_path=WORLD/text.txt", "task_mode=cpt"]),
-    "tuning.mode": (blueprint, [], ["tuning.mode=full"]),
-    "tuning.backend": (blueprint, [], ["tuning.backend=unsloth"]),
-    "tuning.backend_fallback": (
-        blueprint, ["tuning.backend=unsloth"], ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"],
-    ),
-    "tuning.lora.r": (blueprint, [], ["tuning.lora.r=4"]),
-    "tuning.lora.alpha": (blueprint, [], ["tuning.lora.alpha=4"]),
-    "tuning.lora.dropout": (blueprint, [], ["tuning.lora.dropout=0.1"]),
-    "tuning.lora.target_modules": (blueprint, [], ["tuning.lora.target_modules=[q_proj]"]),
-    "tuning.lora.modules_to_save": (blueprint, [], ["tuning.lora.modules_to_save=[lm_head]"]),
-    "tuning.lora.use_rslora": (blueprint, [], ["tuning.lora.use_rslora=true"]),
-    "tuning.lora.use_dora": (blueprint, [], ["tuning.lora.use_dora=true"]),
-    "data.train_path": (splits, [], ["data.train_path=WORLD/other.jsonl"]),
-    "data.val_path": (splits, [], ["data.val_path=WORLD/other.jsonl"]),
-    "data.test_path": (splits, [], ["data.test_path=WORLD/other.jsonl"]),
-    "data.text_path": (
-        splits,
-        ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"],
-        ["task_mode=cpt_mixed", "data.text_path=WORLD/nothing.txt"],
-    ),
-    "data.text_fraction": (
-        splits,
-        ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"],
-        ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt", "data.text_fraction=0.1"],
-    ),
-    "data.val_fraction": (splits, [], ["data.val_fraction=0.3"]),
-    "data.columns": (
-        splits,
-        ["data.train_path=WORLD/german.jsonl"],
-        ["data.train_path=WORLD/german.jsonl", "data.columns={question: frage, answer: antwort}"],
-    ),
-    "data.chat_template": (splits, [], ["data.chat_template=WORLD/mine.jinja"]),
-    "data.loss_on": (splits, [], ["data.loss_on=all"]),
-    "data.on_bad_row": (
-        splits, ["data.train_path=WORLD/bad.jsonl"], ["data.train_path=WORLD/bad.jsonl", "data.on_bad_row=skip"],
-    ),
-    "data.chat_template_kwargs": (
-        splits,
+
+def data(path: str, *more: str) -> list[str]:
+    """Overrides that train on a file of the world."""
+    return [f"data.train_path=WORLD/{path}", *more]
+
+
+def one(look: Any, leaf: str, value: Any, key: str, expected: Any, before: Any = ()) -> tuple[str, Probe]:
+    """A probe of one leaf that sets one fact."""
+    return leaf, Probe(look, [f"{leaf}={value}"], {key: expected}, list(before))
+
+
+def unlocks(look: Any, leaf: str, value: Any, key: str, expected: Any, before: Any) -> tuple[str, Probe]:
+    """A probe of one leaf without which the run is refused, and with which a fact is as expected."""
+    return leaf, Probe(look, [f"{leaf}={value}"], {REFUSED: None, key: expected}, list(before))
+
+
+PROBES: list[tuple[str, Probe]] = [
+    one(loading, "model.name", "WORLD/model", "tokenizer.name", "WORLD/model"),
+    one(loading, "model.name", "WORLD/model", "config.name", "WORLD/model"),
+    one(weights, "model.name", "WORLD/model", "name", "WORLD/model"),
+    one(loading, "model.revision", "v2", "tokenizer.revision", "v2"),
+    one(loading, "model.revision", "v2", "config.revision", "v2"),
+    one(weights, "model.revision", "v2", "revision", "v2"),
+    one(loading, "model.trust_remote_code", "true", "tokenizer.trust_remote_code", True),
+    one(loading, "model.trust_remote_code", "true", "config.trust_remote_code", True),
+    one(weights, "model.trust_remote_code", "true", "trust_remote_code", True),
+    one(plan, "model.max_seq_len", 128, "max_seq_len", 128),
+    one(plan, "model.dtype", "float32", "precision.load", "float32"),
+    one(plan, "model.dtype", "float16", "precision.load", "float16"),
+    one(plan, "model.dtype", "bfloat16", "precision.load", "bfloat16", ["train.bf16=false"]),
+    one(blueprint, "model.attn_implementation", "eager", "attention", "eager"),
+    one(blueprint, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
+    # neither a mesh of several processes nor FlashAttention on a CPU can be had: what they must do is to say so
+    one(blueprint, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
+    one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
+    one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
+    ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),
+    one(weights, "tuning.mode", "lora", "quantised", False),
+    one(blueprint, "tuning.mode", "full", "has_adapter", False),
+    ("tuning.backend", Probe(blueprint, UNSLOTH_OR_BNB, {"fallback_from": "unsloth"})),
+    one(blueprint, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
+    unlocks(blueprint, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
+    one(blueprint, "tuning.lora.r", 4, "r", 4),
+    one(blueprint, "tuning.lora.alpha", 4, "lora_alpha", 4),
+    one(blueprint, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
+    one(blueprint, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
+    one(blueprint, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
+    one(blueprint, "tuning.lora.use_rslora", "true", "use_rslora", True),
+    one(blueprint, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
+    one(splits, "data.val_path", "WORLD/many.jsonl", "val", "WORLD/many.jsonl (60)"),
+    one(splits, "data.test_path", "WORLD/many.jsonl", "test", "WORLD/many.jsonl (60)"),
+    one(splits, "data.text_path", "WORLD/nothing.txt", REFUSED, Says("WORLD/nothing.txt does not exist"), MIXED),
+    one(splits, "data.text_fraction", 0.1, "text_rows", 2, MIXED),
+    one(splits, "data.val_fraction", 0.3, "rows", 13),
+    unlocks(splits, "data.columns", GERMAN, "trained", "b<|im_end|>", data("german.jsonl")),
+    one(splits, "data.chat_template", "WORLD/mine.jinja", "text", Says("userwhat is 0?<|im_end|>assistant")),
+    one(splits, "data.loss_on", "all", "trained", NORMAL),
+    one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),
+    unlocks(splits, "data.on_bad_row", "skip", "rows", 1, data("bad.jsonl")),
+    one(
+        splits, "data.chat_template_kwargs", "{tone: loud}", "text", Says("louduserwhat"),
         ["data.chat_template=WORLD/kwargs.jinja"],
-        ["data.chat_template=WORLD/kwargs.jinja", "data.chat_template_kwargs={tone: loud}"],
     ),
-    "data.template_date": (
-        splits,
+    one(
+        splits, "data.template_date", "'2001-02-03'", "text", Says("2001-02-03"),
         ["data.chat_template=WORLD/dated.jinja"],
-        ["data.chat_template=WORLD/dated.jinja", "data.template_date='2001-02-03'"],
     ),
-    "data.multi_turn": (
-        splits, ["data.train_path=WORLD/multi.jsonl"], ["data.train_path=WORLD/multi.jsonl", "data.multi_turn=split"],
+    one(splits, "data.multi_turn", "split", "rows", 2, data("multi.jsonl")),
+    unlocks(splits, "data.on_inexact_mask", "train", "rows", 20, INEXACT),
+    one(splits, "data.special_tokens_in_text", "control", "tokens", 27, SPECIAL),
+    one(splits, "data.special_tokens_in_text", "fail", REFUSED, Says("<|im_end|>"), SPECIAL),
+    unlocks(splits, "data.system_into_user", "true", "text", Says("brief"), NO_SYSTEM),
+    one(splits, "data.merge_consecutive", "true", "text", Says("user\nx\n\na<|im_end|>"), data("consecutive.jsonl")),
+    one(splits, "data.drop_empty", "true", "rows", 1, data("empty.jsonl")),
+    one(splits, "data.truncate", "drop", "rows", 1, LONG),
+    one(splits, "data.truncate", "prompt", "text", Says("b <|im_end|>"), LONG),
+    unlocks(splits, "data.max_lost_fraction", 1.0, "rows", 2, data("long.jsonl")),
+    one(trainer, "data.packing", "best_fit", "packs", 10),
+    one(worker_count, "data.workers", 2, "workers", [2]),
+    one(processed, "data.process.raw_path", "WORLD/multi.jsonl", "train", 1, RAW),
+    one(processed, "data.process.out_dir", "WORLD/elsewhere_processed", "folder", "WORLD/elsewhere_processed", RAW),
+    one(processed, "data.process.val_fraction", 0.0, "val", None, [*RAW, "data.process.val_fraction=0.4"]),
+    one(processed, "data.process.test_fraction", 0.0, "test", None, RAW),
+    one(processed, "data.process.drop_duplicates", "true", "train", 2, RAW_DOUBLE),
+    one(processed, "data.process.drop_leaks", "true", "train", 1, RAW_LEAKY),
+    one(styled, "data.style.system", "be loud", "system", "be loud", STYLED),
+    one(styled, "data.style.how", "replace", "system", "be brief", STYLED_SYSTEM),
+    one(styled, "data.style.how", "keep", "system", "brief", STYLED_SYSTEM),
+    one(styled, "data.style.per_source", '{"*": be quiet}', "system", "be quiet", STYLED),
+    one(styled, "data.style.out_dir", "WORLD/elsewhere_styled", "folder", "WORLD/elsewhere_styled", STYLED),
+    one(texts, "data.documents.path", "WORLD/other_documents", "text", Says("another text"), TEXTS),
+    one(texts, "data.documents.out_dir", "WORLD/elsewhere_texts", "folder", "WORLD/elsewhere_texts", TEXTS),
+    one(texts, "data.documents.val_fraction", 0.5, "has_val", True, TEXTS),
+    one(texts, "data.documents.chunk_chars", 200, "short", True, TEXTS),
+    one(texts, "data.documents.drop_repeated", "false", "openings", True, TEXTS),
+    one(headers, "data.documents.headers", "true", "text", Says("Confidential header line"), PAGES),
+    one(trainer, "train.group_by_length", "false", "group_window", None),
+    one(plan, "train.effective_batch_size", 16, "effective_batch", 16),
+    one(plan, "train.batch_size", 2, "micro_batch", 2),
+    one(plan, "train.grad_accum", 4, "grad_accum", 4),
+    one(arguments, "train.epochs", 3, "num_train_epochs", 3.0),
+    one(arguments, "train.max_steps", 3, "max_steps", 3),
+    one(arguments, "train.learning_rate", 0.5, "learning_rate", 0.5),
+    *(
+        one(arguments, "train.lr_scheduler_type", name, "lr_scheduler_type", name)
+        for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
     ),
-    "data.on_inexact_mask": (
-        splits,
-        ["data.chat_template=WORLD/inexact.jinja"],
-        ["data.chat_template=WORLD/inexact.jinja", "data.on_inexact_mask=train"],
+    one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
+    one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
+    one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
+    *(
+        one(arguments, "train.optim", name, "optim", name)
+        for name in ("adamw_torch", "paged_adamw_8bit", "adafactor")
     ),
-    "data.special_tokens_in_text": (
-        splits,
-        ["data.train_path=WORLD/special.jsonl"],
-        ["data.train_path=WORLD/special.jsonl", "data.special_tokens_in_text=control"],
+    one(plan, "train.bf16", "false", "precision.compute", "float32"),
+    one(arguments, "train.bf16", "true", "bf16", True),
+    one(plan, "train.fp16", "true", "precision.compute", "float16"),
+    one(traced, "plan.trace", "false", "unavailable", "plan.trace is false"),
+    one(arguments, "train.gradient_checkpointing", "true", "gradient_checkpointing", True),
+    one(plan, "train.gradient_checkpointing", 3, "checkpointed_layers", 3),
+    one(arguments, "train.logging_steps", 9, "logging_steps", 9),
+    one(arguments, "train.save_steps", 9, "save_steps", 9),
+    one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
+    one(trainer, "train.save_total_limit", 9, "checkpoint_limit", 9),
+    one(arguments, "train.load_best_model_at_end", "true", "load_best_model_at_end", True),
+    (
+        "train.metric_for_best_model",
+        Probe(
+            arguments,
+            ["train.metric_for_best_model=exact_match"],
+            {"metric_for_best_model": "eval_exact_match", "greater_is_better": True},
+            ["eval.generate_rows=1"],
+        ),
     ),
-    "data.system_into_user": (
-        splits,
-        ["data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja"],
-        [
-            "data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja",
-            "data.system_into_user=true",
-        ],
+    (
+        "train.metric_for_best_model",
+        Probe(
+            arguments,
+            ["train.metric_for_best_model=loss"],
+            {"metric_for_best_model": "eval_loss", "greater_is_better": False},
+            ["eval.generate_rows=1", "train.metric_for_best_model=exact_match"],
+        ),
     ),
-    "data.merge_consecutive": (
-        splits,
-        ["data.train_path=WORLD/consecutive.jsonl"],
-        ["data.train_path=WORLD/consecutive.jsonl", "data.merge_consecutive=true"],
-    ),
-    "data.drop_empty": (
-        splits, ["data.train_path=WORLD/empty.jsonl"], ["data.train_path=WORLD/empty.jsonl", "data.drop_empty=true"],
-    ),
-    "data.truncate": (
-        splits,
-        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"],
-        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0", "data.truncate=drop"],
-    ),
-    "data.max_lost_fraction": (
-        splits,
-        ["data.train_path=WORLD/long.jsonl"],
-        ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"],
-    ),
-    "data.packing": (trainer, [], ["data.packing=best_fit"]),
-    "data.workers": (worker_count, [], ["data.workers=2"]),
-    "data.process.raw_path": (processed, RAW, ["data.process.raw_path=WORLD/multi.jsonl", *OUT]),
-    "data.process.out_dir": (processed, RAW, [*RAW, "data.process.out_dir=WORLD/elsewhere_processed"]),
-    "data.process.val_fraction": (processed, RAW, [*RAW, "data.process.val_fraction=0.4"]),
-    "data.process.test_fraction": (processed, RAW, [*RAW, "data.process.test_fraction=0.4"]),
-    "data.process.drop_duplicates": (processed, RAW_DOUBLE, [*RAW_DOUBLE, "data.process.drop_duplicates=true"]),
-    "data.process.drop_leaks": (processed, RAW_LEAKY, [*RAW_LEAKY, "data.process.drop_leaks=true"]),
-    "data.style.system": (styled, STYLED, [*STYLED, "data.style.system=be loud"]),
-    "data.style.how": (
-        styled, [*STYLED, *RAW_SYSTEM], [*STYLED, *RAW_SYSTEM, "data.style.how=replace"],
-    ),
-    "data.style.per_source": (styled, STYLED, [*STYLED, 'data.style.per_source={"*": be quiet}']),
-    "data.style.out_dir": (styled, STYLED, [*STYLED, "data.style.out_dir=WORLD/elsewhere_styled"]),
-    "data.documents.path": (texts, TEXTS, [*TEXTS, "data.documents.path=WORLD/other_documents"]),
-    "data.documents.out_dir": (texts, TEXTS, [*TEXTS, "data.documents.out_dir=WORLD/elsewhere_texts"]),
-    "data.documents.val_fraction": (texts, TEXTS, [*TEXTS, "data.documents.val_fraction=0.5"]),
-    "data.documents.chunk_chars": (texts, TEXTS, [*TEXTS, "data.documents.chunk_chars=200"]),
-    "data.documents.drop_repeated": (texts, TEXTS, [*TEXTS, "data.documents.drop_repeated=false"]),
-    "data.documents.headers": (
-        headers,
-        [*TEXTS, "data.documents.path=WORLD/pages"],
-        [*TEXTS, "data.documents.path=WORLD/pages", "data.documents.headers=true"],
-    ),
-    "train.group_by_length": (trainer, [], ["train.group_by_length=false"]),
-    "train.effective_batch_size": (plan, [], ["train.effective_batch_size=16"]),
-    "train.batch_size": (plan, [], ["train.batch_size=2"]),
-    "train.grad_accum": (plan, [], ["train.grad_accum=4"]),
-    "train.epochs": (arguments, [], ["train.epochs=3"]),
-    "train.max_steps": (arguments, [], ["train.max_steps=3"]),
-    "train.learning_rate": (arguments, [], ["train.learning_rate=0.5"]),
-    "train.lr_scheduler_type": (arguments, [], ["train.lr_scheduler_type=linear"]),
-    "train.warmup_steps": (arguments, [], ["train.warmup_steps=7"]),
-    "train.weight_decay": (arguments, [], ["train.weight_decay=0.1"]),
-    "train.max_grad_norm": (arguments, [], ["train.max_grad_norm=0.1"]),
-    "train.optim": (arguments, [], ["train.optim=adafactor"]),
-    "train.bf16": (plan, [], ["train.bf16=false"]),
-    "train.fp16": (plan, [], ["train.fp16=true"]),
-    "plan.trace": (traced, [], ["plan.trace=false"]),
-    "train.gradient_checkpointing": (arguments, [], ["train.gradient_checkpointing=true"]),
-    "train.logging_steps": (arguments, [], ["train.logging_steps=9"]),
-    "train.save_steps": (arguments, [], ["train.save_steps=9"]),
-    "train.save_total_limit": (trainer, [], ["train.save_total_limit=9"]),
-    "train.load_best_model_at_end": (arguments, [], ["train.load_best_model_at_end=true"]),
-    "train.metric_for_best_model": (
-        arguments, ["eval.generate_rows=1"], ["eval.generate_rows=1", "train.metric_for_best_model=exact_match"],
-    ),
-    "train.early_stopping_patience": (
-        trainer,
-        ["train.load_best_model_at_end=true"],
-        ["train.load_best_model_at_end=true", "train.early_stopping_patience=3"],
-    ),
-    "train.seed": (arguments, [], ["train.seed=1"]),
-    "train.profile_steps": (trainer, [], ["train.profile_steps=2"]),
-    "train.report_to": (trainer, [], ["train.report_to=[]"]),
-    "train.dataloader_num_workers": (arguments, [], ["train.dataloader_num_workers=2"]),
-    "eval.steps": (arguments, [], ["eval.steps=5"]),
-    "eval.batch_size": (plan, [], ["eval.batch_size=3"]),
-    "distributed.timeout_s": (timeout, [], ["distributed.timeout_s=60"]),
-    "distributed.shard_ranks": (hybrid, [], ["distributed.shard_ranks=2"]),
-    "output.dir": (folder, [], ["output.dir=WORLD/elsewhere"]),
-    "output.name": (folder, [], ["output.name=mine"]),
-    "output.if_exists": (decision, ["output.name=ours"], ["output.name=ours", "output.if_exists=resume"]),
-}  # fmt: skip
+    one(trainer, "train.early_stopping_patience", 3, "patience", 3, ["train.load_best_model_at_end=true"]),
+    one(arguments, "train.seed", 1, "seed", 1),
+    one(trainer, "train.profile_steps", 2, "profiled", [2]),
+    one(trainer, "train.report_to", "[]", "callbacks", ()),
+    one(arguments, "train.dataloader_num_workers", 2, "dataloader_num_workers", 2),
+    one(arguments, "eval.steps", 5, "eval_steps", 5),
+    one(arguments, "eval.steps", 0, "eval_strategy", "no"),
+    one(plan, "eval.batch_size", 3, "eval_batch", 3),
+    one(timeout, "distributed.timeout_s", 60, "seconds", 60.0),
+    one(hybrid, "distributed.shard_ranks", 2, "fsdp_hybrid", 2),
+    one(folder, "output.dir", "WORLD/elsewhere", "path", "WORLD/elsewhere/run-20260101T000000Z"),
+    one(folder, "output.name", "mine", "path", "WORLD/outputs/mine"),
+    unlocks(decision, "output.if_exists", "resume", "goes_on", True, OURS),
+    unlocks(decision, "output.if_exists", "replace", "goes_on", False, OURS),
+]  # fmt: skip
+"""(leaf, probe) of every option whose effect shows without a run."""
 
-RUN_PROBES: dict[str, list[str]] = {
-    "train.stop_after_steps": ["train.stop_after_steps=1"],
-    "eval.generate_rows": ["eval.generate_rows=0"],
-    "eval.max_new_tokens": ["eval.max_new_tokens=1"],
-    "eval.before_training": ["eval.before_training=false"],
+
+RUN_PROBES: dict[str, tuple[str, Callable[[Facts], Any], Any]] = {
+    "train.stop_after_steps": ("1", lambda said: said["steps"], 1),
+    "eval.generate_rows": ("0", lambda said: said["after"]["exact_match"], None),
+    "eval.max_new_tokens": ("1", lambda said: said["longest"], 1),
+    "eval.before_training": ("false", lambda said: (said["before"] or {}).get("loss"), None),
 }
-"""Leaves whose effect is a run's: what its summary and log say."""
+"""Leaves whose effect is a run's: (value, what is looked at in what the run says, its value then)."""
 
 NEEDS_A_GPU = {"train.dataloader_pin_memory"}
 """Pinned memory exists with a GPU only: its argument is looked at below with one that is only named."""
 
-
-def outcome(probe: Any, config: RunConfig) -> Any:
-    try:
-        return probe(config)
-    except SftPlayError as error:
-        return str(error)
+UNREACHABLE_CHOICES = {("train.report_to", "wandb"), ("train.report_to", "mlflow"), ("train.report_to", "trackio")}
+"""Trackers that are not installed with the toolkit; tests/test_train.py has the refusal."""
 
 
 def test_every_option_is_probed():
-    assert set(PROBES) | set(RUN_PROBES) | NEEDS_A_GPU == set(leaves())
+    assert {leaf for leaf, _ in PROBES} | set(RUN_PROBES) | NEEDS_A_GPU == set(leaves())
 
 
-@pytest.mark.parametrize("leaf", sorted(PROBES))
-def test_changing_an_option_changes_something_downstream(leaf, world):
-    probe, before, after = PROBES[leaf]
-    assert outcome(probe, make(world, *before)) != outcome(probe, make(world, *after))
+def choices() -> Iterator[tuple[str, str]]:
+    """Every (leaf, word) that a leaf with a choice of words takes, its default aside."""
+    for section, model in sections().items():
+        for name, found in model.model_fields.items():
+            path = f"{section}.{name}".lstrip(".")
+            for word in _words(found.annotation):
+                default = leaves()[path].default if path in leaves() else None
+                if word != default and not (isinstance(default, list) and word in default):
+                    yield path, word
 
 
-@pytest.mark.parametrize("leaf", sorted(PROBES))
-def test_a_probe_is_stable(leaf, world):
-    probe, before, _ = PROBES[leaf]
-    assert outcome(probe, make(world, *before)) == outcome(probe, make(world, *before))
+def _words(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [word for word in get_args(kind) if isinstance(word, str)]
+    return [word for part in get_args(kind) for word in _words(part)]
 
 
-def test_changing_an_option_of_a_run_changes_its_summary(world, command, tmp_path):
+def test_every_choice_of_every_option_is_probed():
+    probed = {(leaf, override.partition("=")[2]) for leaf, probe in PROBES for override in probe.after}
+    wanted = set(choices()) - UNREACHABLE_CHOICES
+    assert len(wanted) > 25
+    assert wanted <= probed, wanted - probed
+
+
+@pytest.mark.parametrize(
+    ("leaf", "probe"),
+    PROBES,
+    ids=[f"{number}-{' '.join(probe.after)}" for number, (_, probe) in enumerate(PROBES)],
+)
+def test_an_option_sets_the_facts_that_it_is_for(leaf, probe, world):
+    assert probe.problem(world) is None
+
+
+def test_a_probe_sees_an_option_that_reaches_nothing_or_something_else(world):
+    """The probe of the probes: what passed before, and must not."""
+
+    def refusing(config: RunConfig) -> Facts:
+        if config.train.epochs == 3:
+            raise SftPlayError("no epochs today")
+        return {"num_train_epochs": config.train.epochs}
+
+    def dead(config: RunConfig) -> Facts:
+        return {"num_train_epochs": 1.0}
+
+    def beside(config: RunConfig) -> Facts:
+        return {"num_train_epochs": 1.0, "max_steps": config.train.epochs}
+
+    def hard_coded(config: RunConfig) -> Facts:
+        return {**arguments(config), "metric_for_best_model": "eval_loss"}
+
+    for look in (refusing, dead, beside):
+        assert one(look, "train.epochs", 3, "num_train_epochs", 3.0)[1].problem(world), look.__name__
+    keeps_the_worst = next(probe for leaf, probe in PROBES if leaf == "train.metric_for_best_model")
+    worst = Probe(hard_coded, keeps_the_worst.after, keeps_the_worst.then, keeps_the_worst.before)
+    assert "metric_for_best_model" in str(worst.problem(world))
+
+
+def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_path, monkeypatch):
+    from sft_play.train import exact_match
+
+    longest = [0]
+    real = exact_match._generate
+
+    def generate(*args: Any) -> Any:
+        longest.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(exact_match, "_generate", generate)
     path = tmp_path / "run.yaml"
     path.write_text(
         f"model: {{name: {world['model']}, max_seq_len: 64}}\n"
@@ -508,16 +701,15 @@ def test_changing_an_option_of_a_run_changes_its_summary(world, command, tmp_pat
         f"eval: {{steps: 0, generate_rows: 2, max_new_tokens: 6}}\noutput: {{dir: {tmp_path}/outputs}}\n"
     )
 
-    def said(name: str, *overrides: str) -> Any:
+    def said(name: str, *overrides: str) -> Facts:
         code, printed = command("train", "--config", str(path), f"output.name={name}", *overrides)
         assert code == 0, printed
-        summary = json.loads((tmp_path / "outputs" / name / "summary.json").read_text())
-        answers = [line for line in printed.splitlines() if "after:" in line]
-        return {key: summary[key] for key in ("status", "before", "after", "steps")}, answers
+        return json.loads((tmp_path / "outputs" / name / "summary.json").read_text()) | {"longest": longest[-1]}
 
     usual = said("usual")
-    for leaf, overrides in RUN_PROBES.items():
-        assert said(leaf.replace(".", "-"), *overrides) != usual, leaf
+    for leaf, (value, fact, expected) in RUN_PROBES.items():
+        assert fact(usual) != expected, leaf
+        assert fact(said(leaf.replace(".", "-"), f"{leaf}={value}")) == expected, leaf
 
 
 def test_pinned_memory_is_asked_for_with_a_gpu_only(world):

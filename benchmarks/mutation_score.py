@@ -1,0 +1,396 @@
+"""How many small faults in decisions the tests find: mutants of `plan/`, `launch/` and `data/`, each against its tests.
+
+    python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
+
+A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
+larger taken for the smaller, a statement left out. It is killed when a test fails (or no longer ends). Its tests are
+the test files that import its module, or else the nearest ones above it; slow tests stay out. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and cosmic-ray run the whole suite per mutant
+or mutate messages and annotations too, which no decision hangs on; the figure would say less.
+
+Works on copies of the tracked files; the working tree is never changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "sft_play"
+ROOMS = ("plan", "launch", "data")
+SECONDS_MORE = 60.0
+"""What a mutant's tests may take beyond five times what they take without it."""
+
+OTHER_COMPARISON: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+"""The boundary and the opposite of each comparison."""
+OTHER_OPERATOR: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any", "median": "min"}
+"""Choices among several values."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed decision: `before` and `after` are the text of the changed expression or statement."""
+
+    path: str
+    line: int
+    kind: str
+    before: str
+    after: str
+    start: int
+    end: int
+    """Offsets of `before` in the UTF-8 bytes of the file."""
+
+    def apply(self, source: bytes) -> bytes:
+        """The file with this decision changed."""
+        return source[: self.start] + self.after.encode() + source[self.end :]
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Every mutant of a file; texts of errors and log lines, annotations and docstrings have none."""
+    data = source.encode()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node in _decisions(ast.parse(source)):
+        for kind, after in _changes(node):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+            before = data[start:end].decode()
+            with contextlib.suppress(SyntaxError):
+                mutant = Mutant(path, node.lineno, kind, before, after, start, end)
+                ast.parse(mutant.apply(data))
+                found.append(mutant)
+    return found
+
+
+def _decisions(node: ast.AST) -> Iterator[Any]:
+    """The expressions and statements below a node that may be mutated."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(node, ast.Call):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, (ast.JoinedStr, ast.Raise)) or _is_talk(child):
+                continue
+            if isinstance(child, (ast.expr, ast.stmt)):
+                yield child
+            yield from _decisions(child)
+
+
+def _is_talk(node: ast.AST) -> bool:
+    """Whether a statement only logs, documents, or declares a type."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "logger":
+        return True
+    if not isinstance(node, ast.Expr):
+        return False
+    value = node.value
+    function = value.func if isinstance(value, ast.Call) else None
+    is_log = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return isinstance(value, ast.Constant) or (is_log and function.value.id == "logger")  # type: ignore[union-attr]
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(kind, new text) of every change of one node."""
+    match node:
+        case ast.Compare(ops=[operator], left=left, comparators=[right]):
+            for other in OTHER_COMPARISON[type(operator)]:
+                yield "comparison", _text(ast.Compare(left, [other()], [right]))
+        case ast.BoolOp(op=operator, values=values):
+            yield "boolean", _text(ast.BoolOp(ast.Or() if isinstance(operator, ast.And) else ast.And(), values))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield "not", _text(operand)
+        case ast.BinOp(op=operator, left=left, right=right) if type(operator) in OTHER_OPERATOR:
+            if not any(
+                isinstance(side, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_text(side) for side in (left, right)
+            ):
+                yield "arithmetic", _text(ast.BinOp(left, OTHER_OPERATOR[type(operator)](), right))
+        case ast.Constant(value=bool(value)):
+            yield "constant", str(not value)
+        case ast.Constant(value=int(value)) if value in (0, 1, 2):
+            yield "constant", str(value + 1)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            yield "branch", _text(ast.IfExp(test, orelse, body))
+        case ast.Call(func=ast.Name(id=name) as function) if name in OTHER_CALL:
+            yield "choice", _text(ast.Call(ast.Name(OTHER_CALL[name]), node.args, node.keywords))  # type: ignore[attr-defined]
+        case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]) | ast.AugAssign():
+            yield "left out", "pass"
+        case ast.Continue() | ast.Break():
+            yield "left out", "pass"
+        case ast.Expr(value=ast.Call()):
+            yield "left out", "pass"
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
+
+
+def _text(node: ast.AST) -> str:
+    return f"({ast.unparse(node)})"
+
+
+# --- which tests are a module's own -----------------------------------------------------------------------------------
+
+
+def module_of(path: str) -> str:
+    """The dotted name of a file of the package."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in names if name.startswith(PACKAGE)}
+
+
+@functools.cache
+def _import_table() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """(what each test file imports, what each module of the package imports)."""
+    tests = {path.name: _imported(path) for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    package = {
+        module_of(str(path.relative_to(ROOT))): _imported(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+    }
+    return tests, package
+
+
+def own_tests(module: str) -> tuple[str, ...]:
+    """Test files that import a module; where there are none, those that import a module which imports it, and so on."""
+    tests, package = _import_table()
+    wanted = {module}
+    while True:
+        found = tuple(name for name, imports in tests.items() if imports & wanted)
+        wider = wanted | {name for name, imports in package.items() if imports & wanted}
+        if found or wider == wanted:
+            return found
+        wanted = wider
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: `killed`, `survived`, or `no tests`; `by` is the test file that failed."""
+
+    mutant: Mutant
+    verdict: str
+    by: str = ""
+    seconds: float = 0.0
+
+
+def copy_of_tree(parent: Path) -> Path:
+    """The tracked files and what they look for beside them, below `parent`."""
+    tree = parent / "tree"
+    names = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
+    for name in filter(None, names.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    if (ROOT.parent / "shared").exists():
+        (parent / "shared").symlink_to((ROOT.parent / "shared").resolve())
+    return tree
+
+
+def run_tests(tree: Path, file: str, *, timeout_s: float) -> tuple[bool, float]:
+    """Whether a test file passes in `tree`, and the seconds it took; one that does not end does not pass.
+
+    It runs in a fork of this process, which has imported the large libraries but nothing of the package.
+    """
+    started = time.monotonic()
+    shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
+    child = os.fork()
+    if child == 0:
+        _pytest_and_exit(tree, file)
+    while time.monotonic() - started < timeout_s:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0, time.monotonic() - started
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False, time.monotonic() - started
+
+
+def _pytest_and_exit(tree: Path, file: str) -> None:
+    """In the fork: the tests, with their words thrown away."""
+    code = 3
+    try:
+        os.setsid()
+        os.chdir(tree)
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(quiet, stream)
+        os.environ["PYTHONPATH"] = str(tree)
+        sys.path[:] = [str(tree), *(part for part in sys.path if Path(part).resolve() != ROOT)]
+        import pytest
+
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"tests/{file}"]))
+    finally:
+        os._exit(code)
+
+
+def _preload() -> None:
+    """The large libraries, once for all forks."""
+    for name in ("torch", "transformers", "trl", "peft", "datasets", "pyarrow", "hypothesis", "pydantic"):
+        with contextlib.suppress(ImportError):
+            __import__(name)
+
+
+def _work(job: tuple[int, list[Mutant]]) -> list[Verdict]:
+    """One worker: its mutants, in a copy of its own."""
+    number, mutants = job
+    _preload()
+    usual: dict[str, float | None] = {}
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix=f"mutants-{number}-") as parent:
+        tree = copy_of_tree(Path(parent))
+        for count, mutant in enumerate(mutants, 1):
+            verdict = _judge(tree, mutant, usual)
+            verdicts.append(verdict)
+            sys.stderr.write(
+                f"[{number}: {count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:"
+                f"{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())[:70]} -> {mutant.after[:70]}\n"
+            )
+    return verdicts
+
+
+def _judge(tree: Path, mutant: Mutant, usual: dict[str, float | None]) -> Verdict:
+    """What the mutant's own test files say, the quickest first."""
+    files = own_tests(module_of(mutant.path))
+    for file in files:
+        if file not in usual:
+            passed, took = run_tests(tree, file, timeout_s=1800)
+            usual[file] = took if passed else None
+            if not passed:
+                sys.stderr.write(f"{file} fails without a mutant and is not counted\n")
+    target, seconds = tree / mutant.path, 0.0
+    source = target.read_bytes()
+    for before, file in sorted((before, file) for file in files if (before := usual[file]) is not None):
+        try:
+            target.write_bytes(mutant.apply(source))
+            passed, took = run_tests(tree, file, timeout_s=SECONDS_MORE + 5 * before)
+        finally:
+            target.write_bytes(source)
+        seconds += took
+        if not passed:
+            return Verdict(mutant, "killed", file, seconds)
+    return Verdict(mutant, "survived" if files else "no tests", "", seconds)
+
+
+def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
+    """Every mutant of the rooms, in the order of files and lines."""
+    return [
+        mutant
+        for room in rooms
+        for path in sorted((ROOT / PACKAGE / room).rglob("*.py"))
+        for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+    ]
+
+
+def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Counts and the share that was killed, in all and by room."""
+
+    def share(some: Sequence[Verdict]) -> dict[str, Any]:
+        killed = sum(verdict.verdict == "killed" for verdict in some)
+        return {"mutants": len(some), "killed": killed, "share": round(killed / len(some), 4) if some else None}
+
+    rooms = sorted({verdict.mutant.path.split("/")[1] for verdict in verdicts})
+    by_room = {room: share([v for v in verdicts if v.mutant.path.split("/")[1] == room]) for room in rooms}
+    return {**share(verdicts), "by_room": by_room}
+
+
+def main() -> int:
+    """Draw, run and write the verdicts."""
+    from sft_play.runs import versions, write_json
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
+    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--only", default="", help="mutants of files whose path holds this")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1)))
+    parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
+    options = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    everything = [mutant for mutant in all_mutants(options.rooms.split(",")) if options.only in mutant.path]
+    drawn = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+    drawn.sort(key=lambda mutant: mutant.path)  # tests of one module after each other
+    shares = [(number, drawn[number :: options.workers]) for number in range(options.workers)]
+    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
+        verdicts = [verdict for part in pool.map(_work, shares, chunksize=1) for verdict in part]
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        "seed": options.seed,
+        "drawn_from": len(everything),
+        **score(verdicts),
+        "verdicts": [
+            {
+                **asdict(verdict.mutant),
+                "verdict": verdict.verdict,
+                "by": verdict.by,
+                "seconds": round(verdict.seconds, 1),
+            }
+            for verdict in sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
+        ],
+    }
+    if options.out:
+        write_json(options.out, result)
+    for verdict in verdicts:
+        if verdict.verdict != "killed":
+            mutant = verdict.mutant
+            sys.stdout.write(
+                f"{verdict.verdict}: {mutant.path}:{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())} -> "
+                f"{' '.join(mutant.after.split())}\n"
+            )
+    sys.stdout.write(f"{result['killed']} of {result['mutants']} mutants killed ({result['share']:.1%})\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

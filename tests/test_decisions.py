@@ -1,0 +1,363 @@
+"""Decisions of the plan and the launch on random inputs, each against its rule written again in another way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import TrainConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.launch.command import LAUNCHER, Nodes, nccl_variables, torchrun
+from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.plan.batching import splits
+from sft_play.plan.candidates import Candidate, choose, fastest, host_need, least, thriftiest, weigh
+from sft_play.plan.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
+from sft_play.plan.plan import Traced, budget_bytes, job_of, make_plan
+
+GIB = 2**30
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""For whole plans, which take a tenth of a second each."""
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def config(*lines: str, name: str = "Qwen/Qwen2.5-3B-Instruct"):
+    return config_from_text("\n".join([f"model: {{name: {name}}}", *lines]), name="run.yaml")
+
+
+def machine(*free_gib: float, ram: int = 512, nodes: int = 1, given: bool = True, capability=(9, 0)) -> Hardware:
+    gpus = tuple(Gpu(n, "GPU", 80 * GIB, int(free * GIB), capability) for n, free in enumerate(free_gib))
+    return Hardware(gpus, "CPU", 8, ram * GIB, ram * GIB, nodes=nodes, ram_given=given)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    effective=st.integers(1, 400),
+    ranks=st.integers(1, 12),
+    micro=st.one_of(st.just("auto"), st.integers(1, 24)),
+    accum=st.one_of(st.just("auto"), st.integers(1, 24)),
+)
+def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effective, ranks, micro, accum):
+    train = TrainConfig(effective_batch_size=effective, batch_size=micro, grad_accum=accum)
+    exact = {
+        (m, a)
+        for m in range(1, effective + 1)
+        for a in range(1, effective + 1)
+        if m * a * ranks == effective and micro in ("auto", m) and accum in ("auto", a)
+    }
+    try:
+        found = splits(train, ranks=ranks)
+    except ConfigError as error:
+        assert not exact
+        advice = [int(word) for word in str(error).partition("; use ")[2].replace("=", " ").split() if word.isdigit()]
+        assert advice
+        good = train.model_copy(update={"effective_batch_size": advice[0]})
+        assert splits(good, ranks=ranks)
+        return
+    assert [(plan.micro_batch, plan.grad_accum) for plan in found] == sorted(exact)
+    assert all(plan.effective_batch == effective and plan.ranks == ranks for plan in found)
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def real_candidates() -> tuple[Candidate, ...]:
+    run = config("tuning: {mode: lora}")
+    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    job = job_of(run, shape, machine(40, 40))
+    return tuple(weigh(job, layouts_for(run, shape, machine(40, 40))[0]))
+
+
+@st.composite
+def candidates(draw) -> list[Candidate]:
+    """Candidates of random layout, size, speed and verdict."""
+    made = []
+    for base in draw(st.lists(st.sampled_from(real_candidates()), min_size=1, max_size=8)):
+        speed = draw(st.sampled_from([90.0, 96.9, 97.1, 98.0, 100.0, 150.0]))
+        memory = dataclasses.replace(base.memory, reserved=draw(st.integers(1, 4)) * GIB)
+        made.append(
+            dataclasses.replace(
+                base,
+                fits=draw(st.booleans()),
+                memory=memory,
+                speed=base.speed.scaled(base.speed.tokens_per_s / speed),
+            )
+        )
+    return made
+
+
+def rank_of(candidate: Candidate) -> tuple[int, bool, int, int]:
+    """Simple layouts first, then all or no layers checkpointed, then small micro-batches, then little memory."""
+    mixed = 0 < candidate.checkpointed < candidate.layers
+    order = list(SIMPLICITY).index(candidate.layout.name)
+    return order, mixed, candidate.batch.micro_batch, candidate.memory.required
+
+
+@QUICK
+@given(candidates())
+def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_where_nothing_else_does(found):
+    chosen = choose(found)
+    fitting = [one for one in found if one.fits]
+    without_offload = [one for one in fitting if not one.layout.name.endswith("_offload")]
+    pool = without_offload or fitting
+    if not pool:
+        assert chosen is None
+        return
+    best = max(one.speed.tokens_per_s for one in pool)
+    equal = [one for one in pool if one.speed.tokens_per_s >= 0.97 * best]
+    assert chosen in equal
+    assert rank_of(chosen) == min(rank_of(one) for one in equal)
+
+
+@QUICK
+@given(candidates())
+def test_the_fastest_fits_and_the_least_needs_least(found):
+    assert fastest(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
+    assert least(found).memory.required == min(one.memory.required for one in found)
+
+
+@QUICK
+@given(free=st.lists(st.floats(1, 79), min_size=1, max_size=6), ram=st.integers(1, 64), ranks=st.integers(1, 5))
+def test_the_budget_is_what_the_fullest_gpu_has_free_or_a_cpu_ranks_share_of_ram(free, ram, ranks):
+    assert budget_bytes(machine(*free)) == int(sorted(free)[0] * GIB)
+    named_only = tuple(Gpu(n, "GPU", int(size * GIB), None, None) for n, size in enumerate(free))
+    assert budget_bytes(Hardware(named_only, "CPU", 8, GIB, GIB)) == int(sorted(free)[0] * GIB)
+    on_cpu = Hardware((), "CPU", 8, 2 * ram * GIB, ram * GIB, cpu_ranks=ranks)
+    assert budget_bytes(on_cpu) == ram * GIB // ranks
+
+
+@FEW
+@given(wish=st.integers(8, 100_000), eval_wish=st.one_of(st.just("auto"), st.integers(1, 64)))
+def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_asked(wish, eval_wish):
+    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    run = config("tuning: {mode: qlora}", f"eval: {{batch_size: {eval_wish}}}")
+    run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
+    plan = make_plan(run, shape, machine(79), with_ways_out=False)
+    assert plan.max_seq_len == (wish if wish < shape.max_positions else shape.max_positions)
+    assert plan.eval_batch == (plan.batch.micro_batch if eval_wish == "auto" else eval_wish)
+    assert plan.choice.step.eval_batch == plan.eval_batch
+    assert plan.choice.step.seq_len == plan.max_seq_len
+    unjudged = make_plan(run, shape, machine(79), has_eval=False, with_ways_out=False)
+    assert unjudged.choice.step.eval_batch == 0
+
+
+@FEW
+@given(allocated=st.floats(0.3, 3.0), reserved=st.floats(0.3, 3.0))
+def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
+    run, shape, hardware = config("tuning: {mode: lora}"), shape_of("Qwen/Qwen2.5-3B-Instruct"), machine(79)
+    plain = make_plan(run, shape, hardware, with_ways_out=False)
+    asked = []
+
+    def confirm(candidate: Candidate) -> Traced:
+        asked.append(candidate)
+        memory = candidate.memory
+        return Traced(int(memory.allocated * allocated), int(memory.reserved * reserved))
+
+    traced = make_plan(run, shape, hardware, confirm=confirm, with_ways_out=False)
+    first, last = asked[0].memory, asked[-1].memory
+    assert first.allocated == plain.memory.allocated
+    assert traced.confirmed_by_trace
+    assert traced.memory.allocated == pytest.approx(last.allocated * max(1.0, allocated), abs=2)
+    assert traced.memory.reserved == pytest.approx(last.reserved * max(1.0, reserved), abs=2)
+    assert traced.memory.margin == pytest.approx(last.margin * max(1.0, reserved), abs=2)
+    assert traced.fits == (traced.memory.required <= traced.budget_bytes)
+    said = [reason for reason in traced.reasons if reason.startswith("traced: ")]
+    assert len(said) == len(asked)
+    assert ("the larger counts" in said[-1]) == (abs(allocated - 1) > 0.03)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    per_node=st.integers(1, 8),
+    nodes=st.integers(1, 4),
+    mode=st.sampled_from(["full", "lora", "qlora"]),
+    optim=st.sampled_from(["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"]),
+)
+def test_every_layout_is_possible_or_refused_and_uses_all_gpus(per_node, nodes, mode, optim):
+    run = config(f"tuning: {{mode: {mode}}}", f"train: {{optim: {optim}}}")
+    count = per_node * nodes
+    hardware = machine(*[40.0] * count, nodes=nodes)
+    possible, refused = layouts_for(run, shape_of("Qwen/Qwen2.5-3B-Instruct"), hardware)
+    names = [layout.name for layout in possible]
+    assert all(layout.ranks == count for layout in possible)
+    assert not set(names) & {item.name for item in refused}
+    assert ("single" in names) == (count == 1)
+    assert ("ddp" in names) == (count > 1)
+    sharded = count > 1 and optim != "paged_adamw_8bit"
+    assert ("fsdp" in names) == sharded
+    assert ("fsdp_hybrid" in names) == (sharded and per_node > 1 and nodes > 1)
+    assert ("zero2" in names) == (sharded and optim != "adafactor")
+    assert ("zero2_offload" in names) == optim.startswith("adamw_torch")
+    for layout in possible:
+        if layout.name == "fsdp_hybrid":
+            assert layout.shard == per_node
+        elif layout.name in ("single", "ddp"):
+            assert layout.shard == 1
+        elif layout.tensor_parallel == 1:
+            assert layout.shard == count
+        if layout.tensor_parallel > 1:
+            assert mode == "full"
+            assert layout.tensor_parallel <= per_node
+            assert count % layout.tensor_parallel == 0
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_a_layouts_properties_follow_from_its_name(name):
+    layout = Layout(name, 4, 4)
+    is_zero = name.startswith("zero")
+    stage = int(name[4]) if is_zero else 0
+    assert layout.is_zero == is_zero
+    assert layout.is_fsdp == name.startswith("fsdp")
+    assert layout.shards_params == (name.startswith("fsdp") or stage == 3)
+    assert layout.shards_grads == (layout.shards_params or stage == 2)
+    assert layout.shards_states == (layout.shards_grads or stage == 1)
+    assert layout.offloads_states == name.endswith("offload")
+    assert layout.offloads_params == (name == "zero3_offload")
+
+
+@QUICK
+@given(
+    before=st.sampled_from(LAYOUT_NAMES),
+    after=st.sampled_from(LAYOUT_NAMES),
+    ranks=st.integers(1, 4),
+    now=st.integers(1, 4),
+)
+def test_only_deepspeeds_checkpoints_are_bound_to_their_layout_and_ranks(before, after, ranks, now):
+    because = Stopped(before, 1, 1, ranks).cannot_become(after, now)
+    same = before == after and ranks == now
+    with_deepspeed = before.startswith("zero") or after.startswith("zero")
+    assert (because is None) == (same or not with_deepspeed)
+
+
+@QUICK
+@given(ram=st.integers(1, 300), ranks=st.sampled_from([1, 2, 4]), given_ram=st.booleans())
+def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, given_ram):
+    run, shape = config("tuning: {mode: full}"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
+    job = job_of(run, shape, hardware)
+    for candidate in thriftiest(job, layouts_for(run, shape, hardware)[0]):
+        need = host_need(job, candidate.layout, candidate.memory)
+        assert need == candidate.memory.host_bytes * ranks
+        enough = not given_ram or need <= ram * GIB
+        assert candidate.fits == (enough and candidate.memory.required <= job.budget)
+
+
+@QUICK
+@given(wish=st.sampled_from(["auto", True, False, 1, 5, 36, 99]), free=st.integers(4, 70))
+def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
+    text = str(wish).lower()
+    run = config("tuning: {mode: lora}", f"train: {{gradient_checkpointing: {text}}}")
+    shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    hardware = machine(free)
+    job = job_of(run, shape, hardware)
+    found = weigh(job, layouts_for(run, shape, hardware)[0][:1])
+    counts = {candidate.checkpointed for candidate in found}
+    layers = shape.num_layers
+    if wish == "auto":
+        assert {0, layers} <= counts
+        for micro in {candidate.batch.micro_batch for candidate in found}:
+            mine = {one.checkpointed: one for one in found if one.batch.micro_batch == micro}
+            between = {layers // 4, layers // 2, layers * 3 // 4}
+            assert set(mine) == {0, layers} | (between if mine[layers].fits and not mine[0].fits else set())
+    else:
+        assert counts == {layers if wish is True else 0 if wish is False else min(wish, layers)}
+    for one in found:
+        expected = True if one.checkpointed == layers else False if one.checkpointed == 0 else "selective"
+        assert one.checkpointing == expected
+    sizes = sorted({one.batch.micro_batch for one in found})
+    for first, second in itertools.pairwise(sizes):  # larger ones are weighed unless two in a row do not fit
+        fits = [any(one.fits for one in found if one.batch.micro_batch == size) for size in (first, second)]
+        assert any(fits) or second == sizes[-1]
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    processes=st.integers(1, 16),
+    count=st.integers(1, 4),
+    data=st.data(),
+    timeout_s=st.one_of(st.none(), st.floats(0.1, 9999)),
+    threads=st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_the_launch_says_who_meets_where_and_leaves_set_variables_alone(processes, count, data, timeout_s, threads):
+    rank = data.draw(st.integers(0, count - 1))
+    nodes = Nodes(count, rank, "10.0.0.1", 29_501) if count > 1 else Nodes()
+    wanted = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(1, math.ceil(timeout_s or 0))),
+    }
+    already = data.draw(st.sets(st.sampled_from(sorted(wanted))))
+    launch = torchrun(
+        ["train"], processes=processes, nodes=nodes, threads=threads, nccl_timeout_s=timeout_s,
+        given=dict.fromkeys(already, "mine"),
+    )  # fmt: skip
+    words = list(launch.words)
+    assert words[words.index("--nproc-per-node") + 1] == str(processes)
+    assert ("--standalone" in words) == (count == 1)
+    if count > 1:
+        place = {
+            key: words[words.index(key) + 1] for key in ("--nnodes", "--node-rank", "--master-addr", "--master-port")
+        }
+        assert place == {
+            "--nnodes": str(count), "--node-rank": str(rank), "--master-addr": "10.0.0.1", "--master-port": "29501",
+        }  # fmt: skip
+    assert launch.port == (29_501 if count > 1 and rank == 0 else None)
+    nccl = {name: value for name, value in launch.environment.items() if "NCCL" in name}
+    assert nccl == ({name: wanted[name] for name in wanted if name not in already} if timeout_s is not None else {})
+    assert launch.environment.get("OMP_NUM_THREADS") == (str(threads) if threads is not None else None)
+    assert LAUNCHER not in launch.watched
+    assert len(launch.watched) == len(words)
+
+
+def test_nccl_waits_a_whole_number_of_seconds_and_at_least_one():
+    assert nccl_variables(1800.0)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+    assert nccl_variables(0.2)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1"
+    assert nccl_variables(5.5)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "6"
+
+
+@QUICK
+@given(
+    rank=st.integers(-1, 6), world=st.integers(0, 6), local=st.integers(-1, 6), on_node=st.integers(0, 6),
+    nodes=st.one_of(st.none(), st.integers(1, 3)),
+)  # fmt: skip
+def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local, on_node, nodes):
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": on_node}
+    environment |= {"GROUP_WORLD_SIZE": nodes} if nodes is not None else {}
+    possible = (
+        0 <= rank < world and 0 <= local < max(1, on_node) and nodes in (None, world / on_node if on_node else -1)
+    )
+    texts = {name: str(value) for name, value in environment.items()}
+    if not possible:
+        with pytest.raises(ConfigError):
+            ranks_of(texts)
+        return
+    place = ranks_of(texts)
+    assert place == Ranks(rank, local, world, on_node)
+    assert place.is_first == (rank == 0)
+    assert place.nodes == max(1, world // max(1, on_node))
+
+
+def test_no_launcher_means_no_rank_and_half_a_launcher_is_an_error():
+    assert ranks_of({}) is None
+    assert ranks_of({"LOCAL_RANK": "1"}) is None
+    for given_one in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
+        with pytest.raises(ConfigError, match="a launcher sets all"):
+            ranks_of(given_one)
+    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4"}) == Ranks(3, 3, 4, 4)

@@ -1,0 +1,129 @@
+"""The numbers of plans on random machines and configs are those that were recorded.
+
+A change that is not meant to move numbers leaves them; one that is records them anew and shows in its diff which plans
+moved: `python -m tests.test_recorded_plans`. Whether they are right is what the traces and the measured peaks of
+`benchmarks/` say; here nothing may change unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import SftPlayError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.candidates import weigh
+from sft_play.plan.layout import layouts_for
+from sft_play.plan.plan import job_of, make_plan
+
+RECORD = Path(__file__).with_name("recorded_plans.json")
+COUNT = 100
+
+MODELS = (
+    "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.3",
+    "google/gemma-3-27b-it", "google/gemma-2-9b", "microsoft/Phi-3.5-mini-instruct", "Qwen/Qwen3-4B", "gpt2",
+    "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "EleutherAI/pythia-1.4b",
+    "tiiuae/falcon-7b", "facebook/opt-1.3b", "microsoft/phi-2", "allenai/OLMo-2-1124-7B", "bigcode/starcoder2-3b",
+    "sft-play/starter-base",
+)  # fmt: skip
+MACHINES = (
+    "cpu", "RTX3060", "RTX4090", "T4", "V100-32GB", "A100-40GB", "2xA100-80GB", "4xRTX4090", "H100", "2xH200", "8xH100",
+    "2x8xH100", "2xL40S,ram=64GiB", "4xA100-80GB,ram=1TiB",
+    "1xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS,ram=200GiB",
+)  # fmt: skip
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "tuning.mode": ("qlora", "lora", "full"),
+    "model.max_seq_len": (256, 1000, 2048, 4096, 16384),
+    "model.dtype": ("auto", "auto", "float32"),
+    "model.attn_implementation": ("auto", "auto", "auto", "sdpa", "eager", "flash_attention_2"),
+    "task_mode": ("sft", "sft", "cpt"),
+    "data.packing": ("none", "none", "best_fit"),
+    "tuning.lora.r": (4, 16, 64),
+    "tuning.lora.dropout": (0.0, 0.0, 0.05),
+    "tuning.lora.use_dora": (False, False, False, True),
+    "tuning.lora.target_modules": ("auto", "auto", "[q_proj, v_proj]", "[down_proj]"),
+    "train.effective_batch_size": (8, 32, 32, 48),
+    "train.optim": ("adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"),
+    "train.gradient_checkpointing": ("auto", "auto", True, False, 5),
+    "train.bf16": ("auto", "auto", "auto", False),
+    "eval.batch_size": ("auto", 1, 16),
+}
+
+
+def settings() -> dict[str, tuple[str, str, list[str], bool]]:
+    """(model, machine, overrides, whether it evaluates) of each random setting, by a name that says all of it."""
+    draw = random.Random(20261122)
+    found: dict[str, tuple[str, str, list[str], bool]] = {}
+    while len(found) < COUNT:
+        chosen = {key: draw.choice(values) for key, values in OPTIONS.items()}
+        words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in chosen.items()]
+        model, machine, has_eval = draw.choice(MODELS), draw.choice(MACHINES), draw.random() < 0.5
+        first = {key: values[0] for key, values in OPTIONS.items()}
+        changed = [word for word, key in zip(words, chosen, strict=True) if chosen[key] != first[key]]
+        name = " ".join([model, machine, *changed, *(["evaluates"] if has_eval else [])])
+        found[name] = (model, machine, words, has_eval)
+    return found
+
+
+def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[str, Any]:
+    """The choice of a plan, and a digest of the numbers of all its candidates; or the class of its refusal."""
+    try:
+        run = config_from_text(f"model: {{name: {model}}}\n", name="run.yaml", overrides=words)
+        shape, hardware = shape_of(model), named(machine)
+        plan = make_plan(run, shape, hardware, has_eval=has_eval)
+        job = job_of(run, shape, hardware, has_eval=has_eval)
+        candidates = weigh(job, layouts_for(run, shape, hardware)[0])
+    except SftPlayError as error:
+        return {"refused": type(error).__name__}
+    lines = [
+        f"{c.layout} {c.batch} {c.checkpointed} {c.fits} {c.memory.terms} {c.memory.reserved} {c.memory.required} "
+        f"{c.memory.host_bytes} {c.memory.moment} {c.speed.step_s:.6g} {c.speed.tokens} {c.speed.moved_bytes}"
+        for c in candidates
+    ]
+    lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.ways_out]
+    return {
+        "layout": plan.layout,
+        "micro_batch": plan.batch.micro_batch,
+        "grad_accum": plan.batch.grad_accum,
+        "checkpointed_layers": plan.checkpointed_layers,
+        "fits": plan.fits,
+        "allocated": plan.memory.allocated,
+        "required": plan.memory.required,
+        "tokens_per_s": float(f"{plan.speed.tokens_per_s:.6g}"),
+        "candidates": len(candidates),
+        "digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+    }
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_the_numbers_of_plans_are_those_recorded(part):
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert set(recorded) == set(settings()), "record them anew: python -m tests.test_recorded_plans"
+    moved = {}
+    for name, setting in list(settings().items())[part::8]:
+        found = numbers(*setting)
+        if found != recorded[name]:
+            moved[name] = {key: (recorded[name].get(key), found.get(key)) for key in {**recorded[name], **found}
+                           if recorded[name].get(key) != found.get(key)}  # fmt: skip
+    assert not moved
+
+
+def test_the_recorded_plans_cover_every_layout_and_few_refusals():
+    recorded = list(json.loads(RECORD.read_text(encoding="utf-8")).values())
+    assert len(recorded) == COUNT
+    assert sum("refused" in item for item in recorded) < COUNT // 4
+    assert {"single", "ddp", "fsdp"} <= {item.get("layout") for item in recorded}
+    assert {True, False} <= {item.get("fits") for item in recorded}
+
+
+if __name__ == "__main__":
+    RECORD.write_text(
+        json.dumps({name: numbers(*setting) for name, setting in settings().items()}, indent=1) + "\n", encoding="utf-8"
+    )
