@@ -19,7 +19,7 @@ from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.launch.command import LAUNCHER, Nodes, nccl_variables, torchrun
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.plan.batching import splits
-from sft_play.plan.candidates import Candidate, choose, fastest, host_need, least, thriftiest, weigh
+from sft_play.plan.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
 from sft_play.plan.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
 from sft_play.plan.plan import Traced, budget_bytes, job_of, make_plan
 
@@ -90,7 +90,7 @@ def candidates(draw) -> list[Candidate]:
         made.append(
             dataclasses.replace(
                 base,
-                fits=draw(st.booleans()),
+                room=Room(memory.required - draw(st.sampled_from([0, 1, memory.required // 2])), None),
                 memory=memory,
                 speed=base.speed.scaled(base.speed.tokens_per_s / speed),
             )
@@ -125,7 +125,27 @@ def test_the_choice_is_the_simplest_of_the_fast_ones_that_fit_and_offload_only_w
 @given(candidates())
 def test_the_fastest_fits_and_the_least_needs_least(found):
     assert fastest(found) == max([one.speed.tokens_per_s for one in found if one.fits], default=0.0)
-    assert least(found).memory.required == min(one.memory.required for one in found)
+    nearest = least(found)
+    assert all(nearest.overload <= one.overload for one in found)
+
+
+@QUICK
+@given(candidates(), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 8)))
+def test_a_candidate_is_short_of_each_memory_that_is_less_than_it_needs(found, device_gib, host_gib):
+    for one in found:
+        one = dataclasses.replace(
+            one,
+            room=Room(device_gib * GIB, None if host_gib is None else host_gib * GIB),
+            host_required=one.batch.micro_batch * GIB,
+        )
+        short = {"GPU memory"} if one.memory.required > device_gib * GIB else set()
+        short |= {"RAM"} if host_gib is not None and one.batch.micro_batch > host_gib else set()
+        assert set(one.short_of) == short
+        assert one.fits == (not short)
+        shares = [one.memory.required / (device_gib * GIB)]
+        shares += [one.batch.micro_batch / host_gib] if host_gib is not None else []
+        assert one.overload == pytest.approx(max(shares))
+        assert (one.overload > 1) == bool(short)
 
 
 @QUICK
@@ -251,8 +271,8 @@ def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, g
     hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
     job = job_of(run, shape, hardware)
     for candidate in thriftiest(job, layouts_for(run, shape, hardware)[0]):
-        need = host_need(job, candidate.layout, candidate.memory)
-        assert need == candidate.memory.host_bytes * ranks
+        memory, need = candidate.memory, candidate.host_required
+        assert need == (memory.host_bytes - memory.host_save_bytes) * ranks + memory.host_save_bytes
         enough = not given_ram or need <= ram * GIB
         assert candidate.fits == (enough and candidate.memory.required <= job.budget)
 
