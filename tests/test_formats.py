@@ -24,7 +24,7 @@ from sft_play.data.formats import (
     to_example,
     unknown_format,
 )
-from sft_play.data.messages import ROLES, merge_turns
+from sft_play.data.messages import NOTE_ENCODED_TWICE, ROLES, merge_turns
 from sft_play.errors import DataError
 from sft_play.log import escape_control
 from tests.conftest import chat, shared
@@ -314,7 +314,7 @@ class TestRows:
             ),
             (
                 answer(content="", tool_calls=[{"name": "f", "function": {"name": "f", "arguments": '"{}"'}}]),
-                formats.NOTE_ENCODED_TWICE,
+                NOTE_ENCODED_TWICE,
             ),
         ],
     )
