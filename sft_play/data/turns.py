@@ -665,8 +665,10 @@ class Turns:
             detail = f"messages[{index}]: the prompt goes on with {one_line(repr(prompt[common:][:40]))}"
             return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest)
         problem = places.problem(index, common, places.position(end))
-        if not problem and (entity := self._entity(places.text[common : places.position(end)], copy)):
-            problem = f"the chat template writes HTML entities ({entity}) in an assistant's turn"
+        if entity := self._entity(places.text[common : places.position(end)], copy):
+            raise Inexact(
+                "the chat template writes HTML entities in an assistant's turn", f"messages[{index}]: {entity}"
+            )
         if problem:
             return Turn(index, reason=problem, detail=f"messages[{index}]")
         return Turn(index, start, end, by_prefix)
