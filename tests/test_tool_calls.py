@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import turns
-from sft_play.data.files import BadRow, RawRow
+from sft_play.data.dataset import build_splits
+from sft_play.data.files import BadRow, RawRow, data_paths
 from sft_play.data.formats import recognise, to_example
 from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer, TokenizerParts
 from sft_play.errors import TokenizerError
+from sft_play.train.tokenizer import load_tokenizer
 from tests.conftest import shared
 from tests.models import CHATML, make_tokenizer
 
@@ -177,9 +180,11 @@ def test_mistrals_calls_are_json_in_both_forms(mistral, name):
         assert json.loads(written)[0] == {"name": "get_weather", "arguments": ODD, "id": "Ab3dE6gH9"}
 
 
-GOLDEN = """5 1501 7567 1629 2032 1113 1295 29498 1537 1991 1316 1113 17452 2032 10598 19141 2032 1113 29528 3980 12547
-29512 5651 1291 29494 29535 1335 1146 29510 29481 2001 1316 1113 14066 2032 29473 29538 1649 1113 1081 2032 1113 7338 29538
-29483 29517 29552 29489 29537 29542 29507 10925 2"""
+GOLDEN = """
+5 1501 7567 1629 2032 1113 1295 29498 1537 1991 1316 1113 17452 2032 10598 19141 2032 1113
+29528 3980 12547 29512 5651 1291 29494 29535 1335 1146 29510 29481 2001 1316 1113 14066 2032 29473
+29538 1649 1113 1081 2032 1113 7338 29538 29483 29517 29552 29489 29537 29542 29507 10925 2
+"""
 """What mistral-common 1.13.1 (MistralTokenizer.v3) encodes the call of the test below as, through its end token."""
 
 
@@ -294,6 +299,24 @@ def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
 
+def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
+    from transformers import AutoTokenizer
+
+    make_tokenizer(tmp_path, template=EACH.replace("CALL", WAYS["tojson"][0]))
+    path = tmp_path / "rows.jsonl"
+    rows = [row(call(as_text({"city": str(n)}) if n % 3 else {"city": str(n)})) for n in range(9)]
+    path.write_text("".join(json.dumps(data) + "\n" for data in rows), encoding="utf-8")
+    config = config_from_text(
+        f"model: {{name: {tmp_path}}}\ndata: {{train_path: {path}, val_path: null, test_path: null}}", name="run.yaml"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
+    lines = splits.train.report.lines("train")
+    assert [line for line in lines if turns.OBJECT_FOR_TEXT in line] == [
+        f"Data train: 6 rows: {turns.OBJECT_FOR_TEXT} (first: {path}:2)"
+    ]
+
+
 # Templates of their own for rows with tools.
 
 TOOL_USE = "<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n" + EACH.replace(
@@ -358,6 +381,16 @@ def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(smal
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
     assert bad.reason == turns.REFUSED
+
+
+def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    file = tmp_path / "tools.jinja"
+    file.write_text(TOOL_USE, encoding="utf-8")
+    config = config_from_text(f"model: {{name: {tmp_path}}}\ndata: {{chat_template: {file}}}", name="run.yaml")
+    loaded = load_tokenizer(config)
+    assert isinstance(rendered(Renderer(loaded.tokenizer, max_seq_len=NO_LIMIT), row(call(ODD))), Rendered)
 
 
 def test_a_broken_template_for_tools_costs_the_rows_with_tools_alone(tmp_path):

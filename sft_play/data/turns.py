@@ -656,6 +656,8 @@ class Turns:
         start = places.place(common)
         first, last, kind = places.extent(index, common)
         after = common if last is None else last
+        if entity := self._entity(places.text[common : places.next_piece(after)], copy):
+            raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
         end, by_prefix = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
         if start is None or end is None:
             why = _NO_END if end is None else OTHER_PROMPT
@@ -665,10 +667,6 @@ class Turns:
             detail = f"messages[{index}]: the prompt goes on with {one_line(repr(prompt[common:][:40]))}"
             return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest)
         problem = places.problem(index, common, places.position(end))
-        if entity := self._entity(places.text[common : places.position(end)], copy):
-            raise Inexact(
-                "the chat template writes HTML entities in an assistant's turn", f"messages[{index}]: {entity}"
-            )
         if problem:
             return Turn(index, reason=problem, detail=f"messages[{index}]")
         return Turn(index, start, end, by_prefix)
@@ -710,6 +708,7 @@ def _ends_so(text: str, after: int, end: int, own: str) -> bool:
 
 
 _A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
+_ENTITIES = "the chat template writes HTML entities in an assistant's turn"
 _NO_END = "the chat template writes no end of turn behind a turn"
 _MAX_SHAPES = 20_000
 _LONGEST_MARKER = 40
