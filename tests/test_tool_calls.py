@@ -277,6 +277,21 @@ def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
         assert made.text == by_transformers(small, data)
 
 
+def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
+    plan = "<plan>{{ m.tool_plan }}</plan>"
+    for template, stripped in (
+        (EACH.replace("CALL", plan + WAYS["tojson"][0]), 0),
+        (EACH.replace("CALL", "{{ c }}"), 1),
+    ):
+        data = row(call({"city": "x"}), content=None)
+        data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
+        made = rendered(renderer_of(small, template), data)
+        assert isinstance(made, Rendered), made
+        assert made.stripped_think == stripped
+        assert made.special_in_text == 1
+        assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
+
+
 def test_an_id_that_the_template_takes_is_left_as_it_is(mistral):
     template = template_of("mistral-common/v3")
     renderer = renderer_of(copy.copy(mistral), template)

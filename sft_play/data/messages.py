@@ -41,6 +41,10 @@ ROLES: dict[str, str] = {
 """What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, and
 only a name beside it (OpenAI's form of a result) tells."""
 
+TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
+"""Keys of a message whose texts a template may write: think text, what Cohere's models say before they call, and what
+is said."""
+
 UNKNOWN_ROLE = "unknown role"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 
@@ -178,7 +182,7 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
         reasoning = _reasoning_of(item, content)
         if reasoning:
             message["reasoning_content"] = reasoning
-    for key in ("name", "tool_call_id", "call_id"):
+    for key in ("name", "tool_call_id", "call_id", *(("tool_plan",) if role == "assistant" else ())):
         if isinstance(item.get(key), str):
             message[key] = item[key]
     is_trained = _is_trained(item, where)
@@ -394,7 +398,7 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
         if not alike or message["role"] == "tool":
             merged.append(dict(message))
             continue
-        for key in ("content", "reasoning_content"):
+        for key in TEXT_KEYS:
             both = [part for part in (last.get(key), message.get(key)) if part]
             if both:
                 last[key] = "\n\n".join(both)

@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Example, Text
-from sft_play.data.messages import merge_turns
+from sft_play.data.messages import TEXT_KEYS, merge_turns
 from sft_play.data.template import ChatTemplate, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.data.turns import OTHER_PROMPT, REFUSED, Found, Inexact, Turns
@@ -604,7 +604,7 @@ def _only_last_trained(messages: Sequence[Message]) -> tuple[Message, ...]:
 def _texts(messages: Sequence[Message]) -> Iterable[str]:
     """Every text of a conversation that a template may write."""
     for message in messages:
-        for key in ("content", "reasoning_content"):
+        for key in TEXT_KEYS:
             if isinstance(message.get(key), str):
                 yield message[key]
         for call in message.get("tool_calls") or ():

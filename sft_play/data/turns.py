@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sft_play.data.messages import TEXT_KEYS
 from sft_play.data.template import ChatTemplate, Endless, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
@@ -833,10 +834,9 @@ def _first_sentinel(found: re.Match[str]) -> str:
 def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
     """A copy of the message with every text changed, think text before content, calls last."""
     made = dict(message)
-    if isinstance(made.get("reasoning_content"), str):
-        made["reasoning_content"] = change(made["reasoning_content"], index, "reasoning")
-    if isinstance(made.get("content"), str):
-        made["content"] = change(made["content"], index, "content")
+    for key in TEXT_KEYS:
+        if isinstance(made.get(key), str):
+            made[key] = change(made[key], index, "content" if key == "content" else "reasoning")
     if made.get("tool_calls"):
         made["tool_calls"] = [_mapped_call(call, index, change) for call in made["tool_calls"]]
     return made
