@@ -6,6 +6,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.data import formats
+from sft_play.data.messages import NOTE_ENCODED_TWICE
 from sft_play.data.process import ProcessReport, process
 from sft_play.errors import DataError
 from tests.conftest import shared
@@ -95,7 +96,7 @@ NOTED = {
     "12_empty_assistant.jsonl": (8, formats.NOTE_EMPTY, ["3", "4"]),
     "15_assistant_first.jsonl": (7, formats.NOTE_STARTS_WITH_ASSISTANT, ["3"]),
     "16_two_users_in_a_row.jsonl": (7, formats.NOTE_TWO_IN_A_ROW, ["3"]),
-    "21_tool_args_double_encoded.jsonl": (1, formats.NOTE_ENCODED_TWICE, ["1"]),
+    "21_tool_args_double_encoded.jsonl": (1, NOTE_ENCODED_TWICE, ["1"]),
     "28_nul_and_control.jsonl": (7, formats.NOTE_CONTROL, ["1"]),
 }
 

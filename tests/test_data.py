@@ -148,7 +148,7 @@ def test_alpaca_joins_instruction_and_input():
     assert found.messages[0]["content"] == "Translate\nchat"
 
 
-def test_tool_calls_become_objects_however_they_were_encoded():
+def test_arguments_that_were_encoded_twice_are_encoded_once():
     call = {"function": {"name": "f", "arguments": json.dumps(json.dumps({"x": 1}))}}
     found = example(
         {
@@ -159,7 +159,7 @@ def test_tool_calls_become_objects_however_they_were_encoded():
             "tools": json.dumps([{"name": "f"}]),
         }
     )
-    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
     assert found.tools == ({"name": "f"},)
 
 

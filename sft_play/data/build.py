@@ -114,6 +114,12 @@ class Counts:
         """Trained tokens before anything was cut."""
         return self.trained + self.lost
 
+    def note(self, notes: Iterable[str], where: str) -> None:
+        """Count what is to be told of a row that is used."""
+        for note in notes:
+            self.notes[note] += 1
+            self.first_noted.setdefault(note, where)
+
     def count_bad(self, row: BadRow) -> None:
         """Count a row that is not used."""
         if row.is_asked:
@@ -484,6 +490,7 @@ class _Maker:
             self._count_too_long(whole, row, counts)
             return None
         counts.kept += 1
+        counts.note(whole.notes, whole.where)
         counts.methods[row.method] += 1
         counts.tokens += len(row.input_ids)
         counts.trained += row.trained
@@ -521,9 +528,7 @@ def _count_examples(examples: Sequence[Example], counts: Counts) -> None:
         counts.texts += isinstance(example, Text)
         if isinstance(example, Chat):
             counts.roles.update([message["role"] for message in example.messages])
-        for note in example.notes:
-            counts.notes[note] += 1
-            counts.first_noted.setdefault(note, example.where)
+        counts.note(example.notes, example.where)
 
 
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:

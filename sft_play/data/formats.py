@@ -19,9 +19,9 @@ from sft_play.data.messages import (
     Message,
     Unusable,
     content_text,
-    is_encoded_twice,
     kind,
     merge_turns,
+    notes_of_calls,
     pair_of_texts,
     shown,
     tools_of,
@@ -42,7 +42,6 @@ NOTE_CONTROL = "control characters (such as NUL or ESC) stand in the text"
 NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive=true joins them)"
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
-NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
 NOTE_USER_TRAINED = "a turn that is not the assistant's asks to be trained, and is not"
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
@@ -217,7 +216,7 @@ def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[
         return answers
     asked = turns_of(prompt, question) if _is_turns(prompt) else [{"role": "user", "content": prompt}]
     for name, turns in ((question, asked), (answer, answers)):
-        if not isinstance(turns[0]["content"], str):
+        if not isinstance(turns[0]["content"], str) and not turns[0].get("tool_calls"):
             raise Unusable(f"{name} is not text", f"it is {kind(turns[0]['content'])}")
     return [*asked, *answers]
 
@@ -394,7 +393,7 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         previous = role
         if role == "assistant":
             has_calls = has_calls or "tool_calls" in message
-            if not message["content"].strip() and _is_empty(message):
+            if not (message["content"] or "").strip() and _is_empty(message):
                 notes.append(NOTE_EMPTY)
         elif message.pop("_asked", False):
             notes.append(NOTE_USER_TRAINED)
@@ -406,8 +405,8 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         notes.append(NOTE_ENDS_WITH_TOOL)
     if not row.is_clean and any(map(_has_control, messages)):
         notes.append(NOTE_CONTROL)
-    if has_calls and is_encoded_twice(row.data):
-        notes.append(NOTE_ENCODED_TWICE)
+    if has_calls:
+        notes += notes_of_calls(row.data)
     return Chat(chat.where, messages, chat.tools, tuple(dict.fromkeys(notes)) if notes else ())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sft_play.data.json_rows import strict_json
@@ -40,6 +40,10 @@ ROLES: dict[str, str] = {
 }
 """What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, and
 only a name beside it (OpenAI's form of a result) tells."""
+
+TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
+"""Keys of a message whose texts a template may write: think text, what Cohere's models say before they call, and what
+is said."""
 
 UNKNOWN_ROLE = "unknown role"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
@@ -172,12 +176,13 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
             raise Unusable(f"tool calls stand in a {role} turn", where)
         if calls:
             message["tool_calls"] = calls
-        message["content"] = content_text(content, f"{where}.{content_key}", may_be_none=bool(calls), role=role)
+        is_absent = content is None and bool(calls)  # templates tell it from an empty text
+        message["content"] = None if is_absent else content_text(content, f"{where}.{content_key}", role=role)
     if role == "assistant":
         reasoning = _reasoning_of(item, content)
         if reasoning:
             message["reasoning_content"] = reasoning
-    for key in ("name", "tool_call_id"):
+    for key in ("name", "tool_call_id", "call_id", *(("tool_plan",) if role == "assistant" else ())):
         if isinstance(item.get(key), str):
             message[key] = item[key]
     is_trained = _is_trained(item, where)
@@ -234,12 +239,10 @@ def roles_said(reasons: Iterable[str], roles: Mapping[str, int]) -> list[str]:
 # Content
 
 
-def content_text(value: Any, where: str, *, may_be_none: bool = False, role: str = "") -> str:
+def content_text(value: Any, where: str, *, role: str = "") -> str:
     """The text of a message's content: a text or parts of one; raises Unusable for anything else."""
     if isinstance(value, str):
         return value
-    if value is None and may_be_none:
-        return ""
     if isinstance(value, list):
         return _join_parts(value, where)
     if isinstance(value, dict) and isinstance(value.get("type"), str) and role != "tool":
@@ -317,32 +320,45 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call as its author wrote it, where it is one as templates take it; else the same call in that form."""
     if not isinstance(call, dict):
         raise Unusable("tool_calls is not a list of objects", f"{where}: {shown(call)}")
-    function = unpacked(call["function"], "{") if call.get("function") is not None else call
+    is_wrapped = call.get("function") is not None
+    function = unpacked(call["function"], "{") if is_wrapped else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise Unusable("a tool call has no function name", f"{where}: {shown(call)}")
-    arguments = _arguments(_first(function, "arguments", "parameters", "args", "input"), where)
+    arguments = _arguments(_first(function, *_ARGUMENT_KEYS), where)
+    if is_wrapped:
+        kept = {key: value for key, value in function.items() if key not in _ARGUMENT_KEYS or key == "arguments"}
+        return {**call, "function": {**kept, "arguments": arguments}}
     made: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {**made, "id": call["id"]} if isinstance(call.get("id"), str) else made
 
 
-def _arguments(value: Any, where: str) -> dict[str, Any]:
-    """Arguments as an object, however often they were encoded as a string."""
+_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any] | str:
+    """Arguments as their author wrote them, an object or its JSON text; text inside text is taken out of it.
+
+    Which of the two a chat template writes rightly differs from template to template: `turns.py` asks it.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    found, text = value, None
     for _ in range(3):
-        if not isinstance(value, str):
+        if not isinstance(found, str):
             break
+        text = found
         try:
-            value = strict_json(value) if value.strip() else {}
+            found = strict_json(text)
         except ValueError as error:
             raise Unusable(
                 "tool call arguments are a string that is not JSON", f"{where}: {one_line(str(error))}"
             ) from None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise Unusable("tool call arguments are not an object", f"{where}: {kind(value)}")
-    return value
+    if not isinstance(found, dict):
+        raise Unusable("tool call arguments are not an object", f"{where}: {kind(found)}")
+    return found if text is None else text
 
 
 def _calls_in_text(value: Any, where: str) -> list[Any]:
@@ -382,24 +398,36 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
         if not alike or message["role"] == "tool":
             merged.append(dict(message))
             continue
-        for key in ("content", "reasoning_content"):
+        for key in TEXT_KEYS:
             both = [part for part in (last.get(key), message.get(key)) if part]
-            if both or key == "content":
+            if both:
                 last[key] = "\n\n".join(both)
         if message.get("tool_calls"):
             last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
     return tuple(merged)
 
 
-def is_encoded_twice(data: Mapping[str, Any]) -> bool:
-    """Whether a tool call's arguments are JSON text inside JSON text."""
-    for key in ("messages", "conversations"):
-        value = data.get(key)
-        for item in value if isinstance(value, list) else ():
-            calls = item.get("tool_calls") if isinstance(item, dict) else None
-            for call in calls if isinstance(calls, list) else ():
-                function = call.get("function") if isinstance(call, dict) else None
-                arguments = function.get("arguments") if isinstance(function, dict) else None
-                if isinstance(arguments, str) and arguments.lstrip().startswith('"'):
-                    return True
-    return False
+NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
+NOTE_NO_ARGUMENTS = "a tool call has no arguments (none, null or an empty text); it is read as one with {}"
+NOTE_OTHER_CALL = "a tool call is not written as {function: {name, arguments}}; it is read as such a one"
+
+
+def notes_of_calls(data: Mapping[str, Any]) -> Iterator[str]:
+    """What was read otherwise than it is written in the tool calls of a row's turns."""
+    for turns in data.values():
+        for item in turns if isinstance(turns, list) else ():
+            given = _first(item, "tool_calls", "function_call") if isinstance(item, dict) else None
+            for call in given if isinstance(given, list) else [given] if given else []:
+                yield from _notes_of_call(call, is_listed=isinstance(given, list))
+
+
+def _notes_of_call(call: Any, *, is_listed: bool) -> Iterator[str]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not is_listed or not isinstance(function, dict) or any(function.get(key) for key in _ARGUMENT_KEYS[1:]):
+        yield NOTE_OTHER_CALL
+    function = function if isinstance(function, dict) else call
+    arguments = _first(function, *_ARGUMENT_KEYS) if isinstance(function, dict) else {}
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        yield NOTE_NO_ARGUMENTS
+    elif isinstance(arguments, str) and arguments.lstrip().startswith('"'):
+        yield NOTE_ENCODED_TWICE

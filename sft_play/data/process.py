@@ -41,7 +41,7 @@ from sft_play.data.formats import (
     to_example,
     unused_columns,
 )
-from sft_play.data.messages import roles_said
+from sft_play.data.messages import TEXT_KEYS, roles_said
 from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
@@ -590,7 +590,7 @@ def _texts_of(example: Example) -> str:
         return example.text
     parts = [json.dumps(example.tools, ensure_ascii=False)] if example.tools else []
     for message in example.messages:
-        parts += [str(message[key]) for key in ("reasoning_content", "content") if message.get(key)]
+        parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
         if message.get("tool_calls"):
             parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))
     return "\n".join(parts)

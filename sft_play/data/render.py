@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Example, Text
-from sft_play.data.messages import merge_turns
+from sft_play.data.messages import TEXT_KEYS, merge_turns
 from sft_play.data.template import ChatTemplate, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.data.turns import OTHER_PROMPT, REFUSED, Found, Inexact, Turns
@@ -65,6 +65,7 @@ class Rendered:
     stripped_think: int = 0
     special_in_text: int = 0
     notes: tuple[str, ...] = ()
+    """What was changed of the row for the template's sake."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,16 @@ class TokenizerParts:
         )
 
     def template(self, *, with_tools: bool) -> str:
-        """The template of rows with tools or without; raises TokenizerError where there is none."""
+        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError where there
+        is none."""
         named = dict(self.templates)
         source = named.get("tool_use") if with_tools else None
-        source = source or named.get("default") or next(iter(named.values()), None)
+        source = source or named.get("default")
+        if source is None and named:
+            raise TokenizerError(
+                f"the tokenizer has no chat template for rows {'with' if with_tools else 'without'} tools, only "
+                f"{', '.join(sorted(named))}; give data.chat_template one"
+            )
         if source is None:
             raise TokenizerError("the tokenizer has no chat template; give data.chat_template one")
         return source
@@ -193,28 +200,52 @@ class Renderer:
         self._backend = self._encoder.backend
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
-        self._turns: dict[bool, Turns] = {}
+        self._turns: dict[bool, Turns | TokenizerError] = {}
         self._switched: dict[tuple[str, str, bool], Turns] = {}
         self._helped = 0
         self._specials: _Specials | None = None
 
     # What the template does.
 
-    def turns(self, *, with_tools: bool = False) -> Turns:
-        """The turns of the tokenizer's template; some tokenizers have another one for rows with tools."""
+    def turns(self, *, with_tools: bool | None = None) -> Turns:
+        """The turns of the tokenizer's template, which may have another one for rows with tools; without
+        `with_tools` those of the template that most rows have.
+
+        Raises:
+            TokenizerError: there is no such template, or it cannot render a question and an answer.
+        """
+        if with_tools is None:
+            names = {name for name, _ in self.parts.templates}
+            with_tools = "tool_use" in names and "default" not in names
         if with_tools not in self._turns:
+            self._turns[with_tools] = self._learned(with_tools=with_tools)
+        found = self._turns[with_tools]
+        if isinstance(found, TokenizerError):
+            raise found
+        return found
+
+    def _learned(self, *, with_tools: bool) -> Turns | TokenizerError:
+        """The turns, or why there are none: what was asked once is not asked again."""
+        try:
             source = self.parts.template(with_tools=with_tools)
             other = self._turns.get(not with_tools)
-            if other is not None and other.template.source == source:
-                self._turns[with_tools] = other
-            else:
-                self._turns[with_tools] = self._turns_of(source)
-        return self._turns[with_tools]
+            if isinstance(other, Turns) and other.template.source == source:
+                return other
+            return self._turns_of(source, with_tools=with_tools and len(self.parts.templates) > 1)
+        except TokenizerError as error:
+            return error
 
-    def _turns_of(self, source: str, **more: Any) -> Turns:
+    def _turns_for(self, tools: Sequence[Any]) -> Turns:
+        """The turns of rows with these tools; raises Inexact where their template cannot be used."""
+        try:
+            return self.turns(with_tools=bool(tools))
+        except TokenizerError as error:
+            raise Inexact(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
+
+    def _turns_of(self, source: str, *, with_tools: bool = False, **more: Any) -> Turns:
         variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs, **more}
         template = ChatTemplate(source, variables=variables, today=self.today)
-        return Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos)
+        return Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos, with_tools=with_tools)
 
     @property
     def end_of_turn(self) -> str:
@@ -230,7 +261,10 @@ class Renderer:
     def specials(self) -> _Specials:
         """The special tokens that texts of the data may hold."""
         if self._specials is None:
-            ends = self.turns().habits.markers if self.parts.templates else ()
+            ends: list[str] = []
+            for with_tools in (False, True) if self.parts.templates else ():
+                with contextlib.suppress(TokenizerError):
+                    ends += self.turns(with_tools=with_tools).habits.markers
             self._specials = _Specials(self.parts, ends)
         return self._specials
 
@@ -289,16 +323,19 @@ class Renderer:
     def _draft(self, example: Example) -> Draft | BadRow:
         if isinstance(example, Text):
             return self._text_draft(example)
-        special = self._special_count(example)
-        if special and self.data.special_tokens_in_text == "fail":
-            return BadRow(example.where, "a text holds a special token of the tokenizer", self.specials.first(example))
-        hide = special > 0 and self.data.special_tokens_in_text == "plain"
         messages: Sequence[Message] = example.messages
         try:
             if self.data.system_into_user:
-                messages = self._system_into_user(messages)
+                messages = self._system_into_user(messages, example.tools)
+            turns = self._turns_for(example.tools)
+            fitted = turns.fitted(messages, example.tools)
+            messages = fitted.messages
+            special = self._special_count(messages)
+            if special and self.data.special_tokens_in_text == "fail":
+                raise Inexact("a text holds a special token of the tokenizer", self.specials.first(messages))
+            hide = special > 0 and self.data.special_tokens_in_text == "plain"
             shown = self.specials.hidden(messages) if hide else messages
-            found = self.turns(with_tools=bool(example.tools)).find(shown, example.tools)
+            found = turns.find(shown, example.tools)
             if hide:
                 self._check_hidden(found.text, messages, example.tools)
             spans, untrained, method = self._wanted(found, messages)
@@ -309,7 +346,9 @@ class Renderer:
             elif error.reason == OTHER_PROMPT:
                 told = [self._settings_that_help(messages, example.tools), error.detail]
             return BadRow(example.where, error.reason, "; ".join(filter(None, told)))
-        return Draft(example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped)
+        return Draft(
+            example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped, fitted.notes
+        )
 
     def _text_draft(self, example: Text) -> Draft | BadRow:
         return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
@@ -318,7 +357,7 @@ class Renderer:
         """Raise Inexact where the template treats a special token in a text otherwise than the plain text that it is
         taken for: it may split there, escape it, or refuse it."""
         try:
-            real = self.turns(with_tools=bool(tools)).rendered(messages, tools)
+            real = self._turns_for(tools).rendered(messages, tools)
         except RenderError as error:
             raise Inexact(REFUSED, str(error)) from error
         if self.specials.revealed(text) != real:
@@ -327,8 +366,8 @@ class Renderer:
                 "(data.special_tokens_in_text=control takes it as the template does)"
             )
 
-    def _special_count(self, example: Chat) -> int:
-        return sum(self.specials.count(text) for text in _texts(example.messages))
+    def _special_count(self, messages: Sequence[Message]) -> int:
+        return sum(self.specials.count(text) for text in _texts(messages))
 
     def _ways_out(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """The options with which the template takes a row that it refuses, tried on it; empty where none helps."""
@@ -352,7 +391,8 @@ class Renderer:
         if self._helped >= ROWS_HELPED:
             return ""
         self._helped += 1
-        template = self.turns(with_tools=bool(tools)).template
+        usual = self._turns_for(tools)
+        template = usual.template
         for name in sorted(asked for asked in template.asks if "think" in asked):
             for value in (False, True):
                 if self.data.chat_template_kwargs.get(name) is value:
@@ -360,8 +400,11 @@ class Renderer:
                 key = (template.source, name, value)
                 with contextlib.suppress(Inexact, TokenizerError):
                     if key not in self._switched:
-                        self._switched[key] = self._turns_of(template.source, **{name: value})
-                    _, untrained, _ = self._wanted(self._switched[key].find(messages, tools), messages)
+                        self._switched[key] = self._turns_of(
+                            template.source, with_tools=usual.with_tools, **{name: value}
+                        )
+                    turns = self._switched[key]
+                    _, untrained, _ = self._wanted(turns.find(turns.fitted(messages, tools).messages, tools), messages)
                     if not untrained:
                         return f"data.chat_template_kwargs={{{name}: {str(value).lower()}}} makes it exact"
         return ""
@@ -370,13 +413,15 @@ class Renderer:
         """Whether the template renders these messages, merged or with the system prompt moved as options would."""
         with contextlib.suppress(RenderError, Inexact):
             tried = merge_turns(messages) if merged else messages
-            self.turns(with_tools=bool(tools)).rendered(self._system_into_user(tried) if moved else tried, tools)
+            turns = self._turns_for(tools)
+            tried = self._system_into_user(tried, tools) if moved else tried
+            turns.rendered(turns.fitted(tried, tools).messages, tools)
             return True
         return False
 
-    def _system_into_user(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""
-        if messages[0]["role"] != "system" or self.turns().habits.system == "written":
+        if messages[0]["role"] != "system" or self._turns_for(tools).habits.system == "written":
             return messages
         system, rest = messages[0]["content"], [dict(message) for message in messages[1:]]
         first = next((message for message in rest if message["role"] == "user"), None)
@@ -435,7 +480,7 @@ class Renderer:
             return BadRow(draft.where, "no trained token")
         return Rendered(
             draft.where, text, tuple(shown), ids, labels, draft.method, CHAT, merged,
-            draft.untrained, draft.stripped, draft.special_count,
+            draft.untrained, draft.stripped, draft.special_count, draft.notes,
         )  # fmt: skip
 
     def cut(self, rendered: Rendered) -> TokenRow | BadRow:
@@ -492,8 +537,16 @@ class Renderer:
         return self._backend.encode(text, add_special_tokens=False)
 
     def rendered(self, chat: Chat) -> str:
-        """The whole conversation as the model will see it; raises RenderError."""
-        return self.turns(with_tools=bool(chat.tools)).rendered(chat.messages, chat.tools)
+        """The whole conversation as the model will see it.
+
+        Raises:
+            RenderError: the template refuses it.
+        """
+        turns = self.turns(with_tools=bool(chat.tools))
+        try:
+            return turns.rendered(turns.fitted(chat.messages, chat.tools).messages, chat.tools)
+        except Inexact as error:
+            raise RenderError(error.detail) from error
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.
@@ -503,10 +556,14 @@ class Renderer:
         last = chat.messages[-1]
         if last["role"] != "assistant" or not last.get("content"):
             return None
-        messages = self._system_into_user(chat.messages) if self.data.system_into_user else chat.messages
         try:
-            text = self.turns(with_tools=bool(chat.tools)).rendered(messages[:-1], chat.tools, prompt=True)
-        except RenderError:
+            messages: Sequence[Message] = chat.messages
+            if self.data.system_into_user:
+                messages = self._system_into_user(messages, chat.tools)
+            turns = self._turns_for(chat.tools)
+            fitted = turns.fitted(messages, chat.tools).messages
+            text = turns.rendered(fitted[:-1], chat.tools, prompt=True)
+        except (RenderError, Inexact):
             return None
         return list(self._backend.encode(text, add_special_tokens=False).ids), str(last["content"])
 
@@ -524,6 +581,7 @@ class Draft:
     special_count: int
     untrained: int
     stripped: int
+    notes: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -546,7 +604,7 @@ def _only_last_trained(messages: Sequence[Message]) -> tuple[Message, ...]:
 def _texts(messages: Sequence[Message]) -> Iterable[str]:
     """Every text of a conversation that a template may write."""
     for message in messages:
-        for key in ("content", "reasoning_content"):
+        for key in TEXT_KEYS:
             if isinstance(message.get(key), str):
                 yield message[key]
         for call in message.get("tool_calls") or ():
@@ -746,9 +804,9 @@ class _Specials:
         """Special tokens in a text."""
         return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
 
-    def first(self, chat: Chat) -> str:
+    def first(self, messages: Sequence[Message]) -> str:
         """Where the first one stands, for a message."""
-        for index, message in enumerate(chat.messages):
+        for index, message in enumerate(messages):
             for text in _texts([message]):
                 match = self._pattern.search(text)
                 if match:

@@ -30,6 +30,7 @@ from sft_play.data.formats import (
     rename_columns,
     to_example,
 )
+from sft_play.data.messages import TEXT_KEYS
 from sft_play.data.process import content_digest
 from sft_play.data.render import IGNORED, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenizerParts, TokenRow
 from sft_play.data.workers import News, bytes_of, how_many, pieces_of, together
@@ -173,7 +174,7 @@ def tokens_by_role(
     spans: list[tuple[int, int, str]] = []
     position = 0
     for message in chat.messages:
-        for part in (message.get("reasoning_content"), message.get("content")):
+        for part in map(message.get, TEXT_KEYS):
             content = str(part or "").strip()
             found = text.find(content, position) if content else -1
             if found >= 0:

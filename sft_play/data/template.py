@@ -126,7 +126,7 @@ class ChatTemplate:
         written = 0
         with _as_render_error():
             for piece in template.generate(
-                messages=[_with_reasoning(message) for message in messages],
+                messages=[_as_given(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -155,14 +155,14 @@ def _as_render_error() -> Iterator[None]:
         raise RenderError(one_line(str(error) or type(error).__name__)) from error
 
 
-def _with_reasoning(message: Message) -> Message:
-    """A copy of the message with its think text under every name that templates know."""
-    if _REASONING.isdisjoint(message):
-        return dict(message)
-    found = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-    if found is None:
-        return dict(message)
-    return {"thinking": found, **message, "reasoning_content": found}
+def _as_given(message: Message) -> Message:
+    """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
+    calls), its think text under every name that templates know."""
+    made = {key: value for key, value in message.items() if value is not None}
+    if _REASONING.isdisjoint(made):
+        return made
+    found = next(made[key] for key in REASONING_KEYS if key in made)
+    return {"thinking": found, **made, "reasoning_content": found}
 
 
 _MIN_TESTED = 3

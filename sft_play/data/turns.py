@@ -21,14 +21,17 @@ word), which is watched while the copy is rendered, and for all other rows, ever
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sft_play.data.messages import TEXT_KEYS
 from sft_play.data.template import ChatTemplate, Endless, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
@@ -42,7 +45,10 @@ turn are those of the rendered conversation up to it; marker: the start so, the 
 the template renders a turn otherwise once it is history; last_turn: only the last turn is exact; all: every token;
 document: plain text; inexact: as told, not as it should be."""
 
-Kind = Literal["content", "reasoning", "name", "argument"]
+Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
+"""`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
+ArgumentForm = Literal["object", "text"]
+_ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("object", "text")
 _SALT = "zQ9x"
 _SENTINEL = re.compile(_SALT + r"(\d{5})([be])")
 _OTHER_SALT = "Kw7V"
@@ -76,17 +82,53 @@ class Habits:
 
     parts: bool = False
     """It takes content as a list of parts only."""
-    text_arguments: bool = False
-    """It wants the arguments of a call as a JSON string."""
-    null_content: bool = False
-    """It wants no content in a turn that only calls."""
-    short_ids: bool = False
-    """It wants call ids of nine letters and digits."""
+    tools: bool = False
+    """It has to be given tools: one that is for rows with tools alone may go over them without asking."""
+    arguments: ArgumentForm | Literal["own"] = "own"
+    """The form of a call's arguments that it writes rightly where it does so with one of the two alone."""
     system: Literal["written", "dropped", "refused"] = "written"
     calls: bool = False
     """It writes tool calls."""
     markers: tuple[str, ...] = ()
     """Texts that end an assistant turn, the usual one first; empty where it writes nothing."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What is changed in a row with calls, beside the form of the arguments, for a template that refuses the row or
+    drops its calls as they are written."""
+
+    content: Literal["own", "absent", "empty"] = "own"
+    """In a turn that only calls."""
+    typed: bool = False
+    """Every call has a type."""
+    short_ids: bool = False
+    """Ids are nine letters and digits."""
+
+
+_CALL_FORMS = tuple(
+    CallForm(content, typed, short_ids)
+    for content in ("own", "empty", "absent")
+    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))
+)
+"""In the order in which they are tried: the first leaves the row as it is written."""
+
+TEXT_FOR_OBJECT = "tool call arguments that are objects are given to the chat template as JSON text, which it writes"
+OBJECT_FOR_TEXT = (
+    "tool call arguments that are JSON text are given to the chat template as objects: it encodes text once more or "
+    "does not write it"
+)
+NOTE_CONTENT = "a turn that only calls tools is given to the chat template with its content empty, or without one"
+NOTE_TYPED = "a tool call without a type is given to the chat template with type: function, which it asks for"
+NOTE_SHORT_IDS = "ids of tool calls are given to the chat template as nine letters and digits, which it asks for"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A conversation as the template takes it, and what was changed for that, in words; mostly nothing."""
+
+    messages: Sequence[Message]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,12 +220,22 @@ def _is_told_by_id(message: Message, name: str, text: str) -> bool:
 class Turns:
     """Finds the turns of conversations rendered by one template.
 
+    `with_tools` says that it is for rows with tools alone, so that it is probed with some.
+
     Raises:
         TokenizerError: the template cannot render a question and an answer, or drops the answer.
     """
 
-    def __init__(self, template: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        special_tokens: Sequence[str],
+        eos_token: str | None,
+        with_tools: bool = False,
+    ) -> None:
         self.template = template
+        self.with_tools = with_tools
         self._special = tuple(token for token in special_tokens if token)
         self._eos = eos_token
         self._split = _splitter(template.tested)
@@ -200,10 +252,10 @@ class Turns:
 
     def _learn_content(self) -> Habits:
         problem, does = "", "drops"
-        for parts in (False, True):
-            habits = Habits(parts=parts)
+        for tools, parts in itertools.product((self.with_tools, not self.with_tools), (False, True)):
+            habits = Habits(parts=parts, tools=tools)
             try:
-                text = self._render(habits, _PLAIN)
+                text = self._probe(habits, _PLAIN)
             except Endless as error:
                 raise TokenizerError(f"the chat template cannot render a question and an answer: {error}") from error
             except RenderError as error:
@@ -218,43 +270,65 @@ class Turns:
         raise TokenizerError(f"the chat template {does} an assistant's answer; give data.chat_template another one")
 
     def _learn_calls(self, habits: Habits) -> Habits:
-        """The form of tool calls in which the template writes them."""
-        for text_arguments in (False, True):
-            for null_content in (False, True):
-                for short_ids in (False, True):
-                    tried = _replace(
-                        habits,
-                        text_arguments=text_arguments,
-                        null_content=null_content,
-                        short_ids=short_ids,
-                        calls=True,
-                    )
-                    try:
-                        text = self._render(tried, _CALLING, tools=_TOOLS)
-                    except Endless:
-                        return habits
-                    except RenderError:
-                        continue
-                    written = text.split("question1q")[-1]
-                    if all(word in written for word in ("look1q", "where1q", "result1q", "answer1q")):
-                        return tried
+        """Whether it writes tool calls, and rightly with arguments as objects, as text, or as both."""
+        try:
+            for turns, tools in ((_CALLING, PROBE_TOOLS), (_CALLING[:2], PROBE_TOOLS), (_CALLING[:2], ())):
+                written = {kind: self._written_calls(habits, turns, tools, kind) for kind in _ARGUMENT_FORMS}
+                if any(written.values()):
+                    right = [kind for kind, text in written.items() if self._are_right(text, kind)]
+                    arguments = right[0] if len(right) == 1 else "own"
+                    return _replace(habits, calls=turns is _CALLING, arguments=arguments)
+        except Endless:
+            pass
         return habits
+
+    def _written_calls(self, habits: Habits, turns: Sequence[Message], tools: Sequence[Any], kind: ArgumentForm) -> str:
+        """What is written of a probe's calls in the first form in which they are; empty where there is none."""
+        given = _with_form(turns, kind)
+        for form in _CALL_FORMS:
+            try:
+                text = self._render(habits, in_form(given, form), tools=tools)
+            except Endless:
+                raise
+            except RenderError:
+                continue
+            written = text.split("question1q")[-1]
+            words = ("look1q", "where1q", *(str(message["content"]) for message in turns[2:]))
+            if all(word in written for word in words):
+                return written
+        return ""
+
+    def _are_right(self, written: str, kind: ArgumentForm) -> bool:
+        """Whether the probe's arguments are written once encoded and not escaped: their JSON, or with `object` every
+        value as it is, for templates that write calls otherwise than as JSON."""
+        if self._entity(written):
+            return False
+        if kind == "text":
+            return json.dumps(_ODD_ARGUMENTS, ensure_ascii=False) in written
+        return all(value in written for value in _ODD_ARGUMENTS.values()) or _ODD_ARGUMENTS in _objects_in(written)
+
+    def _entity(self, text: str, row: Any = ()) -> str:
+        """An HTML entity in a text that neither the template's source nor the row has; empty where there is none."""
+        for entity in dict.fromkeys(_ENTITY.findall(text)):
+            if entity not in self.template.source and entity not in json.dumps(row, ensure_ascii=False, default=str):
+                return str(entity)
+        return ""
 
     def _learn_system(self, habits: Habits) -> Literal["written", "dropped", "refused"]:
         try:
-            text = self._render(habits, [{"role": "system", "content": "system1q"}, *_PLAIN])
+            text = self._probe(habits, [{"role": "system", "content": "system1q"}, *_PLAIN])
         except RenderError:
             return "refused"
         return "written" if "system1q" in text else "dropped"
 
     def _learn_markers(self, habits: Habits) -> tuple[str, ...]:
         """The end of a last turn, of a turn that is history, and of a turn that calls."""
-        last = self._render(habits, _PLAIN)
+        last = self._probe(habits, _PLAIN)
         after_user = _atoms(_between(last, "question1q", "answer1q"), self._special)
         ends_users = after_user[0] if after_user else ""
         found = [self._ender(last.rpartition("answer1q")[2], ends_users)]
         try:
-            whole = self._render(habits, [*_PLAIN, {"role": "user", "content": "question2q"}, _ANSWER])
+            whole = self._probe(habits, [*_PLAIN, {"role": "user", "content": "question2q"}, _ANSWER])
             history = _between(whole, "answer1q", "question2q")
         except RenderError:
             history = ""
@@ -270,8 +344,8 @@ class Turns:
         """The last end behind a call, where none of the known ones stands there: in a last turn and in history."""
         for turns, before in ((_CALLING[:2], ""), (_CALLING, "result1q")):
             try:
-                text = self._render(habits, turns, tools=_TOOLS)
-            except RenderError:
+                text = self._render(habits, self._fitted(turns, PROBE_TOOLS, habits).messages, tools=PROBE_TOOLS)
+            except (RenderError, Inexact):
                 continue
             tail = _between(text, "where1q", before) if before else text.rpartition("where1q")[2]
             enders = [atom for atom in _atoms(tail, self._special) if atom in self._special or _ENDER.search(atom)]
@@ -304,14 +378,64 @@ class Turns:
     ) -> str:
         return self.template.render(adapted(messages, habits), tools=tools, prompt=prompt)
 
+    def _probe(self, habits: Habits, messages: Sequence[Message]) -> str:
+        """A probe conversation, with tools where the template has to be given some."""
+        return self._render(habits, messages, tools=PROBE_TOOLS if habits.tools else ())
+
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
-        """The conversation as the model sees it; raises RenderError."""
+        """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
         return self._render(self.habits, messages, tools=tools, prompt=prompt)
 
-    # Finding.
+    # Tool calls in the form that the template takes.
+
+    def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
+        """The conversation in the form of its author, where the template writes its calls so; else as near to that
+        as the template allows.
+
+        A template may write arguments rightly as objects alone (text is encoded once more) or as text alone (objects
+        are refused or escaped): then they are given to it so, which is the same JSON.
+
+        Raises:
+            Inexact: the template refuses the conversation in every form.
+        """
+        return self._fitted(messages, tools, self.habits)
+
+    def _fitted(self, messages: Sequence[Message], tools: Sequence[Any], habits: Habits) -> Fitted:
+        if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            return Fitted(messages)
+        given = messages if habits.arguments == "own" else _with_form(messages, habits.arguments)
+        tried: list[Sequence[Message]] = []
+        refused = ""
+        for form in _CALL_FORMS:
+            made = in_form(given, form)
+            if made in tried:
+                continue
+            try:
+                writes = self._writes_names(habits, made, tools)
+            except RenderError as error:
+                refused = str(error)
+                if isinstance(error, Endless):
+                    break
+                continue
+            if writes:
+                return _told(messages, made)
+            tried.append(made)
+        if not tried:
+            raise Inexact(REFUSED, refused)
+        return _told(messages, tried[0])
+
+    def _writes_names(self, habits: Habits, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether the names of all calls are written, seen by marks on them; raises RenderError."""
+        count = itertools.count()
+
+        def mark(text: str, index: int, kind: Kind) -> str:
+            return f"{text}{_SALT}{next(count)}q" if kind == "name" else text
+
+        text = self._render(habits, [_mapped(message, 0, mark) for message in messages], tools=tools)
+        return all(f"{_SALT}{number}q" in text for number in range(next(count)))
 
     def find(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Found:
-        """The text of a conversation and the exact spans of its assistant turns.
+        """The text of a conversation, a fitted one, and the exact spans of its assistant turns.
 
         Raises:
             Inexact: the template refuses the row, drops or rewrites something of it, or cannot be verified on it.
@@ -498,13 +622,15 @@ class Turns:
         for number, piece in enumerate(pieces):
             role = messages[piece.message]["role"]
             where = f"messages[{piece.message}]"
+            if number in broken and piece.kind == "arguments":
+                raise Inexact("the chat template encodes the text of a tool call's arguments once more", where)
             if number in broken:
                 raise Inexact(f"the chat template rewrites {_A[role]} text", where)
             if number in written:
                 continue
             if piece.kind == "name" and _is_told_by_id(messages[piece.message], piece.text, text):
                 continue
-            if piece.kind in ("name", "argument"):
+            if piece.kind in ("name", "argument", "arguments"):
                 raise Inexact("the chat template drops a tool call", f"{where}: {one_line(piece.text, limit=60)}")
             is_think = piece.kind == "reasoning" or number != last[piece.message]
             if role != "assistant" or not is_think:
@@ -531,6 +657,8 @@ class Turns:
         start = places.place(common)
         first, last, kind = places.extent(index, common)
         after = common if last is None else last
+        if entity := self._entity(places.text[common : places.next_piece(after)], copy):
+            raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
         end, by_prefix = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
         if start is None or end is None:
             why = _NO_END if end is None else OTHER_PROMPT
@@ -581,6 +709,7 @@ def _ends_so(text: str, after: int, end: int, own: str) -> bool:
 
 
 _A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
+_ENTITIES = "the chat template writes HTML entities in an assistant's turn"
 _NO_END = "the chat template writes no end of turn behind a turn"
 _MAX_SHAPES = 20_000
 _LONGEST_MARKER = 40
@@ -590,19 +719,21 @@ _PART_KEY = re.compile(r"""['"]type['"]""")
 
 _PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
 _ANSWER: Message = {"role": "assistant", "content": "answer2q"}
+_ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
+"""Arguments that come out otherwise wherever a template escapes, encodes twice, or writes Python for JSON."""
 _CALLING: list[Message] = [
     {"role": "user", "content": "question1q"},
     {
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": {"place": "where1q"}}}
+            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": _ODD_ARGUMENTS}}
         ],
     },
     {"role": "tool", "content": "result1q", "name": "look1q", "tool_call_id": "call1q"},
     {"role": "assistant", "content": "answer1q"},
 ]
-_TOOLS: list[Any] = [
+PROBE_TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
@@ -616,6 +747,8 @@ _TOOLS: list[Any] = [
         },
     }
 ]
+
+_ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 
 _ATOM = re.compile(
     r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
@@ -701,10 +834,9 @@ def _first_sentinel(found: re.Match[str]) -> str:
 def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
     """A copy of the message with every text changed, think text before content, calls last."""
     made = dict(message)
-    if isinstance(made.get("reasoning_content"), str):
-        made["reasoning_content"] = change(made["reasoning_content"], index, "reasoning")
-    if isinstance(made.get("content"), str):
-        made["content"] = change(made["content"], index, "content")
+    for key in TEXT_KEYS:
+        if isinstance(made.get(key), str):
+            made[key] = change(made[key], index, "content" if key == "content" else "reasoning")
     if made.get("tool_calls"):
         made["tool_calls"] = [_mapped_call(call, index, change) for call in made["tool_calls"]]
     return made
@@ -713,7 +845,9 @@ def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str
 def _mapped_call(call: dict[str, Any], index: int, change: Callable[[str, int, Kind], str]) -> dict[str, Any]:
     function = call["function"]
     name = change(function["name"], index, "name")
-    arguments = _mapped_value(function["arguments"], index, change)
+    arguments = function["arguments"]
+    is_text = isinstance(arguments, str)
+    arguments = change(arguments, index, "arguments") if is_text else _mapped_value(arguments, index, change)
     return {**call, "function": {**function, "name": name, "arguments": arguments}}
 
 
@@ -726,31 +860,82 @@ def _mapped_value(value: Any, index: int, change: Callable[[str, int, Kind], str
 
 
 def adapted(messages: Sequence[Message], habits: Habits) -> list[Message]:
-    """The messages in the form in which the template takes them."""
+    """The messages with their content as the template takes it, and without what is none of a template's business."""
     made = []
     for message in messages:
         message = {key: value for key, value in message.items() if key != "train"}
-        calls = message.get("tool_calls")
-        if calls:
-            message["tool_calls"] = [_adapted_call(call, habits) for call in calls]
-            if habits.null_content and not message.get("content"):
-                message["content"] = None
-        if habits.short_ids and isinstance(message.get("tool_call_id"), str):
-            message["tool_call_id"] = _short_id(message["tool_call_id"])
         if habits.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
         made.append(message)
     return made
 
 
-def _adapted_call(call: dict[str, Any], habits: Habits) -> dict[str, Any]:
-    function = call["function"]
-    if habits.text_arguments and not isinstance(function["arguments"], str):
-        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    made = {**call, "function": function}
-    if habits.short_ids:
-        made["id"] = _short_id(str(call.get("id") or function["name"]))
+def in_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
+    """The messages with their calls in a form."""
+    made = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            message = {**message, "tool_calls": [_call_in_form(call, form) for call in calls]}
+            if form.content != "own" and not message.get("content"):
+                message["content"] = "" if form.content == "empty" else None
+        for key in ("tool_call_id", "call_id") if form.short_ids else ():
+            if isinstance(message.get(key), str):
+                message = {**message, key: _short_id(message[key])}
+        made.append(message)
     return made
+
+
+def _call_in_form(call: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    made = {**call, "type": "function"} if form.typed and not call.get("type") else call
+    if form.short_ids:
+        made = {**made, "id": _short_id(str(call.get("id") or call["function"]["name"]))}
+    return made
+
+
+def _with_form(messages: Sequence[Message], kind: ArgumentForm) -> list[Message]:
+    """The messages with the arguments of all calls as objects or as JSON text."""
+    return [
+        {**message, "tool_calls": [_with_call_form(call, kind) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_call_form(call: dict[str, Any], kind: ArgumentForm) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if kind == "text" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif kind == "object" and isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _objects_in(text: str) -> Iterator[Any]:
+    """The JSON objects that stand in a text, those inside of others too."""
+    for found in re.finditer(r"\{", text):
+        with contextlib.suppress(ValueError):
+            yield json.JSONDecoder().raw_decode(text, found.start())[0]
+
+
+def _told(before: Sequence[Message], after: Sequence[Message]) -> Fitted:
+    """The fitted messages with what was changed, in words."""
+    notes: dict[str, None] = {}
+    for old, new in zip(before, after, strict=True):
+        if old.get("content") != new.get("content"):
+            notes[NOTE_CONTENT] = None
+        if old.get("tool_call_id") != new.get("tool_call_id") or old.get("call_id") != new.get("call_id"):
+            notes[NOTE_SHORT_IDS] = None
+        for was, now in zip(old.get("tool_calls") or (), new.get("tool_calls") or (), strict=True):
+            given, taken = was["function"]["arguments"], now["function"]["arguments"]
+            if isinstance(given, str) != isinstance(taken, str):
+                notes[OBJECT_FOR_TEXT if isinstance(given, str) else TEXT_FOR_OBJECT] = None
+            if was.get("type") != now.get("type"):
+                notes[NOTE_TYPED] = None
+            if was.get("id") != now.get("id"):
+                notes[NOTE_SHORT_IDS] = None
+    return Fitted(after, tuple(notes))
 
 
 def _short_id(given: str) -> str:
@@ -780,7 +965,8 @@ def _take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tup
             broken.add(number)
             continue
         inner = text[open_end : match.start()]
-        form = next((name for name, form in _FORMS.items() if form(pieces[number].text) == inner), None)
+        forms = _FORMS if pieces[number].kind != "arguments" else {"plain": _FORMS["plain"]}  # encoded once, not twice
+        form = next((name for name, form in forms.items() if form(pieces[number].text) == inner), None)
         if form is None:
             broken.add(number)
         order.append((number, form or "plain"))

@@ -49,7 +49,7 @@ def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_l
         prompt = renderer.prompt_ids(chat)
         if prompt is None or len(prompt[0]) + 1 >= max_seq_len:
             continue
-        shown = str(chat.messages[-2]["content"]) if len(chat.messages) > 1 else ""
+        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
         found.append(Question(prompt[0], shown, prompt[1]))
     return found
 

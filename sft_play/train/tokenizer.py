@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loaded, with a pad token and a chat template, every choice said aloud."""
+"""The tokenizer of a run: loaded, with a pad token and a chat template, every choice reported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.turns import PROBE_TOOLS
 from sft_play.errors import TokenizerError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
@@ -141,12 +142,19 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
 def _try_template(tokenizer: Any, wanted: str) -> None:
     """Raises TokenizerError for a template that is not Jinja or writes nothing, before data is read."""
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # jinja2's errors and the template's own
+    problem: Exception | None = None
+    text = ""
+    for tools in (None, PROBE_TOOLS):  # one that is for rows with tools alone may go over them without asking
+        try:
+            text = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
+        except Exception as error:  # jinja2's errors and the template's own
+            problem = problem or error
+        else:
+            break
+    else:
         raise TokenizerError(
-            f"data.chat_template={one_line(wanted)} cannot render a question and an answer: {one_line(str(error))}"
-        ) from error
+            f"data.chat_template={one_line(wanted)} cannot render a question and an answer: {one_line(str(problem))}"
+        ) from problem
     if "hello" not in text:
         raise TokenizerError(f"data.chat_template={one_line(wanted)} does not write an assistant's answer")
 

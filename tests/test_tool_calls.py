@@ -1,0 +1,427 @@
+"""Tool calls: rendered as transformers renders the row of their author, with the template of rows with tools."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
+from sft_play.data import turns
+from sft_play.data.dataset import build_splits
+from sft_play.data.files import BadRow, RawRow, data_paths
+from sft_play.data.formats import recognise, to_example
+from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer, TokenizerParts
+from sft_play.errors import TokenizerError
+from sft_play.train.tokenizer import load_tokenizer
+from tests.conftest import shared
+from tests.models import CHATML, make_tokenizer
+
+NO_LIMIT = 1 << 30
+ODD = {"city": 'Bram "x" <b> & it\'s \\ é', "days": 3}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "w",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "c"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+ESCAPED = ("&#34;", "&#39;", "&quot;", "&lt;", "&gt;", "&amp;")
+MISTRAL = ("v3", "v3_spm", "v3_image", "v3_image_spm", "v7", "v7_spm", "v7_image", "v7_image_spm", "v7_audio")
+FEW = (
+    *("mistral-common/v13", "mistral-common/v2", "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use"),
+    *("llama.cpp/Qwen-Qwen2.5-7B-Instruct", "llama.cpp/Qwen3-Coder", "llama.cpp/unsloth-mistral-Devstral-Small-2507"),
+    *("llama.cpp/ibm-granite-granite-4.0", "llama.cpp/deepseek-ai-DeepSeek-V3.1", "trl/qwen3_training"),
+)
+
+
+def call(arguments: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "id": "Ab3dE6gH9",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": arguments},
+        **more,
+    }
+
+
+def as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def row(*calls: dict[str, Any], content: Any = "", tools: Any = TOOLS) -> dict[str, Any]:
+    results = [{"role": "tool", "name": "get_weather", "tool_call_id": one.get("id"), "content": "ok"} for one in calls]
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": content, "tool_calls": list(calls)},
+        *results,
+        {"role": "assistant", "content": "Yes."},
+    ]
+    return {"messages": messages, "tools": tools}
+
+
+def plain_row() -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]}
+
+
+def rendered(renderer: Renderer, data: dict[str, Any]) -> Rendered | BadRow:
+    shape = recognise(data)
+    assert shape is not None
+    example = to_example(RawRow("f:1", copy.deepcopy(data)), shape)
+    return example if isinstance(example, BadRow) else renderer.render(example)
+
+
+def by_transformers(tokenizer: Any, data: dict[str, Any]) -> str | None:
+    try:
+        return tokenizer.apply_chat_template(
+            copy.deepcopy(data["messages"]), tools=data.get("tools") or None, tokenize=False
+        )
+    except Exception:  # whatever a template raises
+        return None
+
+
+def trained(made: Rendered) -> str:
+    return "".join(made.text[start:end] for start, end in made.spans)
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(shared("tokenizers/Mistral-7B-Instruct-v0.3"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def renderer_of(tokenizer: Any, template: str, **data: Any) -> Renderer:
+    tokenizer.chat_template = template
+    return Renderer(tokenizer, DataConfig(**data), max_seq_len=NO_LIMIT)
+
+
+# The form of the arguments.
+
+
+def rows_of_every_form() -> list[dict[str, Any]]:
+    forms = itertools.product((ODD, as_text(ODD), as_text({"city": "x"}), {}), ("", None), ("Ab3dE6gH9", "call_1"))
+    rows = [row(call(arguments, id=number), content=content) for arguments, content, number in forms]
+    return [*rows, row(call(ODD), call(as_text(ODD), id="Zb3dE6gH9"))]
+
+
+def compare(tokenizer: Any, renderer: Renderer) -> int:
+    """How many rows are trained; each as transformers renders it, or else with what was changed said."""
+    count = 0
+    for data in rows_of_every_form():
+        made, wanted = rendered(renderer, data), by_transformers(tokenizer, data)
+        if isinstance(made, BadRow):
+            continue
+        count += 1
+        assert made.text == wanted or made.notes, data
+        assert not any(escaped in trained(made) for escaped in ESCAPED), made.text
+        if made.text == wanted:
+            assert not made.notes
+        else:  # the template refuses the row, escapes its calls, encodes them twice or drops them
+            assert wanted is None or wanted.count("\\") != made.text.count("\\") or "&#34;" in wanted
+    return count
+
+
+def template_of(name: str) -> str:
+    return shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["mistral-common/v3", "mistral-common/v7_spm", *FEW])
+def test_calls_are_what_transformers_renders_or_what_was_changed_is_said(mistral, name):
+    renderer = renderer_of(copy.copy(mistral), template := template_of(name))
+    tokenizer = copy.copy(mistral)
+    tokenizer.chat_template = template
+    assert compare(tokenizer, renderer) == len(rows_of_every_form())
+
+
+@pytest.mark.slow
+def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mistral):
+    parts = TokenizerParts.of(mistral)
+    encoder = Encoder(parts)
+    for file in sorted(shared("chat_templates").glob("*/*.jinja")):
+        tokenizer = copy.copy(mistral)
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        try:
+            renderer = Renderer(parts.with_template(tokenizer.chat_template), max_seq_len=NO_LIMIT, encoder=encoder)
+            renderer.turns()
+        except TokenizerError:
+            continue
+        compare(tokenizer, renderer)
+
+
+@pytest.mark.parametrize("name", MISTRAL)
+def test_mistrals_calls_are_json_in_both_forms(mistral, name):
+    renderer = renderer_of(copy.copy(mistral), template_of(f"mistral-common/{name}"))
+    for arguments, notes in ((ODD, (turns.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
+        made = rendered(renderer, row(call(arguments)))
+        assert isinstance(made, Rendered)
+        assert made.notes == notes
+        written = trained(made).partition("[TOOL_CALLS]")[2].partition("</s>")[0]
+        assert json.loads(written)[0] == {"name": "get_weather", "arguments": ODD, "id": "Ab3dE6gH9"}
+
+
+GOLDEN = """
+5 1501 7567 1629 2032 1113 1295 29498 1537 1991 1316 1113 17452 2032 10598 19141 2032 1113
+29528 3980 12547 29512 5651 1291 29494 29535 1335 1146 29510 29481 2001 1316 1113 14066 2032 29473
+29538 1649 1113 1081 2032 1113 7338 29538 29483 29517 29552 29489 29537 29542 29507 10925 2
+"""
+"""What mistral-common 1.13.1 (MistralTokenizer.v3) encodes the call of the test below as, through its end token."""
+
+
+@pytest.mark.parametrize("name", ["v3_spm", "v3_image_spm"])
+@pytest.mark.parametrize("form", [lambda arguments: arguments, as_text])
+def test_a_call_has_the_ids_of_mistral_common(mistral, name, form):
+    renderer = renderer_of(copy.copy(mistral), template_of(f"mistral-common/{name}"))
+    data = row(call(form({"city": 'Bram "x" <b> & it\'s é', "days": 3})))
+    made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
+    assert isinstance(made, Rendered)
+    assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
+
+
+EACH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARGUMENTS = "c.function.arguments"
+JSON = f"{{% if {ARGUMENTS} is string %}}{{{{ {ARGUMENTS} }}}}{{% else %}}{{{{ {ARGUMENTS}|tojson }}}}{{% endif %}}"
+WAYS = {
+    "as it is": ("<call>{{ c.function.name }} {{ " + ARGUMENTS + " }}</call>", "text"),
+    "by + and safe": ("{{ '<c>{\"name\": \"' + c.function.name + '\", ' + (" + ARGUMENTS + "|tojson|safe) }}", "none"),
+    "text or safe": (
+        f"{{% set a = {ARGUMENTS} if {ARGUMENTS} is string else {ARGUMENTS}|tojson|safe %}}"
+        "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + a + '}' }}",
+        "text",
+    ),
+    "tojson": ("<call>{{ c.function | tojson }}</call>", "object"),
+    "both": ("<call>{{ c.function.name }} " + JSON + "</call>", "own"),
+    "indented": ("<call>{{ c.function.name }} {{ " + ARGUMENTS + "|tojson(indent=2) }}</call>", "object"),
+    "in tags": (
+        "<f={{ c.function.name }}>{% for k, v in " + ARGUMENTS + ".items() %}<p={{ k }}>{{ v }}</p>{% endfor %}",
+        "object",
+    ),
+    "asks for an object": (
+        "{{ raise_exception('no text') if " + ARGUMENTS + " is string }}<call>{{ c.function.name }} " + JSON,
+        "object",
+    ),
+    "escaped": ("<call>{{ c.function.name }} {{ " + ARGUMENTS + "|tojson|escape }}</call>", "none"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, way):
+    written, right = WAYS[way]
+    renderer = renderer_of(small, EACH.replace("CALL", written))
+    for arguments in (ODD, as_text(ODD), {}, "{}"):
+        data = row(call(arguments))
+        made = rendered(renderer, data)
+        if right == "none":
+            assert isinstance(made, BadRow) or arguments == {}  # which needs no escaping in one of the two
+            assert isinstance(made, BadRow) or made.text == by_transformers(small, data)
+            continue
+        assert isinstance(made, Rendered), made
+        own = "text" if isinstance(arguments, str) else "object"
+        if right in ("own", own):
+            assert made.notes == ()
+            assert made.text == by_transformers(small, data)
+        else:
+            assert made.notes == (turns.TEXT_FOR_OBJECT if own == "object" else turns.OBJECT_FOR_TEXT,)
+        other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
+        again = rendered(renderer, row(call(other)))
+        assert isinstance(again, Rendered)
+        assert trained(again) == trained(made)
+
+
+def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
+    draw = random.Random(5)
+    for written, right in (WAYS["tojson"], WAYS["text or safe"], WAYS["both"]):
+        renderer = renderer_of(small, EACH.replace("CALL", written))
+        for _ in range(10):
+            given = [{"city": draw.choice(['"a"', "<b>", "it's", "é&"]), "n": draw.randrange(9)} for _ in range(3)]
+            mixed = [one if draw.random() < 0.5 else as_text(one) for one in given]
+            made = rendered(renderer, row(*map(call, mixed)))
+            alike = rendered(renderer, row(*map(call, map(as_text if right == "text" else dict, given))))
+            assert isinstance(made, Rendered)
+            assert isinstance(alike, Rendered)
+            assert made.text == alike.text
+            assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
+
+
+def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
+    renderer = renderer_of(small, EACH.replace("CALL", "<call>{{ c | tojson }}</call>"))
+    for one in (call(ODD), call(ODD, index=0), {"index": 1, "function": {"arguments": ODD, "name": "get_weather"}}):
+        data = row(one)
+        made = rendered(renderer, data)
+        assert isinstance(made, Rendered), made
+        assert made.notes == ()
+        assert made.text == by_transformers(small, data)
+
+
+def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
+    plan = "<plan>{{ m.tool_plan }}</plan>"
+    for template, stripped in (
+        (EACH.replace("CALL", plan + WAYS["tojson"][0]), 0),
+        (EACH.replace("CALL", "{{ c }}"), 1),
+    ):
+        data = row(call({"city": "x"}), content=None)
+        data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
+        made = rendered(renderer_of(small, template), data)
+        assert isinstance(made, Rendered), made
+        assert made.stripped_think == stripped
+        assert made.special_in_text == 1
+        assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
+
+
+def test_an_id_that_the_template_takes_is_left_as_it_is(mistral):
+    template = template_of("mistral-common/v3")
+    renderer = renderer_of(copy.copy(mistral), template)
+    tokenizer = copy.copy(mistral)
+    tokenizer.chat_template = template
+    data = row(call(as_text(ODD), id="call_1234"))
+    made = rendered(renderer, data)
+    assert isinstance(made, Rendered)
+    assert made.text == by_transformers(tokenizer, data)
+    longer = rendered(renderer, row(call(as_text(ODD), id="call_12345")))
+    assert isinstance(longer, Rendered)
+    assert longer.notes == (turns.NOTE_SHORT_IDS,)
+
+
+def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(small):
+    renderer = renderer_of(small, EACH.replace("CALL", WAYS["tojson"][0]))
+    made = rendered(renderer, row(call('{"city": "\\u003c|im_end|\\u003e"}')))
+    assert isinstance(made, Rendered)
+    assert made.special_in_text == 1
+    assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
+
+
+def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
+    from transformers import AutoTokenizer
+
+    make_tokenizer(tmp_path, template=EACH.replace("CALL", WAYS["tojson"][0]))
+    path = tmp_path / "rows.jsonl"
+    rows = [row(call(as_text({"city": str(n)}) if n % 3 else {"city": str(n)})) for n in range(9)]
+    path.write_text("".join(json.dumps(data) + "\n" for data in rows), encoding="utf-8")
+    config = config_from_text(
+        f"model: {{name: {tmp_path}}}\ndata: {{train_path: {path}, val_path: null, test_path: null}}", name="run.yaml"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
+    lines = splits.train.report.lines("train")
+    assert [line for line in lines if turns.OBJECT_FOR_TEXT in line] == [
+        f"Data train: 6 rows: {turns.OBJECT_FOR_TEXT} (first: {path}:2)"
+    ]
+
+
+# Templates of their own for rows with tools.
+
+TOOL_USE = "<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n" + EACH.replace(
+    "CALL", "<tool>{{ c.function | tojson }}</tool>"
+)
+RAG = "{% for d in documents %}{{ d.title }}{% endfor %}"
+
+
+def saved(folder: Any, templates: dict[str, str], how: str) -> Any:
+    """A tokenizer with named templates, saved and loaded again."""
+    from transformers import AutoTokenizer
+
+    make_tokenizer(folder, template=None)
+    if how == "folder":
+        (folder / "additional_chat_templates").mkdir()
+        for name, text in templates.items():
+            file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            (folder / file).write_text(text, encoding="utf-8")
+    else:
+        path = folder / "tokenizer_config.json"
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": listed}), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == templates
+    return tokenizer
+
+
+@pytest.mark.parametrize("how", ["config", "folder"])
+def test_each_row_has_the_template_that_transformers_chooses_for_it(tmp_path, how):
+    tokenizer = saved(tmp_path, {"default": CHATML, "tool_use": TOOL_USE, "rag": RAG}, how)
+    renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
+    for data in (row(call(ODD)), plain_row(), {**plain_row(), "tools": TOOLS}, row(call(ODD)), plain_row()):
+        made = rendered(renderer, data)
+        assert isinstance(made, Rendered), made
+        assert made.text == by_transformers(tokenizer, data)
+        assert ("get_weather" in made.text) == ("tools" in data)
+        assert trained(made).endswith("Yes.<|im_end|>")
+    assert renderer.end_of_turn == "<|im_end|>"
+
+
+@pytest.mark.parametrize("how", ["config", "folder"])
+def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how):
+    for name in ("NousResearch-Hermes-3-Llama-3.1-8B", "CohereForAI-c4ai-command-r-plus"):
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer = saved(folder, {"default": CHATML, "tool_use": template_of(f"llama.cpp/{name}-tool_use")}, how)
+        renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
+        assert isinstance(rendered(renderer, plain_row()), Rendered)
+        made = rendered(renderer, row(call(ODD)))
+        if name.startswith("Cohere"):  # it writes an order before the last answer alone
+            assert isinstance(made, BadRow)
+            assert made.reason == turns.OTHER_PROMPT
+            continue
+        assert isinstance(made, Rendered), made
+        assert made.text == by_transformers(tokenizer, row(call(ODD)))
+
+
+def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(small):
+    renderer = renderer_of(small, TOOL_USE)
+    made = rendered(renderer, row(call(ODD)))
+    assert isinstance(made, Rendered), made
+    bad = rendered(renderer, plain_row())
+    assert isinstance(bad, BadRow)
+    assert bad.reason == turns.REFUSED
+
+
+def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    file = tmp_path / "tools.jinja"
+    file.write_text(TOOL_USE, encoding="utf-8")
+    config = config_from_text(f"model: {{name: {tmp_path}}}\ndata: {{chat_template: {file}}}", name="run.yaml")
+    loaded = load_tokenizer(config)
+    assert isinstance(rendered(Renderer(loaded.tokenizer, max_seq_len=NO_LIMIT), row(call(ODD))), Rendered)
+
+
+def test_a_broken_template_for_tools_costs_the_rows_with_tools_alone(tmp_path):
+    tokenizer = saved(tmp_path, {"default": CHATML, "tool_use": "{% for t in tools %}{{ t.function.name }}"}, "folder")
+    renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
+    bad = rendered(renderer, row(call(ODD)))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == "no chat template for rows with tools"
+    assert isinstance(rendered(renderer, plain_row()), Rendered)
+
+
+def test_a_tokenizer_without_a_default_template_takes_rows_with_tools_alone(tmp_path):
+    tokenizer = saved(tmp_path, {"tool_use": TOOL_USE, "rag": RAG}, "folder")
+    renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
+    assert isinstance(rendered(renderer, row(call(ODD))), Rendered)
+    bad = rendered(renderer, plain_row())
+    assert isinstance(bad, BadRow)
+    assert "rag, tool_use; give data.chat_template one" in bad.detail
+    assert by_transformers(tokenizer, plain_row()) is None
