@@ -33,7 +33,9 @@ $(foreach .v,$(GIVEN),$(eval $(call FREEZE,$(.v))))
 # Shell text, expanded by /bin/sh.
 override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
-override PROGRAM := $(PATHS) && exec "$(PY)" -m sft_play
+# Ctrl-C while Python itself starts would be a traceback of its own: where `env` can hold it back, the program takes it.
+override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
+override PROGRAM := $(PATHS) && $(HOLD) && exec $$hold "$(PY)" -m sft_play
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 

@@ -4,12 +4,13 @@ The program's own imports take a second, need a new Python and need packages. So
 this file, which is written for Python 3.6.
 """
 
-import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any, Optional, Sequence
+
+TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
+if TYPE_CHECKING:
+    from typing import Any, Optional, Sequence
 
 OLDEST = (3, 11)
 """As `requires-python` in pyproject.toml says."""
@@ -17,19 +18,20 @@ EXIT_MEND = 2
 EXIT_STOPPED = 130
 
 
-def main(command: Optional[str] = None) -> int:
+def main(command: "Optional[str]" = None) -> int:
     """Run `sft-play` with this process's words (`command` put before them); returns its exit code."""
     words = [command, *sys.argv[1:]] if command else sys.argv[1:]
     name = next((word for word in words if not word.startswith("-")), "sft-play")[:20]
+    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if is_heard:
+        # Nothing is open yet, and an exception would be lost or reworded by the imports that it falls into.
+        signal.signal(signal.SIGINT, lambda number, frame: _leave(name))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which make held back while Python started
     if sys.version_info < OLDEST:
         needed = ".".join(map(str, OLDEST))
         return _refuse(
             name, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
         )
-    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    if is_heard:
-        # Nothing is open yet, and an exception would be lost or reworded by the imports that it falls into.
-        signal.signal(signal.SIGINT, lambda number, frame: _leave(name))
     try:
         from sft_play.cli import main as run
         from sft_play.log import output_failure, survive_lost_output
@@ -49,7 +51,7 @@ def main(command: Optional[str] = None) -> int:
     return _refuse(name, lost) if lost and code == 0 else code
 
 
-def _guarded(run: Any, words: Sequence[str], name: str) -> int:
+def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
     """The program's exit code; in words where a package is missing, or where a Ctrl-C became another exception."""
     try:
         code = run(words)
@@ -67,7 +69,7 @@ def _guarded(run: Any, words: Sequence[str], name: str) -> int:
         return EXIT_STOPPED
 
 
-def _was_stopped(error: Optional[BaseException]) -> bool:
+def _was_stopped(error: "Optional[BaseException]") -> bool:
     """Whether an exception is a Ctrl-C, or was raised while one was handled: libraries reword what breaks an import."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
@@ -76,7 +78,7 @@ def _was_stopped(error: Optional[BaseException]) -> bool:
     return False
 
 
-def _unraisable(caught: Any) -> None:
+def _unraisable(caught: "Any") -> None:
     """A Ctrl-C that fell where nothing can be raised (in a weak reference's callback) is given again."""
     if isinstance(caught.exc_value, KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -84,11 +86,12 @@ def _unraisable(caught: Any) -> None:
         sys.__unraisablehook__(caught)
 
 
-def missing_package(error: ModuleNotFoundError, words: Sequence[str]) -> Optional[str]:
+def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
     """The message for a package that this Python does not have; None where a module of our own is missing.
 
     A package that is there and lacks a module keeps its traceback: that is its fault or ours.
     """
+    import contextlib
     from importlib.util import find_spec
 
     package = (error.name or "").partition(".")[0]
@@ -104,8 +107,10 @@ def _version() -> str:
     return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _way_out(words: Sequence[str]) -> str:
+def _way_out(words: "Sequence[str]") -> str:
     """How to run the same with the project's environment."""
+    from pathlib import Path
+
     root = Path(__file__).resolve().parent.parent
     here = os.path.relpath(str(root))
     install = f"install what it needs there: {sys.executable} -m pip install -e {here}"
@@ -130,5 +135,7 @@ def _leave(name: str) -> None:
 def _say(text: str) -> None:
     """One line on standard error, whether or not somebody reads it."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in text)
-    with contextlib.suppress(OSError):
+    try:
         os.write(2, (shown + "\n").encode("utf-8", "replace"))
+    except OSError:
+        return

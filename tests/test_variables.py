@@ -1,4 +1,4 @@
-"""Which command takes which variable and flag; what is misspelt, empty or another command's is refused, never ignored."""
+"""Which command takes which variable and flag; the misspelt, the empty and other commands' are refused, not ignored."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
             ):
                 cli.read_request(words, environment)
         assert cli.read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
-    with pytest.raises(ConfigError, match="data.train_path=mine/ is given without"):
+    with pytest.raises(ConfigError, match=r"data\.train_path=mine/ is given without"):
         cli.read_request([name, "--train-dataset", "mine/"], {})
     assert cli.read_request([name, *HARMLESS], {}).overrides == HARMLESS
 
