@@ -80,8 +80,10 @@ def _was_stopped(error: "Optional[BaseException]") -> bool:
 
 def _unraisable(caught: "Any") -> None:
     """A Ctrl-C that fell where nothing can be raised (in a weak reference's callback) is given again."""
-    if isinstance(caught.exc_value, KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    if issubclass(caught.exc_type, KeyboardInterrupt):
+        import threading  # from a thread, and in a moment: raised in this hook it would be lost again
+
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(caught)
 
