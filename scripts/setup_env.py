@@ -13,6 +13,7 @@ if __name__ == "__main__":  # Ctrl-C among the imports below: nothing is open, s
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -348,6 +349,8 @@ def main(root: Path = ROOT) -> int:
         say(str(error))
         return 2
     except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
+            raise
         say(
             f"{error.filename or root}: {error.strerror}: .venv cannot be read or built there.\n"
             "  Make it readable and writable for you, leave room on the disk, or use one that you have (VENV=/path)"

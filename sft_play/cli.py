@@ -103,7 +103,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
     def add(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
         shown = text if command is None or command in commands else argparse.SUPPRESS
-        made.add_argument(*flags, help=shown, default=None, **({"action": "store_true"} if is_switch else {}))
+        made.add_argument(*flags, help=shown, default=None, action="store_true" if is_switch else "store")
 
     for name, variable in VARIABLES.items():
         if variable.has_flag:

@@ -202,7 +202,7 @@ def survive_lost_output() -> None:
         raw = _Output(number, "w", closefd=False)
         is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
         made = io.TextIOWrapper(
-            raw if is_unbuffered else io.BufferedWriter(raw),  # type: ignore[arg-type]
+            raw if is_unbuffered else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,

@@ -319,3 +319,14 @@ def test_a_venv_without_permission_is_one_message(tmp_path, monkeypatch, capsys)
     assert setup_env.main(tmp_path) == 2
     said = capsys.readouterr().err
     assert "VENV=/closed was asked for, but /closed/bin/python cannot be read: Permission denied" in said
+
+
+def test_a_checkout_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
+    import setup_env
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/closed/.venv")
+
+    monkeypatch.setattr(setup_env, "ensure", refuse)
+    assert setup_env.main(tmp_path) == 2
+    assert "[setup] /closed/.venv: Permission denied: .venv cannot be read or built there." in capsys.readouterr().err
