@@ -197,6 +197,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
     spreading = [name for name in spread_variables if given.command in flag_commands(name)]
     asked = {name: value(getattr(given, name.lower(), None), name) or "" for name in spreading}
+    if given.command == "train":  # of a rank, whose words say what its parent's environment said
+        asked["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
     _refuse_words(given.command, overrides)
     request = Request(
         command=given.command,
