@@ -293,6 +293,7 @@ def _refuse_variables(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a variable of make that stands among the settings of the run YAML."""
     for word in overrides:
         name, _, text = word.partition("=")
+        name = name.upper()  # no key of the run YAML is a variable's name in small letters
         if name in VARIABLES:
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             raise ConfigError(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sft_play import cli, variables
+from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError
 from tests.conftest import ROOT, chat
 
@@ -113,6 +114,10 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(targe
             assert variables.is_taken(name, re.findall(r"belongs to make ([a-z-]+)", said)[0])
 
 
+def test_no_section_of_the_run_yaml_has_the_name_of_a_variable():
+    assert not {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
+
+
 def test_several_targets_take_what_one_of_them_takes():
     assert variables.refusal(["process", "train"], ["FORCE", "CONFIG"], []) is None
     assert "ROW= is not used by make process train" in (variables.refusal(["process", "train"], ["ROW"], []) or "")
@@ -202,6 +207,7 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
         (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
         (["generate", "--config", "x"], "--config is no flag of generate"),
         (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
+        (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
         (["train", "--json"], "--json is no flag of train"),
     ],
 )
