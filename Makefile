@@ -4,6 +4,22 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .SUFFIXES:
 
+# `override` here and below so that nobody replaces the Makefile's own by a variable of the same name.
+override SHELL := /bin/sh
+override .SHELLFLAGS := -c
+
+# A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
+# that of the defaults. Python words it (sft_play/variables.py has the table); without variables none is started.
+override GIVEN := $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v)))
+override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
+ifneq ($(GIVEN),)
+override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
+override REFUSED := $(shell for python in .venv/bin/python python3 python3.13 python3.12 python3.11 \
+  '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py \
+  $(call quoted,$(MAKECMDGOALS)) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) 2>/dev/null && break; done)
+$(if $(REFUSED),$(error $(REFUSED)))
+endif
+
 # Values stay values. Make would expand `$` in a command-line variable when it hands it to a recipe, so that
 # SET='$(shell ...)' ran; here each such variable is frozen to its raw text and reaches the program through the
 # environment alone. No recipe holds the text of a variable that a user can set: it names shell variables.
@@ -12,14 +28,14 @@ override define FREEZE
 override $(1) := $$(value $(1))
 export $(1)
 endef
-$(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(eval $(call FREEZE,$(.v)))))
+$(foreach .v,$(GIVEN),$(eval $(call FREEZE,$(.v))))
 
-# Shell text, expanded by /bin/sh. `override` so that nobody replaces it by a variable of the same name.
-override SHELL := /bin/sh
-override .SHELLFLAGS := -c
+# Shell text, expanded by /bin/sh.
 override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
-override PROGRAM := $(PATHS) && exec "$(PY)" -m sft_play
+# Ctrl-C while Python itself starts would be a traceback of its own: where `env` can hold it back, the program takes it.
+override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
+override PROGRAM := $(PATHS) && $(HOLD) && exec $$hold "$(PY)" -m sft_play
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 

@@ -7,11 +7,18 @@ file, either to find a newer one or to say that one is needed. All output goes t
 `make plan JSON=1 > plan.json` stays clean even when it builds first.
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C among the imports below: nothing is open, so end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -153,11 +160,17 @@ def refuse_foreign(venv: Path) -> None:
 def check_own(venv: str) -> None:
     """Raises unless VENV, an environment of the user's, has a Python; nothing in it is changed."""
     python = Path(venv) / "bin" / "python"
-    if python.is_file() and os.access(str(python), os.X_OK):
-        return
+    try:
+        if stat.S_ISREG(python.stat().st_mode) and os.access(str(python), os.X_OK):
+            return
+        found = f"there is no program {python.absolute()}"
+    except (FileNotFoundError, NotADirectoryError):
+        found = f"there is no program {python.absolute()}"
+    except (OSError, ValueError) as error:  # no permission, a loop of links, a name that is too long
+        found = f"{python.absolute()} cannot be read: {getattr(error, 'strerror', None) or error}"
     hint = " (a ~ inside quotes is not expanded: write $HOME)" if venv.startswith("~") else ""
     raise SetupError(
-        f"VENV={venv} was asked for, but there is no program {python.absolute()}{hint}.\n"
+        f"VENV={venv} was asked for, but {found}{hint}.\n"
         "  Name the folder of an environment that has bin/python, or leave VENV out: "
         "make then builds and uses .venv"
     )
@@ -329,10 +342,19 @@ def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly) ->
 
 def main(root: Path = ROOT) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         ensure(root, os.environ)
     except SetupError as error:
         say(str(error))
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
+            raise
+        say(
+            f"{error.filename or root}: {error.strerror}: .venv cannot be read or built there.\n"
+            "  Make it readable and writable for you, leave room on the disk, or use one that you have (VENV=/path)"
+        )
         return 2
     except KeyboardInterrupt:
         say("interrupted; the next make repairs .venv")

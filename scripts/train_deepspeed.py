@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sft_play.cli import main
+from sft_play.entry import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["train-deepspeed", *sys.argv[1:]]))
+    raise SystemExit(main("train-deepspeed"))

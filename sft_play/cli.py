@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
+import importlib.util
 import json
 import logging
 import os
@@ -27,7 +29,7 @@ from sft_play.launch import accelerate_config, board_commands
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of, with_accelerate
-from sft_play.log import escape_control, one_line, redact, set_up_logging
+from sft_play.log import escape_control, one_line, output_is_lost, redact, set_up_logging
 from sft_play.plan import record, show
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES
 from sft_play.plan.plan import Plan, require_fit
@@ -36,6 +38,7 @@ from sft_play.plan.whatif import Largest, Question, grid, question
 from sft_play.runs import RunFolder
 from sft_play.start import go_on, has_eval, launch, plan_for, refuse_strategy, shape_for, start_here, start_rank
 from sft_play.starter.names import CONFIG
+from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -77,88 +80,72 @@ SHORT_FLAGS = {
     "--output": "output.dir",
 }
 """Flags that people know from other tools, and the keys that they mean."""
-SPREADING = ("train-distributed", "train-deepspeed", "launch-command", "setup-accelerate", "resume", "doctor")
-VARIABLES = (
-    "CONFIG",
-    "HARDWARE",
-    "RUN",
-    "JSON",
-    "OUT",
-    "TRACE",
-    "WHATIF",
-    "MAX",
-    "PRICE",
-    "PEAKS",
-    "LAYOUTS",
-    "MODES",
-    "STEPS",
-    "FULL",
-    "WATCH",
-    "YES",
-    "FORCE",
-    "STYLE",
-    "N",
-    "ROW",
-    "TEMPLATES",
-    "TOKENIZER",
-)
-"""What make passes in the environment; each is a flag too."""
+RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+"""Packages that every rank imports: a parent that lacks one says so before it starts any."""
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are one message of the project's own error tree."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see sft-play --help")
+        raise ConfigError(f"{escape_control(message)}; see sft-play --help")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags there are."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The flags there are; of a command, with help for its own only."""
     made = _Parser(
         prog="sft-play",
-        description="Plan, explain and run supervised fine-tuning.",
-        epilog="commands: " + "; ".join(f"{name}: {text}" for name, text in COMMANDS.items()),
+        description=COMMANDS[command] if command else "Plan, explain and run supervised fine-tuning.",
+        epilog=None if command else "commands: " + "; ".join(f"{name}: {text}" for name, text in COMMANDS.items()),
         allow_abbrev=False,
     )
     made.add_argument("command", help=", ".join(COMMANDS))
-    made.add_argument("--config", help="run YAML (make: CONFIG)")
-    made.add_argument("--hardware", help="plan for a named machine, such as 2xH200 (make: HARDWARE)")
-    made.add_argument("--run", help="name of the run to resume (make: RUN)")
-    made.add_argument("--json", action="store_true", default=None, help="print one JSON object and nothing else")
-    made.add_argument("--out", help="write the JSON to this file too (make: OUT)")
-    made.add_argument(
-        "--trace", action="store_true", default=None, help="plan: confirm the choice by a trace (TRACE=1)"
-    )
-    made.add_argument("--whatif", help="plan: a grid, such as model.max_seq_len=2048,4096 (make: WHATIF)")
-    made.add_argument("--max", help="plan: find the largest seq_len, batch or model that fits (make: MAX)")
-    made.add_argument("--price", help="plan: money per GPU-hour (make: PRICE)")
-    made.add_argument("--peaks", help="memory-model-score: CSV of measured peaks (make: PEAKS)")
-    made.add_argument("--layouts", help="verify-layouts: those to compare, such as ddp,fsdp (make: LAYOUTS)")
-    made.add_argument("--modes", help="verify-layouts: full, lora, qlora (make: MODES)")
-    made.add_argument("--steps", help="verify-layouts: optimizer steps of each run (make: STEPS)")
-    made.add_argument("--full", action="store_true", default=None, help="gpu-info: ask torch what it sees (FULL=1)")
-    made.add_argument("--watch", action="store_true", default=None, help="memory-check: renew until Ctrl-C (WATCH=1)")
-    made.add_argument("--yes", action="store_true", default=None, help="tb-clean: remove without asking (make: YES=1)")
-    made.add_argument(
-        "--force", action="store_true", default=None, help="write over files that were edited by hand (make: FORCE=1)"
-    )
-    made.add_argument("--style", help="style, full-pipeline: the system prompt (make: STYLE)")
-    made.add_argument("--n", help="preview: how many examples (make: N)")
-    made.add_argument("--row", help="preview: this row, counted from 1 (make: ROW)")
-    made.add_argument("--templates", help="mask-score: folder of chat templates (make: TEMPLATES)")
-    made.add_argument("--tokenizer", help="mask-score: folder or hub id of a tokenizer (make: TOKENIZER)")
-    made.add_argument("--strategy", help="layout over several ranks: ddp, fsdp, zero2, zero3, … (make: STRATEGY)")
-    made.add_argument("--nproc", help="processes on this node (make: NPROC)")
-    made.add_argument("--gpus", help="GPUs to use, such as 0,1 (make: GPUS)")
-    made.add_argument("--nnodes", help="machines (make: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT)")
-    made.add_argument("--deepspeed_config", "--deepspeed-config", help="DeepSpeed's file (make: DEEPSPEED_CONFIG)")
-    made.add_argument("--deepspeed", action="store_true", help="let DeepSpeed run it")
-    made.add_argument("--tensorboard", action="store_true", help="start TensorBoard beside the run")
-    made.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # deepspeed's launcher passes it
+
+    def add(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
+        shown = text if command is None or command in commands else argparse.SUPPRESS
+        made.add_argument(*flags, help=shown, default=None, action="store_true" if is_switch else "store")
+
+    for name, variable in VARIABLES.items():
+        if variable.has_flag:
+            flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
+            text = f"{variable.help} (make: {name}{'=1' if variable.kind == 'switch' else ''})"
+            add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
+    add("--deepspeed", commands=FLAGS["--deepspeed"], text="let DeepSpeed run it", is_switch=True)
+    add("--tensorboard", commands=FLAGS["--tensorboard"], text="start TensorBoard beside the run", is_switch=True)
+    add("--local_rank", "--local-rank", commands=(), text=argparse.SUPPRESS)  # deepspeed's launcher passes it
     for flag, key in SHORT_FLAGS.items():
-        made.add_argument(flag, help=f"the same as {key}=…")
+        add(flag, commands=flag_commands("SET"), text=f"the same as {key}=…")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return made
+
+
+def _flags() -> dict[str, Sequence[str]]:
+    """Every flag with the commands that take it."""
+    of_variables = {f"--{name.lower()}": flag_commands(name) for name, one in VARIABLES.items() if one.has_flag}
+    return {**of_variables, **FLAGS, **{flag: flag_commands("SET") for flag in SHORT_FLAGS}}
+
+
+def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raises ConfigError for flags that nobody knows, that another command takes, that are empty or given twice."""
+    command, flags = given.command, _flags()
+    own = [flag for flag, commands in flags.items() if command in commands]
+    for word in unknown:
+        flag = word.partition("=")[0]
+        near = nearest(flag, own, list(flags))
+        whose = "" if near is None or near in own else f" (a flag of {', '.join(flags[near])})"
+        hint = f"did you mean {near}{whose}?" if near else f"{command} takes {', '.join(own) or 'none'}"
+        raise ConfigError(f"{command} has no flag {one_line(flag)}; {hint}")
+    for flag, commands in flags.items():
+        value = getattr(given, flag.strip("-").replace("-", "_"))
+        if value is None:
+            continue
+        if command not in commands:
+            raise ConfigError(f"{flag} is no flag of {command}; it belongs to {', '.join(commands)}")
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
+        spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
+        if sum(word.partition("=")[0] in spellings for word in words) > 1:
+            raise ConfigError(f"{flag} is given twice; give it once")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,26 +182,32 @@ class Request:
 
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     """The request of a command line; raises ConfigError for words that mean nothing."""
-    given = parser().parse_intermixed_args(list(words))
+    named = next((word for word in words if word in COMMANDS), None)
+    given, unknown = parser(named).parse_known_intermixed_args(list(words))
     if given.command not in COMMANDS:
         near = difflib.get_close_matches(given.command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
+    _refuse_flags(given, words, unknown)
 
     def value(flag: str | None, variable: str) -> str | None:
         return flag if flag is not None else environment.get(variable) or None
 
     out = value(given.out, "OUT")
     overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
-    asked = {name: value(getattr(given, name.lower(), None), name) or "" for name in spread_variables}
-    _refuse_variables(overrides)
-    return Request(
+    spreading = [name for name in spread_variables if given.command in flag_commands(name)]
+    asked = {name: value(getattr(given, name.lower(), None), name) or "" for name in spreading}
+    if given.command == "train":  # of a rank, whose words say what its parent's environment said
+        asked["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
+    _refuse_words(given.command, overrides)
+    request = Request(
         command=given.command,
         config=Path(os.path.expanduser(value(given.config, "CONFIG") or CONFIG)),  # noqa: PTH111  (no error for ~nobody)
         overrides=overrides,
         hardware=value(given.hardware, "HARDWARE"),
         run=value(given.run, "RUN"),
-        json=bool(given.json) or environment.get("JSON", "") not in ("", "0"),
+        json=given.command in flag_commands("JSON")
+        and (bool(given.json) or environment.get("JSON", "") not in ("", "0")),
         out=Path(out) if out else None,
         trace=bool(given.trace) or environment.get("TRACE", "") not in ("", "0"),
         whatif=_cells(value(given.whatif, "WHATIF")),
@@ -235,11 +228,45 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         watch=bool(given.watch) or environment.get("WATCH", "") not in ("", "0"),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
         spread=spread_of(
-            asked if given.command in SPREADING or given.deepspeed_config else {"STRATEGY": asked["STRATEGY"]},
-            deepspeed=given.deepspeed or given.command == "train-deepspeed",
-            board=given.tensorboard,
+            asked,
+            deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
+            board=bool(given.tensorboard),
         ),
     )
+    _refuse_no_config(request, environment)
+    return request
+
+
+def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
+    """Without a config the starter runs, and as such only.
+
+    Raises:
+        ConfigError: CONFIG is empty, or a model or data of the user's is given without a run YAML.
+    """
+    if request.config_given or request.command not in flag_commands("CONFIG"):
+        return
+    if "CONFIG" in environment:
+        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it: then "
+                          "the starter runs")  # fmt: skip
+    if not request.overrides or request.command not in (*TRAINING, *DESCRIBING):
+        return
+    if not request.config.is_file():
+        return
+    starter = load_config(request.config).config
+    asked = load_config(request.config, overrides=request.overrides).config
+    for key in ("model.name", "data.train_path", "data.val_path", "data.test_path", "data.text_path", "task_mode"):
+        was, now = (functools.reduce(getattr, key.split("."), config) for config in (starter, asked))
+        if now is None or now == was:
+            continue
+        name = asked.model.name if asked.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
+        rows = asked.data.train_path if asked.data.train_path != starter.data.train_path else "my.jsonl"
+        raise ConfigError(
+            f"{key}={one_line(str(now))} is given without a run YAML, and without CONFIG {request.command} is about "
+            f"the starter, a model of two million parameters with rows and settings of its own. Write my.yaml:\n"
+            f"  model: {{name: {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n"
+            f"  data: {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction: 0.05}}\n"
+            f"and name it: make {request.command} CONFIG=my.yaml (sft-play {request.command} --config my.yaml)"
+        )
 
 
 def _short(given: argparse.Namespace) -> list[str]:
@@ -249,14 +276,29 @@ def _short(given: argparse.Namespace) -> list[str]:
             if value is not None]  # fmt: skip
 
 
+def _refuse_words(command: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for words that are no setting, or settings where the command reads no run YAML."""
+    for word in overrides:
+        if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
+            raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; a run YAML is named so: "
+                              f"--config {shlex.quote(one_line(word))}")  # fmt: skip
+    _refuse_variables(overrides)
+    if overrides and command not in flag_commands("SET"):
+        raise ConfigError(
+            f"{command} reads no run YAML, so that {one_line(overrides[0])} would change nothing; leave it out"
+        )
+
+
 def _refuse_variables(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a variable of make that stands among the settings of the run YAML."""
     for word in overrides:
         name, _, text = word.partition("=")
+        name = name.upper()  # no key of the run YAML is a variable's name in small letters
         if name in VARIABLES:
+            flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             raise ConfigError(
-                f"{escape_control(word)} is a variable of make, not a setting: give it to make (make plan {name}=...), "
-                f"in the environment, or as --{name.lower()} {shlex.quote(escape_control(text))}"
+                f"{one_line(word)} is a variable of make, not a setting: give it to make (make plan {name}=...), "
+                f"in the environment{flag}"
             )
 
 
@@ -316,9 +358,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if not failures.hand_over(error):
             logger.warning("stopped by the user; what was saved until then is kept")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
     except Exception as error:
         if not failures.hand_over(error):
             raise
@@ -516,6 +555,8 @@ def _memory_check(request: Request) -> int:
             sys.stdout.flush()
         else:
             logger.info("%s", "\n".join(memory_check.lines(check)))
+        if output_is_lost():
+            raise KeyboardInterrupt  # nobody reads any more: the same end as Ctrl-C
 
     console = None if request.json else memory_check.terminal(sys.stdout)
     last: memory_check.Check | None
@@ -597,6 +638,9 @@ def _launched(request: Request) -> Ranks | None:
 
 def _launch(request: Request) -> int:
     _refuse_hardware(request)
+    for package in RANKS_NEED:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     loaded = load_config(request.config, overrides=request.overrides)
     return launch(loaded, dataclasses.replace(request.spread, show_only=request.command == "launch-command"))
 

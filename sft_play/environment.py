@@ -6,11 +6,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-OF_MAKE = (
-    *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "RUN", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "STRATEGY"),
-    *("NPROC", "GPUS", "NNODES", "NODE_RANK", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "LAYOUTS", "MODES", "STEPS"),
-    *("YES", "FORCE", "STYLE", "N", "ROW", "TEMPLATES", "TOKENIZER", "ROWS", "FULL", "WATCH"),
-)
+from sft_play.variables import VARIABLES
+
+OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV"))
 """What make passes to a command."""
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),

@@ -6,7 +6,10 @@ WARNING with their rank in the prefix.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -16,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
@@ -152,6 +155,84 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+# --- output that goes away --------------------------------------------------------------------------------------------
+
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
+"""What writing answers once the reader of a pipe has left, or a terminal was closed."""
+_lost: dict[int, OSError] = {}
+
+
+class _Output(io.FileIO):
+    """Standard output or error, which nobody's leaving breaks: `plan | head` plans on, and a training trains on.
+
+    From the first failure on, what is written goes to the null device, what the libraries and children write too.
+    """
+
+    def write(self, data: Any) -> int:
+        """Write; all of it is said to be written once nobody reads."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            _lose(self.fileno(), error)
+            return memoryview(data).nbytes
+
+
+def _lose(number: int, error: OSError) -> None:
+    """Send a descriptor's output to the null device from now on."""
+    _lost.setdefault(number, error)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)
+
+
+def survive_lost_output() -> None:
+    """Let no write to this process's standard output and error fail; called by entry points, once.
+
+    A reader that leaves a pipe (`make plan | head`) is no fault, and ends nothing: the command comes to its end, writes
+    its files and answers with its own exit code.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:  # closed before the start (`>&-`)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
+            continue
+        if not isinstance(stream, io.TextIOWrapper) or not _is_descriptor(stream, number):
+            continue
+        stream.flush()
+        raw = _Output(number, "w", closefd=False)
+        is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
+        made = io.TextIOWrapper(
+            raw if is_unbuffered else io.BufferedWriter(raw),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, made)
+
+
+def _is_descriptor(stream: io.TextIOWrapper, number: int) -> bool:
+    try:
+        return stream.fileno() == number
+    except OSError:
+        return False
+
+
+def output_is_lost() -> bool:
+    """Whether nobody reads standard output any more, so that what only shows something may end."""
+    return 1 in _lost
+
+
+def output_failure() -> str | None:
+    """Why standard output could not be written; None where it was, or where its reader left."""
+    with contextlib.suppress(ValueError):
+        sys.stdout.flush()
+    error = _lost.get(1)
+    if error is None or error.errno in _GONE:
+        return None
+    return f"standard output cannot be written: {error.strerror}; what was said is incomplete"
+
+
 def start_log_buffer() -> MemoryHandler:
     """A handler that keeps what is said before there is a folder to write it to."""
     buffer = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
@@ -161,7 +242,7 @@ def start_log_buffer() -> MemoryHandler:
 
 def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
     """Append the log to `path` from now on, what `buffer` kept first."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_TimedFormatter())
     handler.addFilter(_Once())
     root = logging.getLogger()
@@ -172,6 +253,21 @@ def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.
         buffer.close()
     root.addHandler(handler)
     return handler
+
+
+class _LogFile(logging.FileHandler):
+    """`train.log`: a disk that is full or gone is said once, where every line would bring a traceback."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say that the file cannot be written; faults of ours keep their traceback."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failed:
+            self._failed = True
+            sys.stderr.write(f"{escape_control(self.baseFilename)} cannot be written: {error.strerror}\n")
 
 
 class _TimedFormatter(logging.Formatter):

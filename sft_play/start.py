@@ -138,6 +138,7 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
 def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: bool = False) -> int:
     """The run in this process, on one GPU or the CPU; `board`: with TensorBoard beside it."""
     buffer = start_log_buffer()
+    _say_base(loaded)
     loaded = with_curves(loaded) if board else loaded
     whole = detect()
     hardware = _one_gpu(whole)
@@ -172,6 +173,16 @@ def _beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextMan
     if not wanted:
         return contextlib.nullcontext()
     return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
+
+
+def _say_base(loaded: LoadedConfig) -> None:
+    """The first line of every run: which weights it trains, and which file said so."""
+    name = loaded.config.model.name
+    if name == BASE_NAME:
+        what = f"{BASE_NAME}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
+    else:
+        what = f"{name} ({loaded.path})"
+    logger.info("Base model: %s", one_line(what, limit=400))
 
 
 def _say_plan(plan: Plan, config: RunConfig) -> None:
@@ -224,6 +235,7 @@ def start_rank(
         find: the run folder and whether the run goes on in it; asked on rank 0 where no parent named one.
     """
     buffer = start_log_buffer() if ranks.is_first else None
+    _say_base(loaded)
     choose_interface(ranks, os.environ)
     loaded = with_curves(loaded) if spread.board else loaded
     handed = _handed(loaded, ranks, spread, find)
@@ -398,6 +410,7 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
 
 def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None = None) -> int:
     """Plan, write the run folder, start the ranks and wait for them; the exit code is sft-play's."""
+    _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     file = accelerate_config.find_config(os.environ)
     if file is not None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.environment import OF_MAKE
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -26,29 +28,9 @@ def shared(name: str) -> Path:
 
 
 VARIABLES = (
-    *(
-        "CONFIG",
-        "SET",
-        "HARDWARE",
-        "JSON",
-        "OUT",
-        "RUN",
-        "TRACE",
-        "WHATIF",
-        "MAX",
-        "PRICE",
-        "PEAKS",
-        "STRATEGY",
-        "NPROC",
-        "LAYOUTS",
-        "MODES",
-        "STEPS",
-    ),
-    *("GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG", "FORCE"),
-    *("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT", "TB_KEEP", "TB_PORT", "TB_HOST", "YES", "INTERACTIVE"),
+    *(name for name in OF_MAKE if name not in ("TESTS", "TORCH")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "TORCHELASTIC_ERROR_FILE"),
-    *("GLOO_SOCKET_IFNAME", "FULL", "WATCH", "STYLE", "N", "ROW", "TEMPLATES", "TOKENIZER", "ROWS"),
+    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "TORCHELASTIC_ERROR_FILE", "GLOO_SOCKET_IFNAME"),
 )
 """Variables of make and of launchers, which a test sets for itself."""
 

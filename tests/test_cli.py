@@ -30,14 +30,20 @@ GIB = 2**30
         (["trian"], "did you mean train?"),
         (["dance"], "there are: train, resume, train-distributed, "),
         ([], "the following arguments are required: command"),
-        (["plan", "--confg", "x"], "unrecognized arguments: --confg x"),
+        (["plan", "--confg", "x"], "has no flag --confg; did you mean --config?"),
         (["plan", "--config"], "expected one argument"),
         (["plan", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["plan", "--config", "configs"], "is a folder"),
         (["plan", "--config", "configs/run_bnb.yaml", "--hardware", "3xH300"], "nearest: H200"),
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
-        (["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"], "names a machine for make plan"),
-        (["train", "--config", "configs/run_bnb.yaml", "--run", "x"], "names a run for make resume"),
+        (
+            ["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"],
+            "--hardware is no flag of train; it belongs to plan, ",
+        ),
+        (
+            ["train", "--config", "configs/run_bnb.yaml", "--run", "x"],
+            "--run is no flag of train; it belongs to resume, ",
+        ),
         (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
         (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
     ],
@@ -57,7 +63,7 @@ def test_the_environment_that_make_passes_is_read_and_words_win(monkeypatch):
     assert request.overrides == ("train.epochs=1", "data.train_path=x y", "train.epochs=2")
     assert (request.hardware, request.json) == ("2xH200", True)
     assert str(cli.read_request(["plan", "--config", "b.yaml"], environment).config) == "b.yaml"
-    assert str(cli.read_request(["train"], {"CONFIG": "", "SET": ""}).config) == "configs/run_starter.yaml"
+    assert str(cli.read_request(["train"], {"SET": ""}).config) == "configs/run_starter.yaml"
 
 
 def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):

@@ -18,7 +18,8 @@ FLOORS = {
     "errors": 0,
     "log": 0,
     "cache": 0,
-    "environment": 0,
+    "variables": 0,
+    "environment": 1,
     "config": 1,
     "facts": 1,
     "starter": 1,
@@ -37,7 +38,8 @@ FLOORS = {
     "start": 5,
     "pipeline": 6,
     "cli": 7,
-    "__main__": 8,
+    "entry": 8,
+    "__main__": 9,
 }
 """Room or module of the package: floor. `sft_play/__init__.py` itself holds the version and nothing else."""
 
@@ -46,7 +48,9 @@ LIGHT_ROOMS = {
     "errors",
     "log",
     "cache",
+    "variables",
     "environment",
+    "entry",
     "config",
     "facts",
     "starter",

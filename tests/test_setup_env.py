@@ -121,7 +121,7 @@ def test_up_to_date_is_silent_and_quick(ready, capfd):
         ("requirements.lock", "beta==2.0\n", ""),
         ("pyproject.toml", '"rich>=13"', '"rich>=14"'),
         ("pyproject.toml", '"mypy>=1.15"', '"mypy>=1.16"'),
-        ("pyproject.toml", "sft_play.cli:main", "sft_play.cli:other"),
+        ("pyproject.toml", "sft_play.entry:main", "sft_play.entry:other"),
         ("pyproject.toml", "setuptools>=77", "setuptools>=78"),
     ],
 )

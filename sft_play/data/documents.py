@@ -162,7 +162,7 @@ class DocumentsReport:
         note = self._val_note()
         val = folder / VAL if self.splits[VAL].rows else "null"
         asked = f"task_mode=cpt data.train_path={folder / TRAIN} data.val_path={val} data.test_path=null"
-        use = f'to train on it: make train SET="{asked}"'
+        use = f'to train on it: make train CONFIG=run.yaml SET="{asked}"'
         return [*found, *([f"  {note}"] if note else []), use]
 
     def _val_note(self) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from sft_play import failures
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.failures import Failure, numbered
-from sft_play.log import escape_control, one_line, redact, set_up_logging
+from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.runs import RunFolder
 from sft_play.train.heartbeat import noted
 
@@ -312,4 +312,5 @@ def _say_no_meeting(error: Exception, given: Any) -> int:
 
 
 if __name__ == "__main__":
+    survive_lost_output()
     sys.exit(main())

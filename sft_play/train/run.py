@@ -656,7 +656,7 @@ def _next_lines(job: Job) -> list[str]:
     if "tensorboard" in job.loaded.config.train.report_to:
         lines.append(f"See the curves: make tensorboard RUN={job.folder.path}")
     if Path(job.loaded.path).name == Path(CONFIG).name:
-        lines.append('Try next: make train CONFIG=configs/run_bnb.yaml (your own data: SET="data.train_path=…")')
+        lines.append('Try next: make train CONFIG=configs/run_bnb.yaml SET="data.train_path=…" (your own data)')
     return lines
 
 

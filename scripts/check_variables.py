@@ -1,0 +1,27 @@
+"""Prints what is wrong with the variables on make's command line, or nothing: the Makefile asks before any target.
+
+    check_variables.py TARGET… --given NAME… --empty NAME…
+
+Standard library only, and nothing newer than Python 3.6, like what it reads.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sft_play.variables import refusal
+
+
+def main(words):
+    """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check was made."""
+    given = words.index("--given")
+    empty = words.index("--empty")
+    text = refusal(words[:given], words[given + 1 : empty], words[empty + 1 :])
+    if text:
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

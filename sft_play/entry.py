@@ -1,0 +1,143 @@
+"""What runs before the program: words, in place of tracebacks, for a Python that cannot run it and for an early Ctrl-C.
+
+The program's own imports take a second, need a new Python and need packages. So nothing of it is imported at the top of
+this file, which is written for Python 3.6.
+"""
+
+import os
+import signal
+import sys
+
+TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
+if TYPE_CHECKING:
+    from typing import Any, Optional, Sequence
+
+OLDEST = (3, 11)
+"""As `requires-python` in pyproject.toml says."""
+EXIT_MEND = 2
+EXIT_STOPPED = 130
+
+
+def main(command: "Optional[str]" = None) -> int:
+    """Run `sft-play` with this process's words (`command` put before them); returns its exit code."""
+    words = [command, *sys.argv[1:]] if command else sys.argv[1:]
+    name = next((word for word in words if not word.startswith("-")), "sft-play")[:20]
+    is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if is_heard:
+        # Nothing is open yet, and an exception would be lost or reworded by the imports that it falls into.
+        signal.signal(signal.SIGINT, lambda number, frame: _leave(name))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which make held back while Python started
+    if sys.version_info < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        return _refuse(
+            name, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
+        )
+    try:
+        from sft_play.cli import main as run
+        from sft_play.log import output_failure, survive_lost_output
+    except ModuleNotFoundError as error:
+        text = missing_package(error, words)
+        if text is None:
+            raise
+        return _refuse(name, text)
+    survive_lost_output()
+    sys.unraisablehook = _unraisable
+    if is_heard:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = _guarded(run, words, name)
+    if is_heard:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left is Python's own end
+    lost = output_failure()
+    return _refuse(name, lost) if lost and code == 0 else code
+
+
+def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
+    """The program's exit code; in words where a package is missing, or where a Ctrl-C became another exception."""
+    try:
+        code = run(words)
+        assert isinstance(code, int)
+        return code
+    except ModuleNotFoundError as error:
+        text = missing_package(error, words)
+        if text is None:
+            raise
+        return _refuse(name, text)
+    except BaseException as error:
+        if isinstance(error, SystemExit) or not _was_stopped(error):
+            raise
+        _say(f"[{name}] stopped by the user")
+        return EXIT_STOPPED
+
+
+def _was_stopped(error: "Optional[BaseException]") -> bool:
+    """Whether an exception is a Ctrl-C, or was raised while one was handled: libraries reword what breaks an import."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _unraisable(caught: "Any") -> None:
+    """A Ctrl-C that fell where nothing can be raised (in a weak reference's callback) is given again."""
+    if issubclass(caught.exc_type, KeyboardInterrupt):
+        import threading  # from a thread, and in a moment: raised in this hook it would be lost again
+
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(caught)
+
+
+def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
+    """The message for a package that this Python does not have; None where a module of our own is missing.
+
+    A package that is there and lacks a module keeps its traceback: that is its fault or ours.
+    """
+    import contextlib
+    from importlib.util import find_spec
+
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "sft_play") or package in getattr(sys, "stdlib_module_names", ()):
+        return None
+    with contextlib.suppress(ImportError, ValueError):
+        if find_spec(package) is not None:
+            return None
+    return f"{sys.executable} ({_version()}) has no package {package}, which sft_play needs; {_way_out(words)}"
+
+
+def _version() -> str:
+    return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def _way_out(words: "Sequence[str]") -> str:
+    """How to run the same with the project's environment."""
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parent.parent
+    here = os.path.relpath(str(root))
+    install = f"install what it needs there: {sys.executable} -m pip install -e {here}"
+    if not (root / "requirements.lock").exists():
+        return "install it into another Python" if sys.version_info < OLDEST else install
+    python, command = os.path.join(here, ".venv", "bin", "python"), next(iter(words), "train")  # noqa: PTH118
+    run = f"run it in the project's environment: make {command}, or make setup and then {python} -m sft_play {command}"
+    return run if sys.version_info < OLDEST else f"{run}; or {install}"
+
+
+def _refuse(name: str, text: str) -> int:
+    _say(f"[{name}] error: {text}")
+    return EXIT_MEND
+
+
+def _leave(name: str) -> None:
+    """End at once, before anything was begun."""
+    _say(f"[{name}] stopped by the user before anything was begun")
+    os._exit(EXIT_STOPPED)
+
+
+def _say(text: str) -> None:
+    """One line on standard error, whether or not somebody reads it."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text)
+    try:
+        os.write(2, (shown + "\n").encode("utf-8", "replace"))
+    except OSError:
+        return

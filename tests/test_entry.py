@@ -1,0 +1,332 @@
+"""What surrounds the program: closed pipes, full disks, early Ctrl-C, Pythons and environments that cannot run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play import entry
+from tests.conftest import ROOT, VARIABLES
+
+PLAN = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return {**kept, "PYTHONPATH": str(ROOT), "TQDM_MININTERVAL": "0", **extra}
+
+
+def closed_pipe() -> int:
+    """The writing end of a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def program(*words: str, code: str = "", **streams: object) -> subprocess.CompletedProcess[str]:
+    """`sft-play` in a process of its own, `code` run before it."""
+    start = (
+        ["-c", f"{code}\nimport sys; from sft_play.entry import main; sys.exit(main())"] if code else ["-m", "sft_play"]
+    )
+    return subprocess.run(
+        [sys.executable, *start, *words],
+        cwd=ROOT, env=environment(), text=True, timeout=300,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+    )  # fmt: skip
+
+
+# output that goes away
+
+
+@pytest.mark.parametrize("words", [PLAN, (*PLAN, "--json"), ("plan", "--help"), ("gpu-info",)])
+def test_a_closed_pipe_is_quiet_and_changes_no_answer(words):
+    writing = closed_pipe()
+    answer = program(*words, stdout=writing)
+    os.close(writing)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_the_exit_code_of_a_closed_pipe_is_that_of_the_command(tmp_path):
+    writing = closed_pipe()
+    words = (
+        "plan",
+        "--config",
+        "configs/run_llama70b.yaml",
+        "--hardware",
+        "1xRTX3060",
+        "--out",
+        f"{tmp_path}/plan.json",
+    )
+    answer = program(*words, stdout=writing, stderr=writing)
+    os.close(writing)
+    assert answer.returncode == 3
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
+
+
+def test_a_watch_that_nobody_reads_ends():
+    with subprocess.Popen(
+        [sys.executable, "-m", "sft_play", "memory-check", "--watch"],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_message():
+    with Path("/dev/full").open("w") as full:
+        answer = program(*PLAN, stdout=full)
+    assert answer.returncode == 2
+    assert answer.stderr == (
+        "[plan] error: standard output cannot be written: No space left on device; what was said is incomplete\n"
+    )
+
+
+def test_streams_that_were_closed_before_the_start_are_no_fault():
+    words = ["/bin/sh", "-c", 'exec "$0" -m sft_play "$@" >&- 2>&- <&-', sys.executable, *PLAN]
+    assert subprocess.run(words, cwd=ROOT, env=environment(), timeout=120).returncode == 0
+
+
+def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
+    config = folder / "run.yaml"
+    config.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: null, test_path: {rows}}}\n"
+        f"train: {{effective_batch_size: 8, max_steps: {steps}, logging_steps: 1, dataloader_num_workers: 1}}\n"
+        "eval: {generate_rows: 2, max_new_tokens: 4}\n"
+        f"output: {{dir: {folder}/outputs, name: one}}\n"
+    )
+    return config
+
+
+def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_llama, sums):
+    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[train] Base model: ")
+        process.stdout.close()
+        assert process.wait(timeout=300) == 0
+    folder = tmp_path / "outputs" / "one"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert (folder / "adapter" / "adapter_model.safetensors").exists()
+    log = (folder / "train.log").read_text(encoding="utf-8")
+    assert "Base model: " in log.splitlines()[0]
+    assert "step 3/3" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
+def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
+    config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
+    words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"[train-distributed] Base model: ")
+        process.stdout.close()
+        assert process.wait(timeout=600) == 0
+    folder = tmp_path / "outputs" / "one"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    assert "step 3/3" in (folder / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capfd):
+    import logging
+
+    from sft_play.log import write_log_to
+
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    handler = write_log_to(Path("/dev/full"))
+    for _ in range(3):
+        logging.getLogger("sft_play.x").warning("a line")
+    logging.getLogger().removeHandler(handler)
+    assert capfd.readouterr().err.count("/dev/full cannot be written: No space left on device") == 1
+
+
+# Ctrl-C before the run
+
+INTERRUPT = """
+import importlib.abc, os, signal, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r} and sys.meta_path.pop(0):
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.plan.whatif"])
+def test_ctrl_c_in_the_first_second_is_one_line(name):
+    answer = program(*PLAN, code=INTERRUPT.format(name=name))
+    assert answer.returncode == 130
+    assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "raise KeyboardInterrupt",
+        "try:\n  raise KeyboardInterrupt\n except BaseException:\n  raise ImportError('no')",
+    ],
+)
+def test_ctrl_c_that_a_library_rewords_is_still_one(raised, monkeypatch, capfd):
+    scope: dict[str, object] = {}
+    exec(f"def run(words):\n {raised}", scope)
+    assert entry._guarded(scope["run"], ["plan"], "plan") == 130
+    assert capfd.readouterr().err == "[plan] stopped by the user\n"
+    with pytest.raises(ImportError):
+        entry._guarded(lambda words: exec("import sft_play.no_such_module"), ["plan"], "plan")
+    with pytest.raises(ZeroDivisionError):
+        entry._guarded(lambda words: 1 // 0, ["plan"], "plan")
+
+
+def test_ctrl_c_in_a_callback_is_given_again():
+    code = (
+        "import os, signal, sys, time, weakref\nfrom sft_play import cli, entry\n"
+        "class A: pass\n"
+        "def run(words):\n"
+        "    a = A(); keep = weakref.ref(a, lambda _: os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1))\n"
+        "    del a\n    time.sleep(20)\n    return 0\n"
+        "cli.main = run\n"
+    )
+    answer = program("plan", code=code)
+    assert (answer.returncode, answer.stderr) == (130, "[plan] stopped by the user\n")
+
+
+# Pythons and environments that cannot run it
+
+
+@pytest.mark.parametrize(
+    "start", [["-m", "sft_play", "plan"], ["scripts/plan.py"], ["scripts/train.py", "--config", "x"]]
+)
+def test_an_environment_without_packages_is_one_message(start):
+    """`-S` leaves out site-packages; the standard library stays."""
+    answer = subprocess.run([sys.executable, "-S", *start], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr.count("\n") == 1
+    assert f"{sys.executable} (Python {sys.version_info[0]}.{sys.version_info[1]}) has no package " in answer.stderr
+    assert ", which sft_play needs; run it in the project's environment: make " in answer.stderr
+    assert f"{sys.executable} -m pip install -e ." in answer.stderr
+
+
+WITHOUT = """
+import importlib.abc, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Without())
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("torch", ("train",)),
+        ("trl", ("train-distributed",)),
+        ("transformers", ("preview",)),
+        ("torch", ("verify-layouts",)),
+    ],
+)
+def test_a_package_that_is_missed_later_is_one_message(package, words, tmp_path, tiny_llama, sums):
+    config = run_yaml(tmp_path, tiny_llama, sums, steps=1)
+    answer = program(*words, "--config", str(config), code=WITHOUT.format(name=package))
+    assert answer.returncode == 2
+    assert f"has no package {package}, which sft_play needs" in answer.stderr
+    assert answer.stderr.count("error:") == 1
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "version_info", (3, 8, 18, "final", 0))
+    monkeypatch.setattr(sys, "argv", ["sft-play", "plan"])
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert entry.main() == 2
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    said = capfd.readouterr().err
+    assert f"[plan] error: {sys.executable} is Python 3.8, and sft_play needs 3.11 or newer; run it in" in said
+    assert "pip install" not in said
+    assert '">=3.11' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_what_any_python_reads_is_old_syntax():
+    import ast
+
+    for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/variables.py", "scripts/check_variables.py",
+                 "scripts/setup_env.py", "scripts/train.py", "sft_play/__init__.py"):  # fmt: skip
+        source = (ROOT / name).read_text(encoding="utf-8")
+        ast.parse(source, feature_version=(3, 6))
+        assert "from __future__ import annotations" not in source, name
+
+
+def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
+    assert entry.missing_package(ModuleNotFoundError("x", name="sft_play.nowhere"), []) is None
+    assert entry.missing_package(ModuleNotFoundError("x", name="json.nowhere"), []) is None
+    assert entry.missing_package(ModuleNotFoundError("x", name="pydantic.nowhere"), []) is None
+    assert "no package nowhere_at_all" in (
+        entry.missing_package(ModuleNotFoundError("x", name="nowhere_at_all.a"), []) or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_it", "found"),
+    [
+        (lambda path: (path / "bin").mkdir(parents=True), "there is no program"),
+        (lambda path: path.touch(), "there is no program"),
+        (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+        (lambda path: (path / "bin" / "python").mkdir(parents=True), "there is no program"),
+    ],
+)
+def test_a_venv_that_is_none_is_one_message(tmp_path, make_it, found):
+    venv = tmp_path / "venv"
+    make_it(venv)
+    kept = {name: value for name, value in environment().items() if not name.startswith(("MAKE", "MFLAGS"))}
+    answer = subprocess.run(["make", "plan", f"VENV={venv}"], cwd=ROOT, env=kept, capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert f"[setup] VENV={venv} was asked for, but " in answer.stderr
+    assert found in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_venv_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
+    """By the system's own answer, since root may read everything."""
+    import setup_env
+
+    def refuse(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setenv("VENV", "/closed")
+    assert setup_env.main(tmp_path) == 2
+    said = capsys.readouterr().err
+    assert "VENV=/closed was asked for, but /closed/bin/python cannot be read: Permission denied" in said
+
+
+def test_a_checkout_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
+    import setup_env
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/closed/.venv")
+
+    monkeypatch.setattr(setup_env, "ensure", refuse)
+    assert setup_env.main(tmp_path) == 2
+    assert "[setup] /closed/.venv: Permission denied: .venv cannot be read or built there." in capsys.readouterr().err

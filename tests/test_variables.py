@@ -1,0 +1,282 @@
+"""Which command takes which variable and flag; the misspelt, the empty and other commands' are refused, not ignored."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sft_play import cli, variables
+from sft_play.config.leaves import leaves
+from sft_play.errors import ConfigError
+from tests.conftest import ROOT, chat
+
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
+STARTER = "configs/run_starter.yaml"
+OF_OTHERS = (
+    *("CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_HOME", "OMP_NUM_THREADS", "NCCL_DEBUG", "WANDB_MODE", "MAKEFLAGS", "V"),
+    *("TORCH_HOME", "PYTHONPATH", "TOKENIZERS_PARALLELISM", "SFT_PLAY_CACHE", "https_proxy", "PATH", "CC", "TMPDIR"),
+)
+
+
+def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    kept = {name: value for name, value in kept.items() if name not in variables.VARIABLES} | environment
+    return subprocess.run(["make", *words], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=120)
+
+
+# the table
+
+
+def test_the_table_speaks_of_every_target_and_command():
+    assert variables.targets() == set(TARGETS)
+    programs = {variables.command_of(name) for name in TARGETS} - set(variables.COMMANDS_OF_MAKE)
+    assert programs == set(cli.COMMANDS) == set(cli._COMMANDS)
+    for name, variable in variables.VARIABLES.items():
+        assert set(variable.commands) <= {*TARGETS, "*"}, name
+        assert set(variable.ranks) <= set(cli.COMMANDS), name
+        assert variable.kind in ("text", "list", "switch"), name
+
+
+def test_every_command_that_the_papers_show_is_taken():
+    """`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
+    files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]
+    files += [*ROOT.glob("sft_play/**/*.py"), ROOT / "CHANGELOG.md"]
+    found = 0
+    for path in files:
+        for target, rest in re.findall(
+            r"\bmake +([a-z-]+)((?: +[A-Z_]+=(?:\"[^\"\n]*\"|'[^'\n]*'|\S*))+)", path.read_text()
+        ):
+            if target not in TARGETS:
+                continue
+            names = re.findall(r"(?:^| )([A-Z_]+)=", re.sub(r"=(\"[^\"]*\"|'[^']*'|\S*)", "=", rest))
+            found += 1
+            assert variables.refusal([target], names, []) is None, (path, target, names)
+    assert found > 60
+
+
+# variables of make
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_target_takes_a_misspelt_variable(target):
+    """One letter left out, added, doubled or changed, two swapped, or another case, of every variable that it takes."""
+    chance, tried = random.Random(7), 0
+    for name in variables.VARIABLES:
+        if not variables.is_taken(name, target):
+            continue
+        assert variables.refusal([target], [name], []) is None
+        for wrong in misspelt(name, chance):
+            if wrong not in variables.VARIABLES and wrong not in variables._OTHERS:
+                tried += 1
+                said = variables.refusal([target], [wrong], [])
+                assert said is not None, wrong
+                assert wrong in said
+                if len(name) > 4:
+                    assert f"did you mean {name}=?" in said, said
+    assert tried
+
+
+def misspelt(name: str, chance: random.Random) -> list[str]:
+    place = chance.randrange(len(name) - 1) if len(name) > 1 else 0
+    swapped = name[:place] + name[place + 1 : place + 2] + name[place] + name[place + 2 :]
+    letter = chance.choice("QXZ")
+    made = {name.lower(), name.title(), name[:place] + name[place + 1 :], name[:place] + letter + name[place:], swapped}
+    return sorted(made - {name, ""})
+
+
+@pytest.mark.parametrize("target", ["train", "plan", "help", "setup", "clean", "test"])
+def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
+    for name in OF_OTHERS:
+        assert variables.refusal([target], [name], []) is None, name
+    for name in ("BATCH_SIZE", "MODEL_NAME", "TRAIN_DATASET", "MAX_STEPS", "FOO", "ACCELERATE_CONFG", "lr"):
+        said = variables.refusal([target], [name], [])
+        assert said is not None, name
+        assert said.startswith(f"{name}= is no variable of make {target}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(target):
+    for name in variables.VARIABLES:
+        said = variables.refusal([target], [name], [])
+        if variables.is_taken(name, target):
+            assert said is None
+        else:
+            assert said is not None
+            assert said.startswith(f"{name}= is not used by make {target}; it belongs to make ")
+            assert variables.is_taken(name, re.findall(r"belongs to make ([a-z-]+)", said)[0])
+
+
+def test_no_section_of_the_run_yaml_has_the_name_of_a_variable():
+    assert not {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
+
+
+def test_several_targets_take_what_one_of_them_takes():
+    assert variables.refusal(["process", "train"], ["FORCE", "CONFIG"], []) is None
+    assert "ROW= is not used by make process train" in (variables.refusal(["process", "train"], ["ROW"], []) or "")
+
+
+def test_an_empty_value_is_refused_where_it_would_mean_the_default():
+    for name, variable in variables.VARIABLES.items():
+        target = next(one for one in TARGETS if variables.is_taken(name, one))
+        said = variables.refusal([target], [name], [name])
+        assert (said is None) == (variable.kind in ("list", "switch")), name
+    assert "CONFIG= is given and empty" in (variables.refusal(["train"], ["CONFIG"], ["CONFIG"]) or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "CONFG=my.yaml"], "did you mean CONFIG=?"),
+        (["train", "config=my.yaml"], "did you mean CONFIG=?"),
+        (["plan", "HARWARE=2xH200"], "did you mean HARDWARE=?"),
+        (["train", "CONFIG="], "CONFIG= is given and empty"),
+        (["train", "CONFIG=  "], "CONFIG= is given and empty"),
+        (["train", "ROW=5"], "ROW= is not used by make train; it belongs to make preview"),
+        (["CONFIG=my.yaml"], "CONFIG= is not used by make without a target"),
+        (["setup", "PYTHN=python3"], "did you mean PYTHON=?"),
+        (["-n", "train", "quo'te=1"], "quo'te= is no variable"),
+    ],
+)
+def test_make_refuses_before_anything_runs(words, message, tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path / 'ran'))}\n")
+    python.chmod(0o755)
+    answer = make(*words, f"VENV={tmp_path}")
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert answer.stderr.count("***") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_the_environment_holds_is_not_judged(tmp_path):
+    answer = make("-n", "train", CONFG="x", ROW="5", RUN="", config="y")
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+# flags of the program
+
+VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
+          "MAX": "seq_len", "WHATIF": "train.epochs=1"}  # fmt: skip
+
+
+def words_of(flag: str) -> list[str]:
+    name = flag.strip("-").upper()
+    is_switch = flag in ("--deepspeed", "--tensorboard") or (
+        name in variables.VARIABLES and variables.VARIABLES[name].kind == "switch"
+    )
+    return [flag] if is_switch else [flag, VALUES.get(name, "1")]
+
+
+@pytest.mark.parametrize("command_name", sorted(cli.COMMANDS))
+def test_a_command_takes_its_own_flags_and_no_others(command_name):
+    config = ["--config", STARTER] if command_name in variables.flag_commands("CONFIG") else []
+    taken = 0
+    for flag, commands in cli._flags().items():
+        if flag == "--config":
+            continue
+        if command_name in commands:
+            cli.read_request([command_name, *config, *words_of(flag)], {})
+            taken += 1
+        else:
+            with pytest.raises(ConfigError, match=f"{flag} is no flag of {command_name}; it belongs to {commands[0]}"):
+                cli.read_request([command_name, *config, *words_of(flag)], {})
+    assert taken or command_name == "generate"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--row", "5", "--layouts", "nonsense"], "is no flag of plan"),
+        (["plan", "--hardwear", "2xH200"], "did you mean --hardware?"),
+        (["plan", "--rwo", "5"], "plan has no flag --rwo; did you mean --row (a flag of preview)?"),
+        (["plan", "--Config", "x"], "did you mean --config?"),
+        (["plan", "--frobnicate"], "plan has no flag --frobnicate; plan takes --config, "),
+        (["train", "--config", ""], "--config is given and empty"),
+        (["plan", "--hardware", " "], "--hardware is given and empty"),
+        (["plan", "--config", STARTER, "--config", "x.yaml"], "--config is given twice"),
+        (["train", "my.yaml"], "--config my.yaml"),
+        (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
+        (["generate", "--config", "x"], "--config is no flag of generate"),
+        (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
+        (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
+        (["train", "--json"], "--json is no flag of train"),
+    ],
+)
+def test_wrong_flags_are_one_message(command, words, message):
+    code, printed = command(*words)
+    assert code == 2
+    assert message in printed
+    assert printed.count("error:") == 1
+
+
+# the starter, as such only
+
+OWN = (
+    *("data.train_path=mine.jsonl", "data.val_path=mine.jsonl", "data.test_path=x.jsonl", "model.name=me/model"),
+    *("model={name: me/model}", "data={train_path: mine.jsonl}", "task_mode=cpt"),
+)
+HARMLESS = ("train.max_steps=2", "output.name=x", "model.max_seq_len=64", "data.val_path=null", "tuning.mode=lora")
+
+
+@pytest.mark.parametrize("name", [*variables.TRAINING, *variables.DESCRIBING])
+def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for setting in OWN:
+        for words, environment in (([name, setting], {}), ([name], {"SET": shlex.quote(setting)})):
+            with pytest.raises(
+                ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my.yaml"
+            ):
+                cli.read_request(words, environment)
+        assert cli.read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
+    with pytest.raises(ConfigError, match=r"data\.train_path=mine/ is given without"):
+        cli.read_request([name, "--train-dataset", "mine/"], {})
+    assert cli.read_request([name, *HARMLESS], {}).overrides == HARMLESS
+
+
+def test_an_empty_config_of_the_environment_is_not_the_starter(command, monkeypatch):
+    monkeypatch.setenv("CONFIG", "")
+    code, printed = command("train")
+    assert code == 2
+    assert "CONFIG is set and empty" in printed
+
+
+# the base model comes first
+
+
+def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(8)))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: null, test_path: null}}\n"
+        "train: {effective_batch_size: 4, max_steps: 1, report_to: []}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    code, printed = command("launch-command", "--config", str(config))
+    assert code == 0, printed
+    assert printed.startswith(f"[launch-command] Base model: {tiny_llama} ({config})\n")
+    code, printed = command("train", "--config", str(config), "train.stop_after_steps=1")
+    assert code == 0, printed
+    assert printed.startswith(f"[train] Base model: {tiny_llama} ({config})\n")
+    log = (tmp_path / "outputs" / "one" / "train.log").read_text(encoding="utf-8")
+    assert f"Base model: {tiny_llama}" in log.splitlines()[0]
+    code, printed = command("launch-command", f"output.dir={tmp_path}")
+    assert printed.startswith(
+        "[launch-command] Base model: sft-play/starter-base, the starter's two million parameters"
+    )
+
+
+def test_the_flag_of_a_path_reads_as_a_path(tmp_path: Path):
+    request = cli.read_request(["train", "--config", STARTER, "--train-dataset", f"{tmp_path}/a b"], {})
+    assert request.overrides == (f'data.train_path="{tmp_path}/a b"',)
