@@ -17,6 +17,7 @@ PACKAGE = ROOT / "sft_play"
 FLOORS = {
     "errors": 0,
     "log": 0,
+    "endings": 0,
     "cache": 0,
     "environment": 0,
     "config": 1,
@@ -45,6 +46,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "
 LIGHT_ROOMS = {
     "errors",
     "log",
+    "endings",
     "cache",
     "environment",
     "config",

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play import failures
+from sft_play.endings import StopSignals
 from sft_play.errors import TrainingError
 from sft_play.train.engine import any_rank, highest
 
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 PLAIN_LINE_EVERY_S = 15.0
 """Seconds between progress lines where the output is no terminal."""
-SAME_SIGNAL_S = 1.0
-"""Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
@@ -147,32 +145,16 @@ class StopAfter(TrainerCallback):
             control.should_save = False
 
 
-class StopSignals:
-    """While open, the first Ctrl-C or SIGTERM ends the run at its next step; a second one ends it at once."""
+def stopping(stop: StopAfter) -> StopSignals:
+    """While open, a request to stop ends the run at its next step; a second one ends it at once."""
 
-    def __init__(self, stop: StopAfter) -> None:
-        self._stop = stop
-        self._old: dict[int, Any] = {}
-        self._since = 0.0
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop.signal is not None:
-            if time.monotonic() - self._since < SAME_SIGNAL_S:
-                return
-            raise KeyboardInterrupt
-        self._stop.signal, self._since = number, time.monotonic()
+    def first(number: int) -> None:
+        stop.signal = number
         if failures.under_agent():  # what started the ranks says it once; after a peer's death it would be untrue
             return
         logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
+
+    return StopSignals(first)
 
 
 class Progress(TrainerCallback):
