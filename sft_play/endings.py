@@ -94,7 +94,7 @@ class StopSignals:
     def __init__(self, first: Callable[[int], None], again: Callable[[int], None] | None = None) -> None:
         self._first, self._again = first, again or interrupt
         self._old: dict[int, Any] = {}
-        self._parent = os.getppid()
+        self._process, self._parent = os.getpid(), os.getppid()
 
     def __enter__(self) -> StopSignals:
         global _asked_at, _open
@@ -114,6 +114,8 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         global _asked_at
+        if os.getpid() != self._process:  # a fork, such as a data loader's: the process that needs it will end it
+            return
         if number == signal.SIGHUP:
             leave_dead_terminal()
         if _asked_at is None:

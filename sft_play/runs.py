@@ -601,14 +601,30 @@ def sha256_of(path: Path) -> str:
 
 def keep_metrics_until(path: Path, step: int) -> None:
     """Drop the lines of metrics after `step`: a resumed run writes those steps again."""
-    if not path.exists():
-        return
-    kept = []
+    if path.exists():
+        write_text(path, "".join(f"{line}\n" for line, entry in _metrics(path) if entry["step"] <= step))
+
+
+def evaluations(path: Path) -> list[dict[str, Any]]:
+    """The figures of the validation rows by step, from before training on: `step`, `loss`, `exact_match`.
+
+    A resumed run has those of its earlier starts too.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for _, entry in _metrics(path) if path.exists() else ():
+        figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
+        if figures:
+            empty = {"step": entry["step"], "loss": None, "exact_match": None}
+            found[entry["step"]] = found.get(entry["step"], empty) | figures
+    return [found[step] for step in sorted(found)]
+
+
+def _metrics(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Lines of metrics.jsonl that are whole, each with what it says."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield line, entry

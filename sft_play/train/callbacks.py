@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -158,7 +159,10 @@ def stopping(stop: StopAfter) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
+    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    The lines stand in the run's log either way. A terminal that is closed meanwhile takes the bar with it, and no more.
+    """
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
@@ -204,23 +208,24 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Stop the clock and leave the bar as it is."""
         self.on_step_begin(args, state, control)
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self.close()
 
     def close(self) -> None:
         """Give the terminal back, however the run ended."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
 
     def _show(self, state: TrainerState) -> None:
         text = self.line(state.global_step, state.max_steps)
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step, text=text)
-        elif self._is_due(state):
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=state.global_step, text=text)
+        if self._is_due(state):
             self._last_line = self._now()
-            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text,
+                        extra={"file_only": self._bar is not None})  # fmt: skip
 
     def _is_due(self, state: TrainerState) -> bool:
         first_or_last = state.global_step in (self._first_step + 1, state.max_steps)

@@ -549,6 +549,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
+    summary["evaluations"] = runs.evaluations(job.folder.metrics_path) if engine.is_first() else []
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         is_adapter = prepared.blueprint.peft_config is not None
