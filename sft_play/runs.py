@@ -393,11 +393,13 @@ def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
 
 
 def _refuse_own(folder: RunFolder, path: Path) -> None:
-    with contextlib.suppress(OSError):
+    try:
         found = path.stat()
-        mine = _LOCKED_HERE.get((found.st_dev, found.st_ino))
-        if mine is not None and mine._descriptor is not None:
-            raise RunFolderError(f"{folder.path} is being written by this very process (pid {os.getpid()})")
+    except OSError:
+        return
+    mine = _LOCKED_HERE.get((found.st_dev, found.st_ino))
+    if mine is not None and mine._descriptor is not None:
+        raise RunFolderError(f"{folder.path} is being written by this very process (pid {os.getpid()})")
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
