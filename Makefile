@@ -19,8 +19,8 @@ override SHELL := /bin/sh
 override .SHELLFLAGS := -c
 override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
-# SFT_PLAY_MAKE names make's own process: a command whose make is killed would be left without an end.
-override PROGRAM := $(PATHS) && SFT_PLAY_MAKE="$$PPID" exec "$(PY)" -m sft_play
+# SFT_PLAY_MAKE names make's own process and the command's: one whose make is killed ends with it.
+override PROGRAM := $(PATHS) && SFT_PLAY_MAKE="$$PPID:$$$$" exec "$(PY)" -m sft_play
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 

@@ -19,7 +19,7 @@ from typing import Any
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
 """In a process that was started for another one: `PID:SIGNAL`, whom it ends with, and how."""
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
-"""In a command of the Makefile's: the process id of make, which a killed command line would leave without an end."""
+"""In a command of the Makefile's: `MAKE:PID`, make's process id and the command's own, with which make started it."""
 ECHO_S = 1.0
 """Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
 _LOOK_S = 0.5
@@ -62,10 +62,10 @@ def leave_with_starter() -> None:
     What this process starts does not inherit the variables: each child is told by its own parent.
     """
     parent, _, name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
-    make = os.environ.pop(MAKE_VARIABLE, "")
+    make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent.isdigit():
         leave_with(int(parent), signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM)
-    elif make == str(os.getppid()):  # with a wrapper in between (VENV=), make's end is the wrapper's to notice
+    elif make.isdigit() and child == str(os.getpid()):  # else a wrapper stands between (VENV=), whose child this is
         leave_with(int(make), signal.SIGTERM)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -189,15 +189,18 @@ def _tethered(pid: int) -> bool:
 
 def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
     monkeypatch.setenv(endings.PARENT_VARIABLE, f"{os.getppid()}:SIGTERM")
-    monkeypatch.setenv(endings.MAKE_VARIABLE, "1")
+    monkeypatch.setenv(endings.MAKE_VARIABLE, "1:1")
     told = []
     monkeypatch.setattr(endings, "leave_with", lambda *words: told.append(words))
     endings.leave_with_starter()
     assert told == [(os.getppid(), signal.SIGTERM)]
     assert not {endings.PARENT_VARIABLE, endings.MAKE_VARIABLE} & set(os.environ)
-    monkeypatch.setenv(endings.MAKE_VARIABLE, "123456789")  # a wrapper of VENV= stands between
+    monkeypatch.setenv(endings.MAKE_VARIABLE, f"123456789:{os.getpid()}")
     endings.leave_with_starter()
-    assert len(told) == 1
+    assert told[1:] == [(123456789, signal.SIGTERM)]
+    monkeypatch.setenv(endings.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
+    endings.leave_with_starter()
+    assert len(told) == 2
 
 
 def test_a_command_ends_when_its_make_is_killed(tmp_path):
@@ -238,13 +241,16 @@ ENDED_OTHERWISE = {
 
 
 def test_every_process_that_the_package_starts_ends_with_it():
-    starting = {}
-    for path in sorted((ROOT / "sft_play").rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        names = {node.attr if isinstance(node, ast.Attribute) else node.id for node in ast.walk(ast.parse(source))
-                 if isinstance(node, (ast.Attribute, ast.Name))}  # fmt: skip
-        if names & {"Popen", "ProcessPoolExecutor", "Process", "fork"} - {"Process"} or "subprocess" in names:
-            starting[".".join(path.relative_to(ROOT).with_suffix("").parts)] = names
-    careless = {name for name, names in starting.items() if not names & {"ends_with_me", "leave_with"}}
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "sft_play").rglob("*.py"))}
+    starting = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): source
+        for path, source in sources.items()
+        if re.search(
+            r"\bsubprocess\.(Popen|run|call|check_)|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
+        )
+    }
+    careless = {name for name, source in starting.items() if "from sft_play.endings import" not in source}
+    careless -= {"sft_play.start"}  # imports it as a whole
+    assert "endings.ends_with_me(" in starting["sft_play.start"]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
     assert len(starting) > 10
