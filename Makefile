@@ -35,7 +35,8 @@ override PY := $${VENV:-.venv}/bin/python
 override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
 # Ctrl-C while Python itself starts would be a traceback of its own: where `env` can hold it back, the program takes it.
 override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
-override PROGRAM := $(PATHS) && $(HOLD) && exec $$hold "$(PY)" -m sft_play
+# SFT_PLAY_MAKE names make's own process and the command's: one whose make is killed ends with it.
+override PROGRAM := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $$hold "$(PY)" -m sft_play
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 

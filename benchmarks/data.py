@@ -38,6 +38,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from sft_play.endings import ends_with_me, leave_with_starter
 from sft_play.facts.hardware import detect
 from sft_play.runs import versions, write_json
 
@@ -287,7 +288,9 @@ def measure(job: Job) -> Run:
     run: Run = {"tool": job.tool, "rows": job.rows, "of": job.of, "processes": job.processes, "form": job.form}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            words, env=ends_with_me(environment), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         assert process.stdout is not None
         with Sampler(process.pid) as sampler:
             for line in process.stdout:
@@ -452,6 +455,7 @@ def main() -> None:
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.stage:
+        leave_with_starter()
         run_stage(Job(**json.loads(given.stage)))
         return
     tokenizer = given.tokenizer or str(SHARED / "tokenizers" / "Qwen2.5-Instruct")

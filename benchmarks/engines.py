@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sft_play.endings import ends_with_me
 from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.runs import versions, write_json
@@ -80,7 +81,10 @@ def run(row: tuple[str, str, str], scratch: Path, *, seq_len: int) -> dict[str, 
     words = [sys.executable, "-m", "sft_play"]
     words += ["train"] if engine == "single" else ["train-distributed", "--strategy", engine, "--nproc", "1"]
     began = time.monotonic()
-    answer = subprocess.run([*words, "--config", str(config)], capture_output=True, text=True, check=False)
+    environment = ends_with_me(os.environ)
+    answer = subprocess.run(
+        [*words, "--config", str(config)], env=environment, capture_output=True, text=True, check=False
+    )
     summary = scratch / "outputs" / "row" / "summary.json"
     found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
     if answer.returncode or not summary.is_file():

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ import psutil
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
+from sft_play.endings import leave_with
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.known_models import KNOWN_MODELS
@@ -320,8 +322,10 @@ def reset_peak() -> None:
 def in_child(work: Any, *args: Any) -> dict[str, Any]:
     """Runs `work` in a forked process, so that no row leaves memory to the next; what breaks is an `error`."""
     read, write = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
+        leave_with(parent, signal.SIGKILL)
         os.close(read)
         try:
             answer = work(*args)

@@ -346,7 +346,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
-    failures.begin_rank()
+    failures.begin_process()
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if request.json else sys.stdout)

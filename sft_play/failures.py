@@ -9,32 +9,28 @@ as a single process does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import psutil
 
+from sft_play import endings
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, redact
 
 AGENT_VARIABLE = "SFT_PLAY_AGENT"
 """In a rank: the process id of our agent, which words how its ranks ended."""
-PARENT_VARIABLE = "SFT_PLAY_PARENT"
-"""In an agent: the process id of the command that started it, and without which it is not to go on."""
 RUN_VARIABLE = "SFT_PLAY_RUN"
 """In ranks and their agent: the run folder that the command planned and named for them."""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -131,7 +127,7 @@ def write_down(
         if _written is not None and not _is_worded(error, _written[0]):
             return
         if under_agent() and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(
                     number, signal.SIG_IGN
                 )  # the agent ends the others at the first failure: not while writing
@@ -195,50 +191,42 @@ def beside_error_file(name: str) -> Path | None:
     return Path(path).with_name(name) if path else None
 
 
-def begin_rank() -> None:
-    """Settle what happens to this rank when it is told to stop, crashes, or loses its agent; nothing elsewhere.
+def begin_process() -> None:
+    """Settle what ends this process: whoever started it for a purpose of its own, and of a rank its launcher too.
 
-    Until the training takes the signals over, SIGTERM is a Ctrl-C: what is open is closed, and the end written down.
+    A rank that is told to stop before the training takes the signals over closes what is open, and writes its end down.
     """
     global _fault_file
+    endings.leave_with_starter()
     if not under_agent():
+        _leave_with_launcher(os.environ)
         return
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    endings.StopSignals(endings.interrupt).__enter__()  # as long as the process lives
     path = beside_error_file(FAULT_NAME)
     if path is not None:
         with contextlib.suppress(OSError):
             _fault_file = path.open("w", encoding="utf-8")
             faulthandler.enable(file=_fault_file, all_threads=False)
-    leave_with(os.getppid(), signal.SIGTERM)
+    endings.leave_with(os.getppid(), signal.SIGTERM)
     threading.Thread(target=_leave_after, args=(os.getppid(),), daemon=True, name="sft_play agent watch").start()
 
 
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _leave_with_launcher(environment: Mapping[str, str]) -> None:
+    """End a rank with what started it: torch's or DeepSpeed's launcher by the variables that it sets, or our agent that
+    has ended before this rank could look."""
+    agent = environment.get(AGENT_VARIABLE, "")
+    if "RANK" in environment and agent.isdigit() and not psutil.pid_exists(int(agent)):
+        os.kill(os.getpid(), signal.SIGTERM)
+    if "RANK" in environment and ("TORCHELASTIC_RUN_ID" in environment or "CROSS_SIZE" in environment):
+        endings.leave_with(os.getppid(), signal.SIGTERM)
 
 
 def _leave_after(agent: int) -> None:
-    """Wait for the agent's end; tell this rank to save and stop, and end it where it does not."""
+    """Wait for the agent's end, of which this rank is told; end the rank where it does not save and stop."""
     while os.getppid() == agent:
         time.sleep(1)
-    if not _parent_death_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_S)
     os._exit(1)
-
-
-def leave_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent ends, however it ends (Linux)."""
-    if not _parent_death_signals():
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, int(number), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before it could be told
-        os.kill(os.getpid(), number)
-
-
-def _parent_death_signals() -> bool:
-    return sys.platform == "linux"
 
 
 def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:

@@ -100,6 +100,11 @@ class _Once(logging.Filter):
         return True
 
 
+def _is_for_terminals(record: logging.LogRecord) -> bool:
+    """Leaves out what stands on the terminal in another form, such as in a progress bar."""
+    return not getattr(record, "file_only", False)
+
+
 class _OnceOverRanks(logging.Filter):
     """Lets a warning through on the first rank of a node that has it; the others would say the same."""
 
@@ -141,6 +146,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
+    handler.addFilter(_is_for_terminals)
     shared = _folder_of_ranks(os.environ)
     if shared is not None:
         handler.addFilter(_OnceOverRanks(shared))

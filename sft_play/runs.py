@@ -6,6 +6,8 @@ a git remote reaches a file. Files are written aside and renamed, so that a kill
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,14 +17,16 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self
 
 import sft_play
 from sft_play.config.load import LoadedConfig, differing_keys, resolved
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 DEEPSPEED_FILE = "deepspeed.json"
 """In a run folder: DeepSpeed's config, every value resolved."""
+LOCK = "run.lock"
+"""In a run folder while a process writes it: who that is. What is locked is the file, not that it is there."""
 FORMAT = "sft_play run 1"
 """What the manifest's `format` says: only a folder that holds it is ours to resume, replace or discard."""
 
@@ -219,6 +225,7 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
         )
     if path.exists() and output.if_exists == "replace":
         RunFolder(path).manifest()  # refuses early what create() would refuse
+        lock(RunFolder(path)).close()
     return RunFolder(path)
 
 
@@ -235,16 +242,23 @@ def is_finished(folder: RunFolder) -> bool:
     return True
 
 
-def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+def create(
+    folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], by: int | None = None
+) -> Lock:
     """Make the folder with config, plan and manifest, or nothing of it; one that is to be replaced is moved aside.
 
+    It is locked before anybody can see it.
+
+    Args:
+        by: whose lock is taken; see `lock`.
+
     Raises:
-        RunFolderError: the folder exists (another start may have made it meanwhile), or cannot be made.
+        RunFolderError: the folder exists (another start may have made it meanwhile), is being written, or cannot be
+            made.
     """
-    if folder.path.exists():
-        if loaded.config.output.if_exists != "replace":
-            raise RunFolderError(f"the run folder {folder.path} was made by another start meanwhile; start again")
-        move_aside(folder)
+    made_meanwhile = f"the run folder {folder.path} was made by another start meanwhile; start again"
+    if folder.path.exists() and loaded.config.output.if_exists != "replace":
+        raise RunFolderError(made_meanwhile)
     try:
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
@@ -257,37 +271,194 @@ def create(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any],
         write_json(building / "resolved.json", resolved(loaded.config))
         write_json(building / "plan.json", plan)
         write_json(building / MANIFEST, manifest)
-        building.rename(folder.path)
+        mark = lock(RunFolder(building), by=by)
+        try:
+            if folder.path.exists():
+                if loaded.config.output.if_exists != "replace":
+                    raise RunFolderError(made_meanwhile)
+                move_aside(folder)
+            building.rename(folder.path)
+        except BaseException as error:
+            mark.close()
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise RunFolderError(made_meanwhile) from None
+            raise
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+    mark.folder = folder
+    return mark
 
 
 def move_aside(folder: RunFolder) -> Path:
-    """Rename an old run to NAME.replaced-TIME; raises RunFolderError when it is not one of ours."""
+    """Rename an old run to NAME.replaced-TIME.
+
+    Raises:
+        RunFolderError: it is not one of ours, or is being written.
+    """
     folder.manifest()
+    with lock(folder) as mark:
+        aside = _name_aside(folder)
+        folder.path.rename(aside)
+        mark.folder = RunFolder(aside)
+    return aside
+
+
+def _name_aside(folder: RunFolder) -> Path:
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
     aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}")
     while aside.exists():
         aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}")
         number += 1
-    folder.path.rename(aside)
     return aside
 
 
-def lock(folder: RunFolder) -> TextIO:
-    """An open file that marks the run as being written; the mark goes when the file is closed or the process ends.
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+LAUNCHER, WRITER = 0, 1
+"""Who locks a part of a run only: the command that started its ranks, and the rank (or their agent) that writes."""
+_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+"""What this process has locked, by device and inode: to open and close such a file once more would unlock it."""
+
+
+class Lock:
+    """Marks a run folder as being written until it is closed, or the process ends, however it does."""
+
+    def __init__(self, folder: RunFolder, descriptor: int, by: int | None) -> None:
+        self.folder = folder
+        """Where the folder is; whoever moves it says so."""
+        self._descriptor: int | None = descriptor
+        self._by = by
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go; the file goes with the last who had it."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None or os.getpid() != self._pid:  # a fork's copy locks nothing
+            return
+        path = self.folder.path / LOCK
+        with contextlib.suppress(OSError):
+            if self._by is not None:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where the other part is locked still
+            if _is_file(descriptor, path):
+                path.unlink()
+        os.close(descriptor)
+
+
+def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
+    """Mark a run folder as being written; asked by whatever moves, resumes or writes one.
+
+    Locks are fcntl's: the kernel lets them go when the process ends, its data loaders do not inherit them, and those of
+    other nodes are seen through NFS. On a disk without locks the note of who writes is believed.
+
+    Args:
+        by: None for the whole run. LAUNCHER and WRITER are parts of one that have a process each: one of them does not
+            exclude the other, and each excludes everybody else.
 
     Raises:
-        RunFolderError: another process is writing the run.
+        RunFolderError: another process is writing the run, or the folder cannot be written.
     """
-    file = folder.log_path.open("a", encoding="utf-8")
+    path = folder.path / LOCK
+    for _ in range(100):
+        _refuse_own(folder, path)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
+        try:
+            _take(folder, descriptor, by)
+            if not _is_file(descriptor, path):  # it went between opening and locking
+                os.close(descriptor)
+                continue
+            if by != WRITER or not os.fstat(descriptor).st_size:
+                _write_note(descriptor)
+            found = os.fstat(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+            raise
+        mark = _LOCKED_HERE[found.st_dev, found.st_ino] = Lock(folder, descriptor, by)
+        return mark
+    raise RunFolderError(f"{path} is made and removed again and again by other processes; start again")
+
+
+def _refuse_own(folder: RunFolder, path: Path) -> None:
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by the data loader's processes
+        found = path.stat()
     except OSError:
-        file.close()
-        raise RunFolderError(f"{folder.path} is being written by another process; wait for it, or stop it") from None
-    return file
+        return
+    mine = _LOCKED_HERE.get((found.st_dev, found.st_ino))
+    if mine is not None and mine._descriptor is not None:
+        raise RunFolderError(f"{folder.path} is being written by this very process (pid {os.getpid()})")
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one that the path names now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _take(folder: RunFolder, descriptor: int, by: int | None) -> None:
+    """Lock an open lock file or a part of it; raises RunFolderError with who has it."""
+    length, start = (0, 0) if by is None else (1, by)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise _being_written(folder, _note(descriptor)) from None
+        _ask_note(folder, _note(descriptor), by, f"the disk knows no locks ({error.strerror})")
+
+
+def _ask_note(folder: RunFolder, note: Mapping[str, Any], by: int | None, because: str) -> None:
+    """Without locks: raises RunFolderError where the note names another machine, or a process that lives here."""
+    logger.warning("%s: %s; a run that is going on in this folder is known by its note in %s only, and two that begin "
+                   "at the same moment do not see each other", folder.path, because, LOCK)  # fmt: skip
+    pid, host = note.get("pid"), note.get("host")
+    if not isinstance(pid, int) or by == WRITER:
+        return
+    if host != socket.gethostname():
+        raise _being_written(folder, note, f"; where that process is gone, remove {folder.path / LOCK}")
+    with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, 0)
+        if pid != os.getpid():
+            raise _being_written(folder, note, f"; where that is another program's, remove {folder.path / LOCK}")
+
+
+def _being_written(folder: RunFolder, note: Mapping[str, Any], more: str = "") -> RunFolderError:
+    pid, host = note.get("pid"), note.get("host")
+    who = f" (pid {pid} on {one_line(str(host))}, since {one_line(str(note.get('since')))})" if pid else ""
+    stop = f"kill {pid}" if host == socket.gethostname() else f"kill {pid} on {one_line(str(host))}"
+    return RunFolderError(
+        f"{folder.path} is being written by another process{who}; wait until it has ended, stop it"
+        f"{f' ({stop}, which saves its state)' if pid else ''}, or give another output.name{more}"
+    )
+
+
+def _note(descriptor: int) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _write_note(descriptor: int) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode()
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text + b"\n", 0)
 
 
 def discard(folder: RunFolder) -> None:
@@ -432,14 +603,30 @@ def sha256_of(path: Path) -> str:
 
 def keep_metrics_until(path: Path, step: int) -> None:
     """Drop the lines of metrics after `step`: a resumed run writes those steps again."""
-    if not path.exists():
-        return
-    kept = []
+    if path.exists():
+        write_text(path, "".join(f"{line}\n" for line, entry in _metrics(path) if entry["step"] <= step))
+
+
+def evaluations(path: Path) -> list[dict[str, Any]]:
+    """The figures of the validation rows by step, from before training on: `step`, `loss`, `exact_match`.
+
+    A resumed run has those of its earlier starts too.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for _, entry in _metrics(path) if path.exists() else ():
+        figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
+        if figures:
+            empty = {"step": entry["step"], "loss": None, "exact_match": None}
+            found[entry["step"]] = found.get(entry["step"], empty) | figures
+    return [found[step] for step in sorted(found)]
+
+
+def _metrics(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Lines of metrics.jsonl that are whole, each with what it says."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(f"{line}\n" for line in kept))
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield line, entry

@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play import failures, runs
+from sft_play import endings, failures, runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
@@ -41,7 +41,7 @@ from sft_play.plan.candidates import Candidate
 from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
 from sft_play.plan.precision import choose_precision
-from sft_play.runs import RunFolder
+from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import BASE_NAME
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,17 @@ def _with_starter(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: bool = False) -> int:
-    """The run in this process, on one GPU or the CPU; `board`: with TensorBoard beside it."""
+    """The run in this process, on one GPU or the CPU; `board`: with TensorBoard beside it.
+
+    Outside of the training's steps a request to stop unwinds: nothing is saved that is not saved already.
+    """
+    with endings.StopSignals(endings.interrupt), contextlib.ExitStack() as held:
+        mark = held.enter_context(runs.lock(folder)) if resume else None
+        return _run_here(loaded, folder, mark, board=board)
+
+
+def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, board: bool) -> int:
+    resume = mark is not None
     buffer = start_log_buffer()
     _say_base(loaded)
     loaded = with_curves(loaded) if board else loaded
@@ -157,7 +167,9 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
     from sft_play.train.run import Job, run
 
     with _beside(folder, wanted=board):
-        summary = run(Job(loaded, plan, paths, folder, resume=resume, log_buffer=buffer, today=first_day(folder)))
+        summary = run(
+            Job(loaded, plan, paths, folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder))
+        )
     _remember(planned, plan, summary)
     return 0
 
@@ -251,10 +263,11 @@ def start_rank(
     folder = RunFolder(Path(handed.folder))
     job = Job(
         loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
-        made=handed.made, deepspeed=handed.deepspeed, timeout_s=timeout_of(loaded.config, os.environ),
+        made=handed.made, by=runs.WRITER if ranks.folder is not None else None, deepspeed=handed.deepspeed,
+        timeout_s=timeout_of(loaded.config, os.environ),
         today=date.fromisoformat(handed.today) if handed.today else date.today(),
     )  # fmt: skip
-    with _beside(folder, wanted=spread.board and ranks.is_first):
+    with endings.StopSignals(endings.interrupt), _beside(folder, wanted=spread.board and ranks.is_first):
         summary = run(job)
     if ranks.is_first:
         _remember(planned, plan, summary)
@@ -410,6 +423,12 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
 
 def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None = None) -> int:
     """Plan, write the run folder, start the ranks and wait for them; the exit code is sft-play's."""
+    with endings.StopSignals(endings.interrupt), contextlib.ExitStack() as held:
+        return _launch(loaded, spread, going_on, held)
+
+
+def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, held: contextlib.ExitStack) -> int:
+    """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     file = accelerate_config.find_config(os.environ)
@@ -422,6 +441,8 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
     if resume and folder is not None and runs.is_finished(folder):
         return 0
+    if resume and folder is not None and here_alone and not spread.show_only:
+        held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if file is not None:
         precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
@@ -454,8 +475,21 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
         made = dataclasses.replace(made, environment={**made.environment, **met.variables(os.environ)})
         return _run_ranks(made, None)
     with _beside(folder, wanted=spread.board):
-        _write_launch(folder, loaded, plan, resolved, resume=resume)
-        return _run_ranks(made, folder)
+        held.enter_context(_write_launch(folder, loaded, plan, resolved, resume=resume))
+        try:
+            code = _run_ranks(made, folder)
+        except KeyboardInterrupt:
+            _settle(folder, Interrupted.exit_code)
+            raise
+        _settle(folder, code)
+        return code
+
+
+def _settle(folder: RunFolder, code: int) -> None:
+    """Write how a run ended whose ranks ended before the first of them could."""
+    with contextlib.suppress(RunFolderError):  # it was never used, and is removed again
+        if code and folder.manifest().get("status") == "running":
+            folder.update_manifest(status="stopped" if code == Interrupted.exit_code else "failed")
 
 
 def _rank_words(loaded: LoadedConfig, spread: Spread, plan: Plan, going_on: RunFolder | None) -> list[str]:
@@ -499,11 +533,12 @@ def _machine_of(spread: Spread) -> Hardware:
 
 def _write_launch(
     folder: RunFolder, loaded: LoadedConfig, plan: Plan, resolved: dict[str, Any] | None, *, resume: bool
-) -> None:
-    """The run folder with the plan and what the ranks are handed; nothing of it where it cannot be made."""
+) -> contextlib.AbstractContextManager[object]:
+    """The run folder with the plan and what the ranks are handed, or nothing of it; returns a new one's lock."""
+    mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if not resume:
         manifest = runs.new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        runs.create(folder, loaded, manifest=manifest, plan=plan.as_json())
+        mark = runs.create(folder, loaded, manifest=manifest, plan=plan.as_json(), by=runs.LAUNCHER)
     else:
         folder.write_json("plan.json", plan.as_json())
     handed = Handed(
@@ -513,6 +548,7 @@ def _write_launch(
     runs.write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
         runs.write_json(folder.path / runs.DEEPSPEED_FILE, resolved)
+    return mark
 
 
 def _run_ranks(made: Launch, folder: RunFolder | None) -> int:
@@ -523,22 +559,21 @@ def _run_ranks(made: Launch, folder: RunFolder | None) -> int:
     """
     require_free_port(made)
     seen: list[int] = []
-    with contextlib.ExitStack() as stack:
-        environment = {**os.environ, **made.environment, failures.PARENT_VARIABLE: str(os.getpid())}
-        process = subprocess.Popen(made.watched, env=environment, start_new_session=True)
+    environment = endings.ends_with_me({**os.environ, **made.environment}, number=signal.SIGTERM)
+    process = subprocess.Popen(made.watched, env=environment, start_new_session=True)
 
-        def pass_on(number: int, _: Any) -> None:
-            seen.append(number)
-            if len(seen) > 1:
-                failures.end_at_once(process.pid)
-                return
-            name = signal.Signals(number).name
-            logger.warning("%s: the ranks save at the end of this step, then stop; a second ends them at once", name)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
+    def pass_on(number: int) -> None:
+        seen.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+        name = signal.Signals(number).name
+        logger.warning("%s: the ranks save at the end of this step, then stop; a second ends them at once", name)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, pass_on))
+    def end(number: int) -> None:
+        seen.append(number)
+        failures.end_at_once(process.pid)
+
+    with endings.StopSignals(pass_on, end):
         code = process.wait()
         if code < 0:  # without the agent, its ranks have been told to save and stop
             failures.end_leftovers(process.pid, patience_s=0 if len(seen) > 1 else failures.ORPHAN_S)

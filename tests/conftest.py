@@ -30,7 +30,8 @@ def shared(name: str) -> Path:
 VARIABLES = (
     *(name for name in OF_MAKE if name not in ("TESTS", "TORCH")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "TORCHELASTIC_ERROR_FILE", "GLOO_SOCKET_IFNAME"),
+    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "SFT_PLAY_MAKE", "TORCHELASTIC_ERROR_FILE"),
+    "GLOO_SOCKET_IFNAME",
 )
 """Variables of make and of launchers, which a test sets for itself."""
 

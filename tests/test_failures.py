@@ -246,7 +246,7 @@ def test_a_rank_that_hangs_ends_the_run_by_the_timeout_and_is_named(training):
     started.require_nobody_left()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, number):
     started, run = training(f"told-{number.name}")
     started.process.send_signal(number)

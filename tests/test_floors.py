@@ -17,6 +17,7 @@ PACKAGE = ROOT / "sft_play"
 FLOORS = {
     "errors": 0,
     "log": 0,
+    "endings": 0,
     "cache": 0,
     "variables": 0,
     "environment": 1,
@@ -47,6 +48,7 @@ HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "
 LIGHT_ROOMS = {
     "errors",
     "log",
+    "endings",
     "cache",
     "variables",
     "environment",

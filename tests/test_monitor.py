@@ -88,6 +88,17 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
     assert [event.value for event in events.Scalars("train/samples_seen")] == [4, 8, 12, 16, 20, 24]
     texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
     assert {"config", "plan", "manifest", "answers"} <= texts
+    answered = [event.step for event in events.Tensors("answers/text_summary")]
+    assert answered == [event.step for event in events.Scalars("eval/exact_match")] == [0, 3, 6]
+    logged = [event.value for event in events.Scalars("eval/loss")]
+    told = json.loads((run / "summary.json").read_text())["evaluations"]
+    assert [entry["step"] for entry in told] == [0, 3, 6]
+    assert [entry["loss"] for entry in told] == pytest.approx(logged, rel=1e-5)
+    log = (run / "train.log").read_text()
+    for entry in told[1:]:
+        line = f"Validation at step {entry['step']}: loss {entry['loss']:.4f}, exact match {entry['exact_match']:.1%}"
+        assert f"[train] {line}" in printed
+        assert line in log
     assert "_hparams_/experiment" in events.summary_metadata
     assert any("custom_scalars" in tag for tag in tags["tensors"])
     step = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"time_data_s"' in line][

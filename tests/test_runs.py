@@ -281,3 +281,149 @@ def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fdopen", real)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Starts a process that marks a run as being written until it is killed."""
+    started = []
+
+    def begin(folder, by=None):
+        code = (
+            "import sys; from pathlib import Path; from sft_play import runs; "
+            f"mark = runs.lock(runs.RunFolder(Path({str(folder.path)!r})), by={by}); "
+            "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
+        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+        started.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
+        assert started[-1].stdout.read(6) == "locked"
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_path, writer, caplog):
+    from sft_play.launch import board_commands
+    from sft_play.train.consolidate import consolidate
+
+    folder = make(tmp_path, status="finished")
+    (folder.path / "tb").mkdir()
+    (folder.path / "tb" / "events.out.tfevents.1").write_text("curve")
+    other = writer(folder)
+    job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
+    takers = {
+        "a start that replaces": lambda: runs.new_folder(job.config.output, config_path=job.path),
+        "one that looked before it was there": lambda: runs.create(folder, job, manifest={}, plan={}),
+        "a resumed run": lambda: runs.lock(folder),
+        "consolidate": lambda: consolidate(folder),
+        "consolidate into it": lambda: consolidate(folder, out=folder.path / "here"),
+    }
+    for name, take in takers.items():
+        with pytest.raises(RunFolderError, match=f"being written by another process .pid {other.pid} on ") as error:
+            take()
+        assert f"kill {other.pid}" in str(error.value), name
+    board_commands.clean(tmp_path / "outputs", None, yes=True, ask=None)
+    assert f"kept: {folder.path} is being written by another process (pid {other.pid}" in caplog.text
+    assert (folder.path / "tb" / "events.out.tfevents.1").exists()
+    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["one"]  # nothing half made either
+
+    other.kill()
+    other.wait()
+    with pytest.raises(RunFolderError, match="no complete checkpoint"):
+        consolidate(folder)
+    mark = runs.create(runs.new_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
+    with pytest.raises(RunFolderError, match="by this very process"):
+        runs.lock(folder)
+    mark.close()
+    assert not (folder.path / runs.LOCK).exists()
+    assert len(list((tmp_path / "outputs").glob("one.replaced-*"))) == 1
+
+
+def test_the_command_that_starts_ranks_and_the_rank_that_writes_have_a_part_each(tmp_path, writer):
+    folder = make(tmp_path)
+    parent = writer(folder, runs.LAUNCHER)
+    for by in (None, runs.LAUNCHER):
+        with pytest.raises(RunFolderError, match=f"pid {parent.pid} on "):
+            runs.lock(folder, by=by)
+    rank = writer(folder, runs.WRITER)
+    parent.kill()
+    parent.wait()
+    for by in (None, runs.WRITER):  # the rank still saves
+        with pytest.raises(RunFolderError, match="being written by another process"):
+            runs.lock(folder, by=by)
+    rank.kill()
+    rank.wait()
+    runs.lock(folder).close()
+
+
+TAKE_TURNS = """
+import os, random, sys, time
+from pathlib import Path
+from sft_play import runs
+from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.errors import RunFolderError
+base, seed = Path(sys.argv[1]), int(sys.argv[2])
+draw, made, until = random.Random(seed), 0, time.monotonic() + float(sys.argv[3])
+text = f"model: {{name: gpt2}}\\noutput: {{dir: {base}, name: one, if_exists: replace}}"
+job = LoadedConfig(config_from_text(text, name="run.yaml"), base / "run.yaml", text, ())
+while time.monotonic() < until:
+    try:
+        folder = runs.new_folder(job.config.output, config_path=job.path)
+        time.sleep(draw.random() * 0.004)
+        if draw.random() < 0.5 or not folder.path.exists():
+            mark = runs.create(folder, job, manifest={"format": runs.FORMAT, "pid": os.getpid()}, plan={})
+        else:
+            mark = runs.lock(folder)
+            folder.update_manifest(pid=os.getpid())
+    except RunFolderError as error:
+        known = ("being written by another", "made by another start meanwhile", "No such file", "no manifest")
+        assert any(word in str(error) for word in known), error
+        continue
+    made += 1
+    time.sleep(draw.random() * 0.004)
+    assert folder.manifest()["pid"] == os.getpid(), "somebody took the folder of a run that lives"
+    mark.close() if draw.random() < 0.8 else os._exit(9)
+assert made
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whoever_comes_first_keeps_the_folder(tmp_path, seed):
+    words = [sys.executable, "-c", TAKE_TURNS, str(tmp_path / "outputs")]
+    options = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    several = [subprocess.Popen([*words, str(10 * seed + n), "0.7"], **options) for n in range(3)]
+    for process in several:
+        _, printed = process.communicate(timeout=120)
+        assert process.returncode in (0, 9), printed  # 9: it was to crash
+    left = [path.name for path in (tmp_path / "outputs").iterdir()]
+    assert all(name == "one" or name.startswith(("one.replaced-", ".one.")) for name in left), left
+
+
+@pytest.mark.parametrize("owner", ["dead", "alive", "elsewhere"])
+def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, monkeypatch, caplog, owner):
+    import errno
+    import socket
+
+    folder = make(tmp_path)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pid = os.getppid() if owner == "alive" else ended.pid
+    host = "another-host" if owner == "elsewhere" else socket.gethostname()
+    (folder.path / runs.LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(runs.fcntl, "lockf", refuse)
+    if owner == "dead":
+        runs.lock(folder).close()
+    else:
+        with pytest.raises(RunFolderError, match=rf"pid {pid} on {host}, since 2026-01-02.*remove .*run\.lock"):
+            runs.lock(folder)
+    assert "the disk knows no locks (No locks available)" in caplog.text

@@ -52,6 +52,9 @@ def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
         board.stop(one)
 
 
+OPENS_AT = "?smoothing=0#custom_scalars&_smoothingWeight=0"
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -510,7 +513,7 @@ def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, own_cac
     monkeypatch.setattr(commands.sys, "platform", "linux")
     commands.open_page(base, "one", {"SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"})
     assert len(opened) == 2
-    assert f"open this address yourself: {of_run.url}#custom_scalars" in caplog.text
+    assert f"open this address yourself: {of_run.page}" in caplog.text
     assert f"ssh -L {of_run.port}:127.0.0.1:{of_run.port} {socket.gethostname()}" in caplog.text
     with pytest.raises(RunFolderError, match=r"there is no run two in .*; the runs there: one"):
         commands.open_page(base, "two", {})
@@ -588,7 +591,7 @@ def until_curves(training: Training, *, points: int = 3) -> dict[int, float]:
     def see() -> dict[int, float]:
         assert training.process.poll() is None, training.printed
         line = next((line for line in training.printed.splitlines() if "TensorBoard: http" in line), "")
-        training.url = line.partition("TensorBoard: ")[2].partition("#")[0]
+        training.url = line.partition("TensorBoard: ")[2].partition("?")[0]
         found = scalars(training.url, ".", "train/loss") if training.url else {}
         return found if len(found) >= points else {}
 
@@ -658,9 +661,9 @@ def test_a_run_shows_its_curves_while_it_goes_on(seen):
 def test_two_runs_at_the_same_time_have_a_port_each(seen):
     first, second = (seen.boards[name] for name in ("stopped", "killed"))
     assert first["port"] == seen.port
-    assert f"TensorBoard: http://127.0.0.1:{seen.port}/#custom_scalars\n" in seen.stopped.printed
+    assert f"TensorBoard: http://127.0.0.1:{seen.port}/{OPENS_AT}\n" in seen.stopped.printed
     assert second["port"] > seen.port
-    assert f"http://127.0.0.1:{second['port']}/#custom_scalars (port {seen.port} is taken)" in seen.killed.printed
+    assert f"http://127.0.0.1:{second['port']}/{OPENS_AT} (port {seen.port} is taken)" in seen.killed.printed
     assert [item["logdir"] for item in (first, second)] == [str(seen.stopped.run / "tb"), str(seen.killed.run / "tb")]
 
 
@@ -688,7 +691,7 @@ def page(seen) -> Iterator[str]:
     answer = seen.world.command("tensorboard", TB_PORT=str(free_port()))
     assert answer.returncode == 0, answer.stderr
     line = next(line for line in answer.stdout.splitlines() if "TensorBoard: " in line)
-    yield line.partition("TensorBoard: ")[2].partition("#")[0]
+    yield line.partition("TensorBoard: ")[2].partition("?")[0]
     answer = seen.world.command("tb-stop")
     assert " stopped: http://" in answer.stdout, answer.stdout + answer.stderr
 
@@ -739,7 +742,7 @@ def drawn(picture: Path, box: tuple[int, int, int, int]) -> dict[str, int]:
 def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, tmp_path):
     for name in ("stopped/tb", "killed/tb"):
         wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
-    picture = screenshot(f"{page}#custom_scalars", tmp_path / "curves.png", tmp_path / "profile")
+    picture = screenshot(f"{page}{OPENS_AT}", tmp_path / "curves.png", tmp_path / "profile")
     charts = (365, 110, 1500, 1100)  # right of the list of runs, which has their colours too
     assert min(drawn(picture, charts).values()) > 100, drawn(picture, charts)
     loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
@@ -787,7 +790,7 @@ def board_of_all(world: World) -> list[Path]:
 def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command(world):
     training = world.train("kept", TB_KEEP="1", TB_PORT=str(free_port()))
     assert training.end() == 0, training.printed
-    url = training.printed.partition("TensorBoard: ")[2].partition("#")[0]
+    url = training.printed.partition("TensorBoard: ")[2].partition("?")[0]
     assert f"TensorBoard stays at {url}" in training.printed
     wait_for(lambda: len(scalars(url, ".", "train/loss")) == 5, within_s=END_S)
     assert scalars(url, ".", "train/loss") == pytest.approx(losses(training.run), rel=1e-5)

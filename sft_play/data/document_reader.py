@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play.data.document_text import Block, Extract, ReadOptions, Unreadable, clean, clean_blocks, paragraphs
+from sft_play.endings import ends_with_me, leave_with_starter
 from sft_play.log import one_line
 
 MIB = 2**20
@@ -213,6 +214,7 @@ _READERS: dict[str, Callable[[bytes, ReadOptions], Extract]] = {
 
 def serve() -> None:
     """Read the documents that standard input names, a line of JSON each, and answer on standard output."""
+    leave_with_starter()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     logging.disable(logging.CRITICAL)
@@ -302,7 +304,12 @@ class ReaderProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             encoding="utf-8",
-            env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            env={
+                **ends_with_me(os.environ),
+                "PYTHONIOENCODING": "utf-8",
+                "PYTHONHASHSEED": "0",
+                "OMP_NUM_THREADS": "1",
+            },
         )
         return self._process
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 import logging
 import multiprocessing
@@ -19,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from sft_play.data.files import Part, split_part
+from sft_play.endings import leave_with
 from sft_play.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -144,11 +143,7 @@ def _begin_worker(sent: bytes, parent: int) -> None:
     """A worker's beginning: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _doing
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+    leave_with(parent, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     begin, recipe = pickle.loads(sent)
     _doing = begin(recipe)

@@ -16,9 +16,10 @@ import psutil
 
 from sft_play.doctor.finding import Finding, failed, listed, passed, ranks_words, skipped, warned
 from sft_play.doctor.surroundings import Surroundings
+from sft_play.endings import ends_with_me
 from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.command import Launch, Nodes, torchrun
+from sft_play.launch.command import LAUNCHER, Launch, Nodes, torchrun
 from sft_play.launch.spread import Spread
 from sft_play.log import one_line, redact
 
@@ -119,8 +120,8 @@ def run_ranks(machine: Hardware, spread: Spread, *, limit_s: float, environment:
         made = launch_of(machine, spread, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
-                made.words,
-                env={**_without_ranks(environment), **made.environment},
+                _that_end_with_me(made.words),
+                env=ends_with_me({**_without_ranks(environment), **made.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -139,6 +140,11 @@ def run_ranks(machine: Hardware, spread: Spread, *, limit_s: float, environment:
             code=code,
             tail=_tail(out / "output"),
         )
+
+
+def _that_end_with_me(words: Sequence[str]) -> list[str]:
+    """The words of torch's launcher, run so that it ends with the doctor, and its ranks with it."""
+    return [place for word in words for place in (("sft_play.endings", word) if word == LAUNCHER else (word,))]
 
 
 def _without_ranks(environment: Mapping[str, str]) -> dict[str, str]:

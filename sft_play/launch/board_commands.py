@@ -231,18 +231,12 @@ def _removable(folder: RunFolder) -> Removable:
 
 def _remove(one: Removable) -> list[int]:
     """Remove what was listed, unless the run has begun to be written again; the sizes of what is gone."""
-    if one.run.log_path.is_file():
-        try:
-            mark = runs.lock(one.run)
-        except RunFolderError:
-            logger.warning("kept: %s is being written", one.run.path)
-            return []
-        except OSError as error:
-            logger.warning("kept: %s cannot be written: %s", one.run.log_path, error.strerror)
-            return []
-        with mark:
+    try:
+        with runs.lock(one.run):
             return _remove_files(one)
-    return _remove_files(one)
+    except RunFolderError as error:
+        logger.warning("kept: %s", error)
+        return []
 
 
 def _remove_files(one: Removable) -> list[int]:

@@ -73,8 +73,12 @@ class Sidecar:
 
     @property
     def page(self) -> str:
-        """What a browser is to open: the page of the run's own layout, not every curve by the alphabet."""
-        return f"{self.url}#custom_scalars"
+        """What a browser is to open: the page of the run's own layout, not every curve by the alphabet.
+
+        Curves are drawn as they are: smoothed by TensorBoard's 0.6, a held-out loss that fell to 0.05 would show 3.9.
+        Its page "Time series" reads the query, "Custom scalars" and "Scalars" read what follows the page's name.
+        """
+        return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
 
 def record_path(logdir: Path) -> Path:

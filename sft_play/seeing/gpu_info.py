@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from sft_play.endings import ends_with_me
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.facts.space import free_at
@@ -37,7 +38,11 @@ _TOPOLOGY_WORDS = {
     "PCIE": "PCIe",
 }
 _ASK_TORCH = """
-import json, torch
+import json, sys
+sys.path.append(sys.argv[1])
+from sft_play.endings import leave_with_starter
+leave_with_starter()
+import torch
 told = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
         "sees_gpus": torch.cuda.is_available(), "gpus": []}
 try:
@@ -218,8 +223,8 @@ def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOU
     """What torch says of itself in a process of its own; `trouble` says why it does not."""
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH],
-            env={**environment, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            [sys.executable, "-c", _ASK_TORCH, str(Path(__file__).resolve().parents[2])],
+            env={**ends_with_me(environment), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.runs import versions
@@ -263,7 +265,7 @@ def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Itera
             yield key, attempt(settings, trace)
         return
     context = multiprocessing.get_context("spawn")  # torch has threads of its own, which a fork would lose
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)) as pool:
         waiting = {pool.submit(attempt, settings): key for key, settings in distinct.items()}
         for done in as_completed(waiting):
             yield waiting[done], done.result()
@@ -279,7 +281,9 @@ MOST_WORKERS = 8
 """Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
 
 
-def _one_thread() -> None:
+def _begin_worker(parent: int) -> None:
+    """A worker ends with its parent, and computes in one thread."""
+    leave_with(parent, signal.SIGKILL)
     import torch
 
     torch.set_num_threads(1)

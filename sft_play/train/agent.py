@@ -14,11 +14,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -26,7 +24,8 @@ from torch.distributed import run as launcher
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from sft_play import failures
+from sft_play import failures, runs
+from sft_play.endings import StopSignals, leave_with_starter
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.failures import Failure, numbered
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
@@ -36,8 +35,6 @@ from sft_play.train.heartbeat import noted
 logger = logging.getLogger(__name__)
 
 COMMAND = "train-distributed"
-SAME_SIGNAL_S = 1.0
-"""Two signals this close are one request: a batch system signals every process of a job, and so does our parent."""
 LEFTOVER_S = 5.0
 """How long what ranks have started, such as a data loader's processes, may take to notice that they have ended."""
 _NO_NODES = ("RendezvousTimeoutError", "RendezvousConnectionError", "DistStoreError", "DistNetworkError")
@@ -69,7 +66,7 @@ class Ended:
     @property
     def was_told(self) -> bool:
         """Whether it ended because somebody told it to."""
-        return self.own.kind == "stopped" if self.own else self.signal in ("SIGTERM", "SIGINT")
+        return self.own.kind == "stopped" if self.own else self.signal in ("SIGTERM", "SIGINT", "SIGHUP")
 
 
 def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
@@ -166,58 +163,55 @@ def _words(own: Failure) -> tuple[str, str, str]:
 
 
 class _Stopping:
-    """Passes the first SIGINT or SIGTERM on to the ranks, which save and stop; a second ends everything at once."""
+    """Passes the first request to stop on to the ranks, which save and stop; a second ends everything at once."""
 
     def __init__(self) -> None:
-        self.since: float | None = None
+        self.asked = False
         self.at_once = False
 
-    def install(self) -> None:
-        """Take the signals."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def pass_on(self, number: int) -> None:
+        """Tell the ranks; raises KeyboardInterrupt where there are none, since the nodes have not met yet."""
+        self.asked = True
         ranks = psutil.Process().children()
-        if self.since is None:
-            self.since = time.monotonic()
-            if not ranks:  # the nodes have not met yet
-                raise KeyboardInterrupt
-            for rank in ranks:
-                try:
-                    rank.send_signal(signal.SIGTERM)
-                except psutil.Error:
-                    continue
-        elif time.monotonic() - self.since > SAME_SIGNAL_S:
-            self.at_once = True
-            for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
-                try:
-                    process.kill()
-                except psutil.Error:
-                    continue
+        if not ranks:
+            raise KeyboardInterrupt
+        for rank in ranks:
+            try:
+                rank.send_signal(signal.SIGTERM)
+            except psutil.Error:
+                continue
+
+    def end(self, number: int) -> None:
+        """End the ranks and what they started."""
+        self.at_once = True
+        for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the ranks to their end; returns sft-play's exit code."""
     set_up_logging(COMMAND, stream=sys.stderr)
-    _leave_with_parent(os.environ)
-    _silence_launcher()
     stopping = _Stopping()
-    stopping.install()
+    StopSignals(stopping.pass_on, stopping.end).__enter__()  # as long as the process lives
+    _silence_launcher()
     os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
     given = launcher.parse_args(sys.argv[1:] if words is None else list(words))
-    given.signals_to_handle = "SIGHUP,SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
+    given.signals_to_handle = "SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
     killed_before = failures.out_of_memory_kills()
     with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as aside:
         given.log_dir = given.log_dir or aside
         code = 0
         try:
+            leave_with_starter()
             launcher.run(given)
         except ChildFailedError as error:
             ended = [_ended(rank, failure, Path(given.log_dir)) for rank, failure in error.failures.items()]
             killed = failures.out_of_memory_kills()
             more = None if killed is None or killed_before is None else killed > killed_before
-            text, code = report(ended, _world(given), stopped=stopping.since is not None, memory_ran_out=more)
+            text, code = report(ended, _world(given), stopped=stopping.asked, memory_ran_out=more)
             if stopping.at_once:
                 text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
             _say(text)
@@ -230,13 +224,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if code:
             failures.end_leftovers(os.getpid(), patience_s=LEFTOVER_S)
     return code
-
-
-def _leave_with_parent(environment: Mapping[str, str]) -> None:
-    """Stop the run when the command that started this agent is no more; one that was started by hand stays."""
-    parent = environment.get(failures.PARENT_VARIABLE)
-    if parent is not None and parent == str(os.getppid()):
-        failures.leave_with(int(parent), signal.SIGTERM)
 
 
 def _silence_launcher() -> None:
@@ -284,14 +271,15 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
         return
     folder = RunFolder(Path(path))
     try:
-        manifest = folder.manifest()
-        if folder.log_path.exists():
-            with folder.log_path.open("a", encoding="utf-8") as log:
-                log.writelines(f"{line}\n" for line in lines)
-        if code == 1 and manifest.get("status") in ("running", "failed"):
-            word = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
-            folder.update_manifest(status="failed", error=word.partition("error: ")[2] or word)
-    except (SftPlayError, OSError):  # a folder that was never made, or is removed again
+        with runs.lock(folder, by=runs.WRITER):
+            manifest = folder.manifest()
+            if folder.log_path.exists():
+                with folder.log_path.open("a", encoding="utf-8") as log:
+                    log.writelines(f"{line}\n" for line in lines)
+            if code == 1 and manifest.get("status") in ("running", "failed"):
+                word = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
+                folder.update_manifest(status="failed", error=word.partition("error: ")[2] or word)
+    except (SftPlayError, OSError):  # a folder that was never made, is removed again, or has become another run's
         return
 
 

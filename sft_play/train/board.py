@@ -90,13 +90,15 @@ class Board(TrainerCallback):
         for part in hparams(self._hparams, dict.fromkeys(METRICS, 0.0)):
             self._writer.file_writer.add_summary(part)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Some of the questions with what the model said."""
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Some of the questions with what the model said, once they have been counted.
+
+        The Trainer's `on_evaluate` comes before this evaluation's answers are generated.
+        """
         answers = list(self._answers())[:SHOWN_ANSWERS]
-        if not answers:
-            return
-        self._writer.add_text("answers", answers_text(answers), state.global_step)
-        self._writer.flush()
+        if answers and any(key.endswith("_exact_match") for key in logs or {}):
+            self._writer.add_text("answers", answers_text(answers), state.global_step)
+            self._writer.flush()
 
 
 def answers_text(answers: Sequence[Answer]) -> str:

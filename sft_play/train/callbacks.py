@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -11,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play import failures
+from sft_play.endings import StopSignals
 from sft_play.errors import TrainingError
 from sft_play.train.engine import any_rank, highest
 
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 PLAIN_LINE_EVERY_S = 15.0
 """Seconds between progress lines where the output is no terminal."""
-SAME_SIGNAL_S = 1.0
-"""Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
 _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
@@ -147,36 +146,23 @@ class StopAfter(TrainerCallback):
             control.should_save = False
 
 
-class StopSignals:
-    """While open, the first Ctrl-C or SIGTERM ends the run at its next step; a second one ends it at once."""
+def stopping(stop: StopAfter) -> StopSignals:
+    """While open, a request to stop ends the run at its next step; a second one ends it at once."""
 
-    def __init__(self, stop: StopAfter) -> None:
-        self._stop = stop
-        self._old: dict[int, Any] = {}
-        self._since = 0.0
-
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop.signal is not None:
-            if time.monotonic() - self._since < SAME_SIGNAL_S:
-                return
-            raise KeyboardInterrupt
-        self._stop.signal, self._since = number, time.monotonic()
+    def first(number: int) -> None:
+        stop.signal = number
         if failures.under_agent():  # what started the ranks says it once; after a peer's death it would be untrue
             return
         logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
 
+    return StopSignals(first)
+
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere."""
+    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    The lines stand in the run's log either way. A terminal that is closed meanwhile takes the bar with it, and no more.
+    """
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
@@ -222,23 +208,24 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Stop the clock and leave the bar as it is."""
         self.on_step_begin(args, state, control)
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self.close()
 
     def close(self) -> None:
         """Give the terminal back, however the run ended."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
 
     def _show(self, state: TrainerState) -> None:
         text = self.line(state.global_step, state.max_steps)
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step, text=text)
-        elif self._is_due(state):
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=state.global_step, text=text)
+        if self._is_due(state):
             self._last_line = self._now()
-            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text,
+                        extra={"file_only": self._bar is not None})  # fmt: skip
 
     def _is_due(self, state: TrainerState) -> bool:
         first_or_last = state.global_step in (self._first_step + 1, state.max_steps)

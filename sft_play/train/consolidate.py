@@ -24,7 +24,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.plan.precision import Precision
-from sft_play.runs import RunFolder
+from sft_play.runs import RunFolder, lock
 from sft_play.train import checkpoints
 from sft_play.train.model import check_saved_weights, draw_blueprint, whole_shapes
 from sft_play.train.portable import adapter_names, read_weights
@@ -42,12 +42,19 @@ def consolidate(run: RunFolder, *, checkpoint: Path | None = None, out: Path | N
         out: where to write; `consolidated-STEP` in the run folder where None.
 
     Raises:
-        RunFolderError: there is no complete checkpoint, or `out` exists.
+        RunFolderError: there is no complete checkpoint, `out` exists, or lies in a run that is being written.
         ModelError: the checkpoint does not hold what the model needs.
     """
+    config = _config_of(run)
+    if out is not None and run.path.resolve() not in (out.resolve(), *out.resolve().parents):
+        return _consolidated(run, config, checkpoint, out)  # which only reads the run
+    with lock(run):
+        return _consolidated(run, config, checkpoint, out)
+
+
+def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
     quiet_libraries()
     transformers_logging.disable_progress_bar()
-    config = _config_of(run)
     source = checkpoint or checkpoints.last_complete(run.checkpoints)
     if source is None:
         reasons = "; ".join(checkpoints.damage(run.checkpoints)) or f"{run.checkpoints} holds none"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import torch
@@ -35,10 +35,10 @@ from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
-from sft_play.runs import RunFolder
+from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
 from sft_play.train import checkpoints, engine
-from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, StopSignals
+from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.model import (
@@ -84,6 +84,10 @@ class Job:
     log_buffer: MemoryHandler | None = None
     made: bool = False
     """Whether the folder was made by the parent that launched this rank."""
+    mark: Lock | None = None
+    """The folder's lock, where the start has it already."""
+    by: int | None = None
+    """Whose lock is taken otherwise: a parent that launched this rank has one too (`runs.lock`)."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config, every value resolved."""
     timeout_s: float = 1800.0
@@ -282,11 +286,11 @@ def batch_facts(plan: Plan) -> dict[str, int]:
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
 
 
-def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
+def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
     """Make the run folder, or check that the one to go on with was made with the same settings; returns its lock."""
     if job.resume:
+        mark = job.mark or runs.lock(job.folder, by=job.by)
         runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
-        mark = runs.lock(job.folder)
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
         spread = {"batch": batch_facts(job.plan), "layout": job.plan.layout}
         job.folder.update_manifest(status="running", resumed=resumed, **spread)
@@ -298,12 +302,13 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> TextIO:
     if prepared.renderer.writes_date:
         manifest["template_date"] = str(prepared.renderer.today)
     if job.made:
+        mark = runs.lock(job.folder, by=job.by)
         job.folder.update_manifest(**manifest)
-        return runs.lock(job.folder)
-    runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+        return mark
+    mark = runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
     if job.deepspeed is not None:
         job.folder.write_json(runs.DEEPSPEED_FILE, job.deepspeed)
-    return runs.lock(job.folder)
+    return mark
 
 
 def _choices(job: Job, prepared: Prepared) -> list[str]:
@@ -344,7 +349,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
         proof.trainer = trainer
     watch.memory.start()
     try:
-        with StopSignals(stop):
+        with stopping(stop):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
@@ -544,6 +549,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Resu
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
+    summary["evaluations"] = runs.evaluations(job.folder.metrics_path) if engine.is_first() else []
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         is_adapter = prepared.blueprint.peft_config is not None

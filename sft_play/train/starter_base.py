@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.cache import cache_dir, locked
+from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.known_models import KNOWN_MODELS
@@ -89,6 +90,8 @@ def _make(folder: Path, final: Path) -> None:
 
     logger.info("The starter's base model is not in the cache (%s): training it from scratch, once", final)
     started = time.monotonic()
+    for left in folder.glob(".building-*"):  # by one that was killed: whoever makes it has the lock
+        shutil.rmtree(left, ignore_errors=True)
     building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
     try:
         corpus, start = building / "corpus.jsonl", building / "start"
@@ -159,16 +162,20 @@ def _train(building: Path, start: Path, corpus: Path) -> None:
         words,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=for_another_run(os.environ),
+        env=ends_with_me(for_another_run(os.environ)),
         text=True,
         errors="replace",
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            last = [*last[-8:], line.rstrip()]
-            text = line.rstrip().removeprefix("[train] ")
-            if not text.startswith(_ABOUT_PLACES):
-                logger.info("base | %s", text)
+        try:
+            for line in process.stdout:
+                last = [*last[-8:], line.rstrip()]
+                text = line.rstrip().removeprefix("[train] ")
+                if not text.startswith(_ABOUT_PLACES):
+                    logger.info("base | %s", text)
+        except BaseException:  # this process was told to stop: what is half made is of no use
+            process.kill()
+            raise
     if process.returncode == DoesNotFit.exit_code:
         raise DoesNotFit("the starter's base model does not fit this machine's memory: " + last[-1])
     if process.returncode in (130, -2):

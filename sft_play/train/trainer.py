@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import json
 import logging
+import os
+import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from trl import SFTConfig, SFTTrainer
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split
 from sft_play.data.packing import Packs, best_fit, wants_packing
+from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
@@ -241,6 +244,14 @@ class PlannedTrainer(SFTTrainer):
         )
         return self.order
 
+    def _get_dataloader(self, *args: Any, **options: Any) -> Any:
+        """Its worker processes end with this one, also where it is killed in the midst of a step."""
+        made = super()._get_dataloader(*args, **options)
+        loader = getattr(made, "base_dataloader", made)  # accelerate's wraps the one that starts them
+        if loader.num_workers:
+            loader.worker_init_fn = functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn)
+        return made
+
     @property
     def tokens_seen(self) -> int:
         """Tokens of this start's training batches, padding not counted."""
@@ -336,6 +347,7 @@ class PlannedTrainer(SFTTrainer):
                 metrics |= self._exact_match(prefix)
         if eval_dataset is None:
             self.last_metrics = (self.state.global_step, metrics)
+            logger.info("Validation at step %d: %s", self.state.global_step, _held_out_words(metrics))
         return metrics
 
     def _exact_match(self, prefix: str) -> dict[str, float]:
@@ -479,6 +491,12 @@ class PlannedTrainer(SFTTrainer):
             self._staging = None
 
 
+def _held_out_words(metrics: Mapping[str, float]) -> str:
+    """Loss and, where answers were asked for, exact match of an evaluation."""
+    match = metrics.get("eval_exact_match")
+    return f"loss {metrics['eval_loss']:.4f}" + (f", exact match {match:.1%}" if match is not None else "")
+
+
 @contextlib.contextmanager
 def _overheard(model: torch.nn.Module) -> Iterator[list[Any]]:
     """What the model answers meanwhile."""
@@ -488,6 +506,13 @@ def _overheard(model: torch.nn.Module) -> Iterator[list[Any]]:
         yield said
     finally:
         hook.remove()
+
+
+def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
+    """A data loader's process: it ends with the trainer, and goes on as the loader would have it."""
+    leave_with(parent, signal.SIGKILL)
+    if then is not None:
+        then(worker)
 
 
 class _TimeOptimizer(TrainerCallback):

@@ -22,6 +22,7 @@ from typing import Any
 
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
+from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.architecture import local_folder
@@ -379,7 +380,12 @@ class _Bench:
         if case.layout != "single":
             words += ["--strategy", case.layout, "--nproc", str(case.ranks)]
         answer = subprocess.run(
-            words, env=for_another_run(os.environ), capture_output=True, text=True, errors="replace", check=False
+            words,
+            env=ends_with_me(for_another_run(os.environ)),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
         )
         folder = self.folder / "outputs" / (("start-" if start else "") + case.name)
         if answer.returncode == 0:

@@ -1,0 +1,152 @@
+"""How a process ends: when it is told to, when its terminal is closed, and with the process that started it.
+
+Standard library only, so that the smallest child can take part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+PARENT_VARIABLE = "SFT_PLAY_PARENT"
+"""In a process that was started for another one: `PID:SIGNAL`, whom it ends with, and how."""
+MAKE_VARIABLE = "SFT_PLAY_MAKE"
+"""In a command of the Makefile's: `MAKE:PID`, make's process id and the command's own, with which make started it."""
+ECHO_S = 1.0
+"""Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
+_LOOK_S = 0.5
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+# --- with the process that started it -------------------------------------------------------------------------------
+
+
+def leave_with(parent: int, number: signal.Signals) -> None:
+    """Have this process sent a signal when its parent ends, however that ends.
+
+    Linux's kernel does it, when the thread ends that started this process; elsewhere a thread looks twice a second.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent, number), daemon=True, name="sft_play parent watch").start()
+    if os.getppid() != parent:  # it ended before it could be watched
+        os.kill(os.getpid(), number)
+
+
+def _watch(parent: int, number: signal.Signals) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os.kill(os.getpid(), number)
+
+
+def ends_with_me(
+    environment: Mapping[str, str], *, number: signal.Signals = signal.SIGKILL, parent: int | None = None
+) -> dict[str, str]:
+    """The environment of a child that calls `leave_with_starter` first; nothing of what it would save is wanted, unless
+    `number` says SIGTERM."""
+    return {**environment, PARENT_VARIABLE: f"{parent or os.getpid()}:{number.name}"}
+
+
+def leave_with_starter() -> None:
+    """End with the process that started this one for a purpose of its own, or with make; others are left to themselves.
+
+    What this process starts does not inherit the variables: each child is told by its own parent.
+    """
+    parent, _, name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
+    make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
+    if parent.isdigit():
+        leave_with(int(parent), signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM)
+    elif make.isdigit() and child == str(os.getpid()):  # else a wrapper stands between (VENV=), whose child this is
+        leave_with(int(make), signal.SIGTERM)
+
+
+def main() -> None:
+    """`python -m sft_play.endings MODULE WORDS...`: a module of somebody else's, which ends with who started it."""
+    leave_with_starter()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+# --- when it is told to ---------------------------------------------------------------------------------------------
+
+_asked_at: float | None = None
+"""When this process was first told to stop (monotonic seconds); of all StopSignals that are open."""
+_open = 0
+
+
+class StopSignals:
+    """While open, Ctrl-C, SIGTERM and SIGHUP (a terminal that is closed) are requests to stop.
+
+    The first calls `first` with its number. Another one calls `again`, unless it is no request of its own: the same
+    from another process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that
+    was ignored when the process began (nohup) stays ignored.
+    """
+
+    def __init__(self, first: Callable[[int], None], again: Callable[[int], None] | None = None) -> None:
+        self._first, self._again = first, again or interrupt
+        self._old: dict[int, Any] = {}
+        self._process, self._parent = os.getpid(), os.getppid()
+
+    def __enter__(self) -> StopSignals:
+        global _asked_at, _open
+        if not _open:
+            _asked_at = None
+        _open += 1
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _open
+        _open -= 1
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        global _asked_at
+        if os.getpid() != self._process:  # a fork, such as a data loader's: the process that needs it will end it
+            return
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
+        if _asked_at is None:
+            _asked_at = time.monotonic()
+            self._first(number)
+        elif not self._is_echo(number):
+            self._again(number)
+
+    def _is_echo(self, number: int) -> bool:
+        is_orphan = number == signal.SIGTERM and os.getppid() != self._parent
+        return number == signal.SIGHUP or is_orphan or time.monotonic() - (_asked_at or 0.0) < ECHO_S
+
+
+def interrupt(number: int) -> None:
+    """What a request to stop does where there is nothing to save: it unwinds as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def leave_dead_terminal() -> None:
+    """Let standard output and error of a terminal that was closed go nowhere: writing to it fails (EIO).
+
+    What fails then is any library's line or progress bar, in the midst of the save that the signal asked for.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""How processes end: a closed terminal saves as SIGTERM does, and what a process has started ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sft_play import endings
+from tests.conftest import ROOT, VARIABLES
+
+WAIT_S = 150
+WAITS = "import time; from sft_play.endings import leave_with_starter; leave_with_starter(); time.sleep(300)"
+
+
+def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {within_s} s in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# --- when it is told to -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    found: list[str] = []
+    with endings.StopSignals(lambda n: found.append(f"first {n}"), lambda n: found.append(f"again {n}")):
+        yield found
+
+
+def test_a_request_to_stop_is_told_from_its_echo(said, monkeypatch):
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)  # at the same time: a batch system signals every process
+    assert said == ["first 15"]
+    monkeypatch.setattr(endings, "ECHO_S", 0.0)
+    signal.raise_signal(signal.SIGHUP)  # a shell's second one, whenever it comes
+    assert said == ["first 15"]
+    signal.raise_signal(signal.SIGINT)
+    assert said == ["first 15", "again 2"]
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    signal.raise_signal(signal.SIGTERM)  # of the parent's death, in the midst of the save
+    assert said == ["first 15", "again 2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_each_of_the_three_is_a_request_of_its_own(said, number):
+    signal.raise_signal(number)
+    assert said == [f"first {int(number)}"]
+
+
+def test_a_sighup_that_is_ignored_stays_ignored():
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with endings.StopSignals(endings.interrupt):
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+class Terminal:
+    """A command in a terminal of its own, which is closed as a window is."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.shown = ""
+        self.pid, self._descriptor = pty.fork()
+        if self.pid == 0:
+            kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+            os.chdir(folder)
+            os.execvpe(words[0], words, {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"})
+        os.set_blocking(self._descriptor, False)
+
+    def read(self) -> str:
+        """What was shown until now; a terminal that nobody reads holds its program up."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while part := os.read(self._descriptor, 65_536):
+                self.shown += part.decode("utf-8", "replace")
+        return self.shown
+
+    def wait_for(self, holds: Callable[[], object]) -> None:
+        """Wait for something that the command does."""
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            self.read()
+            assert is_alive(self.pid), f"ended:\n{self.shown}"
+            assert time.monotonic() < deadline, f"waited in vain:\n{self.shown}"
+            time.sleep(0.05)
+
+    def close(self) -> int:
+        """Close it; the command's exit code."""
+        os.close(self._descriptor)
+        wait_for(lambda: not is_alive(self.pid))
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def config(tmp_path, tiny_llama, sums) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {sums}, val_path: {sums}, test_path: null}}\n"
+        "train: {effective_batch_size: 2, max_steps: 100000, report_to: [], gradient_checkpointing: false}\n"
+        "eval: {steps: 0, before_training: false, generate_rows: 0}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    return path
+
+
+def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_path):
+    terminal = Terminal([sys.executable, "-m", "sft_play", "train", "--config", str(config)], tmp_path)
+    run = tmp_path / "outputs" / "one"
+    metrics = run / "metrics.jsonl"
+    terminal.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+    assert terminal.close() == 130
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["status"], manifest.get("error")) == ("stopped", None)
+    summary = json.loads((run / "summary.json").read_text())
+    saved = [path.name for path in (run / "checkpoints").iterdir()]
+    assert f"checkpoint-{summary['steps']}" in saved
+    log = (run / "train.log").read_text()
+    assert "SIGHUP: saving at the end of this step, then stopping" in log
+    assert "step 1/100000  loss " in log  # the bar on the terminal has not taken it
+    assert "step 1/100000  loss " not in terminal.shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stopped(config, tmp_path, number):
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "eval.before_training=true"]
+    words += ["eval.generate_rows=64", "eval.max_new_tokens=400"]  # for minutes
+    terminal = Terminal(words, tmp_path)
+    terminal.wait_for(lambda: "Evaluation on val" in terminal.read())
+    os.kill(terminal.pid, number)
+    wait_for(lambda: terminal.read() and not is_alive(terminal.pid))
+    assert terminal.close() == 130
+    assert json.loads((tmp_path / "outputs" / "one" / "manifest.json").read_text())["status"] == "stopped"
+    assert not (tmp_path / "outputs" / "one" / "run.lock").exists()
+
+
+# --- with whoever started it ------------------------------------------------------------------------------------------
+
+STARTS = """
+import os, subprocess, sys, time
+from sft_play.endings import ends_with_me
+child = subprocess.Popen(sys.argv[1:], env=ends_with_me(os.environ))
+sys.stdout.write(f"{child.pid}\\n"); sys.stdout.flush()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.endings", "waits_long"]])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_child_ends_when_its_parent_is_killed_however_early(tmp_path, words, at_once):
+    (tmp_path / "waits_long.py").write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(300)")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS, sys.executable, *words], env=environment, cwd=tmp_path, stdout=subprocess.PIPE
+    ) as parent:
+        child = int(parent.stdout.readline())
+        if not at_once:
+            wait_for(lambda: (tmp_path / "begun").exists() or (words[0] == "-c" and _tethered(child)))
+        parent.kill()
+    wait_for(lambda: not is_alive(child), within_s=30)
+
+
+def _tethered(pid: int) -> bool:
+    """Whether the program has begun: it sleeps, and its imports are done."""
+    return psutil.Process(pid).cpu_times().user > 0 and psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+
+
+def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
+    monkeypatch.setenv(endings.PARENT_VARIABLE, f"{os.getppid()}:SIGTERM")
+    monkeypatch.setenv(endings.MAKE_VARIABLE, "1:1")
+    told = []
+    monkeypatch.setattr(endings, "leave_with", lambda *words: told.append(words))
+    endings.leave_with_starter()
+    assert told == [(os.getppid(), signal.SIGTERM)]
+    assert not {endings.PARENT_VARIABLE, endings.MAKE_VARIABLE} & set(os.environ)
+    monkeypatch.setenv(endings.MAKE_VARIABLE, f"123456789:{os.getpid()}")
+    endings.leave_with_starter()
+    assert told[1:] == [(123456789, signal.SIGTERM)]
+    monkeypatch.setenv(endings.MAKE_VARIABLE, f"{os.getppid()}:1")  # a wrapper of VENV= stands between
+    endings.leave_with_starter()
+    assert len(told) == 2
+
+
+def test_a_command_ends_when_its_make_is_killed(tmp_path):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    program = f"import os; open('pid', 'w').write(str(os.getpid())); {WAITS}"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c \"{program}\"\n")
+    python.chmod(0o755)
+    environment = {**os.environ, "VENV": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    make = subprocess.Popen(["make", "-f", str(ROOT / "Makefile"), "train"], cwd=tmp_path, env=environment)
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    child = int((tmp_path / "pid").read_text())
+    make.kill()
+    make.wait()
+    wait_for(lambda: not is_alive(child), within_s=30)
+
+
+def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, tmp_path):
+    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "train.dataloader_num_workers=2"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL) as trainer:
+        metrics = tmp_path / "outputs" / "one" / "metrics.jsonl"
+        wait_for(lambda: trainer.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1))
+        workers = [child.pid for child in psutil.Process(trainer.pid).children(recursive=True)]
+        assert len(workers) >= 2
+        os.kill(trainer.pid, signal.SIGSTOP)  # it can tell them nothing any more
+        trainer.kill()
+    wait_for(lambda: not any(map(is_alive, workers)), within_s=3)  # torch's own watch looks every 5 s
+
+
+ENDED_OTHERWISE = {
+    "sft_play.facts.hardware": "programs of the driver's, with a time limit",
+    "sft_play.seeing.ask": "programs of the driver's, with a time limit",
+    "sft_play.runs": "git, with a time limit",
+    "sft_play.launch.tensorboard": "TensorBoard's watch looks for its owner; TB_KEEP=1 lets it stay",
+    "sft_play.launch.board_watch": "it ends what it watches",
+    "sft_play.cli": "accelerate's questions, in the same terminal",
+}
+
+
+def test_every_process_that_the_package_starts_ends_with_it():
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "sft_play").rglob("*.py"))}
+    starting = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): source
+        for path, source in sources.items()
+        if re.search(
+            r"\bsubprocess\.(Popen|run|call|check_)|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
+        )
+    }
+    careless = {name for name, source in starting.items() if "from sft_play.endings import" not in source}
+    careless -= {"sft_play.start"}  # imports it as a whole
+    assert "endings.ends_with_me(" in starting["sft_play.start"]
+    assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
+    assert len(starting) > 10
