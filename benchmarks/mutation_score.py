@@ -3,9 +3,10 @@
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
 A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
-larger taken for the smaller, a statement left out. It is killed when a test fails (or no longer ends). Its tests are
-the test files that import its module, or else the nearest ones above it; slow tests stay out. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and cosmic-ray run the whole suite per mutant
-or mutate messages and annotations too, which no decision hangs on; the figure would say less.
+larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are the
+test files that import its module, or else the nearest ones above it; slow tests stay out, and so do files that fail
+without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
+cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision hangs.
 
 Works on copies of the tracked files; the working tree is never changed.
 """
@@ -16,7 +17,6 @@ import argparse
 import ast
 import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import random
@@ -146,7 +146,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield "constant", str(value + 1)
         case ast.IfExp(test=test, body=body, orelse=orelse):
             yield "branch", _text(ast.IfExp(test, orelse, body))
-        case ast.Call(func=ast.Name(id=name) as function) if name in OTHER_CALL:
+        case ast.Call(func=ast.Name(id=name)) if name in OTHER_CALL:
             yield "choice", _text(ast.Call(ast.Name(OTHER_CALL[name]), node.args, node.keywords))  # type: ignore[attr-defined]
         case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]) | ast.AugAssign():
             yield "left out", "pass"
@@ -260,6 +260,7 @@ def _pytest_and_exit(tree: Path, file: str) -> None:
     """In the fork: the tests, with their words thrown away."""
     code = 3
     try:
+        _leave_with(os.getppid())
         os.setsid()
         os.chdir(tree)
         quiet = os.open(os.devnull, os.O_RDWR)
@@ -267,11 +268,20 @@ def _pytest_and_exit(tree: Path, file: str) -> None:
             os.dup2(quiet, stream)
         os.environ["PYTHONPATH"] = str(tree)
         sys.path[:] = [str(tree), *(part for part in sys.path if Path(part).resolve() != ROOT)]
+        for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
+            del sys.modules[name]
         import pytest
 
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"tests/{file}"]))
     finally:
         os._exit(code)
+
+
+def _leave_with(parent: int) -> None:
+    """Have this process end with its parent, a killed one included."""
+    from sft_play.endings import leave_with
+
+    leave_with(parent, signal.SIGKILL)
 
 
 def _preload() -> None:
@@ -284,6 +294,7 @@ def _preload() -> None:
 def _work(job: tuple[int, list[Mutant]]) -> list[Verdict]:
     """One worker: its mutants, in a copy of its own."""
     number, mutants = job
+    _leave_with(os.getppid())
     _preload()
     usual: dict[str, float | None] = {}
     verdicts = []
