@@ -355,7 +355,8 @@ class Turns:
             if atoms and (atoms[0][1] in self._history_ends or _ENDER.search(atoms[0][1])):
                 return _End(following[: atoms[0][0] + len(atoms[0][1])])
         words = shared.rstrip()
-        return _End(words, is_words=True) if words and len(words) <= _LONGEST_MARKER else None
+        is_end = 0 < len(words) <= _LONGEST_MARKER or words.endswith(self.habits.markers or ("\0",))
+        return _End(words, is_words=True) if is_end else None
 
     def _known_end(self, following: str) -> _End | None:
         """The first known end in a text."""
@@ -366,16 +367,18 @@ class Turns:
         return _End(following[: at + len(marker)])
 
     def _enders(self, text: str, *, is_text: bool) -> list[tuple[int, str]]:
-        """Places of control tokens that may end a turn. `</tool_call>` and its like close a part of one, unless they
-        are tokens that end an answer."""
+        """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
+        they are tokens that end an answer."""
         known = "".join(self.habits.markers) if not is_text else ""
-        return [
-            (at, atom)
-            for at, atom in _atom_places(text, self._special)
-            if atom == self._eos
-            or not _CLOSING.fullmatch(atom)
-            or (atom in self._special and (is_text or atom in known))
-        ]
+
+        def may_end(atom: str) -> bool:
+            if atom == self._eos or not _TAG.fullmatch(atom):
+                return True
+            return (atom[1] != "/" and bool(_ENDER.search(atom))) or (
+                atom in self._special and (is_text or atom in known)
+            )
+
+        return [(at, atom) for at, atom in _atom_places(text, self._special) if may_end(atom)]
 
     def _through(self, ends: Sequence[tuple[int, str]]) -> int:
         """Where an end ends: with the first eos, at which generation stops, else where its last token first stands."""
@@ -822,8 +825,8 @@ _ATOM = re.compile(
 """Texts that look like control tokens, for templates whose tokens this tokenizer does not have."""
 _CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>")
 """Those that no tag of a markup language looks like."""
-_CLOSING = re.compile(r"</(?!s>)[A-Za-z_][^<>\s]{0,40}>")
-"""A closing tag: it ends a part of a turn."""
+_TAG = re.compile(r"(?!</s>)</?[A-Za-z_][^<>\s|]{0,40}>")
+"""What may be a tag of a markup language."""
 _CLOSES = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
 """Marks behind think text."""
 _ENDER = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)
