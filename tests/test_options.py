@@ -77,6 +77,7 @@ def _write_templates(folder: Path) -> None:
     (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
     (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
     (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "assistant<think>{%"))
+    (folder / "endless.jinja").write_text(turns.replace("<|im_end|>", "\n") + prompt)
     (folder / "nosystem.jinja").write_text(
         turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt
     )
@@ -366,6 +367,11 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
         splits,
         ["data.chat_template=WORLD/inexact.jinja"],
         ["data.chat_template=WORLD/inexact.jinja", "data.on_inexact_mask=train"],
+    ),
+    "data.on_missing_end": (
+        splits,
+        ["data.chat_template=WORLD/endless.jinja"],
+        ["data.chat_template=WORLD/endless.jinja", "data.on_missing_end=train"],
     ),
     "data.special_tokens_in_text": (
         splits,

@@ -201,7 +201,10 @@ class _Judge:
         spoken = self._text[start:last]
         ends = self._ends_in(always, spoken)
         if not ends and alone is not None and self._ends_in(self._headless(alone), spoken):
-            ends = self._ends_in(self._headless(alone if is_last else _common(going_on)), spoken)
+            others = [{**self._more(index)[0], "role": role} for role in ("assistant", "system")]
+            varied = [self._tail([*turn, more], word, NEXT_WORD) for more in others]
+            history = _common([*going_on, *(tail for tail in varied if tail is not None)])
+            ends = self._ends_in(self._headless(alone if is_last else history), spoken)
         elif not ends and any(self._opened(always, tail) for tail in probed):
             fitting = [tail[: self._opened(always, tail)] for tail in (probed[-1:] if is_last else probed)]
             here = next((len(tail) for tail in fitting if tail and behind.startswith(tail)), 0)
@@ -279,7 +282,9 @@ class _Judge:
         closed = len(always.rstrip())
         rest = tail[closed:]
         found = self._control.match(rest.lstrip())
-        if not found or not (found.group() in self._tokenizer.all_special_tokens or re.search("[|｜]", found.group())):
+        token = found.group() if found else ""
+        is_known = token in self._tokenizer.all_special_tokens or re.search("[|｜]", token)
+        if not found or not (is_known or (not closed and token[1] != "/")):
             return 0
         return closed + len(rest) - len(rest.lstrip()) + found.end()
 

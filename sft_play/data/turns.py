@@ -393,7 +393,7 @@ class Turns:
         if not following.startswith(closed) or not atoms:
             return 0
         at, atom = atoms[0]
-        is_token = atom in self._special or _CONTROL.fullmatch(atom)
+        is_token = atom in self._special or _CONTROL.fullmatch(atom) or (not closed and atom[1] != "/")
         return at + len(atom) if is_token and not following[len(closed) : at].strip() else 0
 
     @property
@@ -495,6 +495,8 @@ class Turns:
                 continue
             start, end = found.spans[turn.message]
             prompt = self._prompt(self.habits, messages[: turn.message], tools)
+            if prompt is None and not turn.message:
+                prompt = ""
             if prompt is None or prompt + turn.header != found.text[:start]:
                 raise Inexact(OTHER_PROMPT, f"messages[{turn.message}]")
             if turn.by_prefix and not self.habits.markers:
@@ -639,7 +641,9 @@ class Turns:
         try:
             prompt = self.rendered(copy[:index], tools, prompt=True)
         except RenderError as error:
-            return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            if index:
+                return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            prompt = ""  # many look into a first message that is not there
         common = _common(prompt, places.text)
         is_prefix = common == len(prompt)
         first, last, kind = places.extent(index, common)
