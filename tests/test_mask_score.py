@@ -15,6 +15,7 @@ from sft_play.errors import ConfigError, TokenizerError
 from tests.conftest import ROOT, shared
 from tests.models import CHATML, make_tokenizer
 
+HEADER = f"| template | {' | '.join(case.name for case in CASES)} |"
 FIELDS = ["template", "case", "method", "verdict", "reason"]
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -86,10 +87,7 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, token
 
 def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
     lines = made.lines()
-    assert (
-        lines[0]
-        == "| template | single_turn | multi_turn | system | tool_calls | think_text | reasoning | answer_first | call_last |"
-    )
+    assert lines[0] == HEADER
     assert "| plain.jinja | prefix | prefix | prefix | — | prefix | prefix | prefix | — |" in lines
     assert "| a/otherwise.jinja | refused | refused | refused | — | refused | refused | refused | — |" in lines
     assert "| a/broken.jinja2 | — | — | — | — | — | — | — | — |" in lines
@@ -218,9 +216,7 @@ def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path):
 def table_of(text: str) -> list[str]:
     """The table of the documentation and the line with the sums."""
     lines = text.splitlines()
-    first = lines.index(
-        "| template | single_turn | multi_turn | system | tool_calls | think_text | reasoning | answer_first | call_last |"
-    )
+    first = lines.index(HEADER)
     last = next(number for number, line in enumerate(lines) if "cases that render are exact" in line)
     return [line for line in lines[first : last + 1] if line]
 

@@ -213,7 +213,8 @@ class _Judge:
             return _Turn(index, start, (last + here,) if here else (), is_added=is_last)
         elif not ends:
             words = len(always.rstrip())
-            return _Turn(index, start, tuple(range(last + words, last + len(always) + 1)), is_open=not words)
+            until = range(words, (words if words else len(always)) + 1)
+            return _Turn(index, start, tuple(last + end for end in until), is_open=not words)
         return _Turn(index, start, tuple(last + end for end in ends))
 
     def _more(self, index: int) -> list[Message]:
@@ -265,17 +266,13 @@ class _Judge:
 
     def _ends_in(self, tail: str, spoken: str) -> list[int]:
         """Where a turn may end in a tail: behind its last control token, or an earlier one at which generation stops
-        already, with the white space behind it or without."""
+        already."""
         found_all = self._control.finditer(tail)
         tokens = [found for found in found_all if not _closes_part(found.group(), spoken + tail[: found.start()])]
         if not tokens:
             return []
         last = tokens[-1].group()
-        eos = self._tokenizer.eos_token
-        stops = [found for found in tokens if found.group() in (eos, last)]
-        found = stops[0]
-        space = len(tail) - len(tail[found.end() :].lstrip()) - found.end() if found is tokens[-1] else 0
-        return list(range(found.end(), found.end() + space + 1))
+        return [next(found.end() for found in tokens if found.group() in (self._tokenizer.eos_token, last))]
 
     def _opened(self, always: str, tail: str) -> int:
         """Where the control token ends that opens the next message right behind a turn; 0 where there is none."""
