@@ -284,6 +284,9 @@ def _row_notes(whole: Rendered) -> Iterator[str]:
         yield f"{whole.stripped_think} pieces of think text are not written by the template"
     if whole.special_in_text:
         yield f"{whole.special_in_text} special tokens are spelled in its texts"
+    if whole.added_end:
+        end = one_line(whole.added_end.strip())
+        yield f"{end} is added behind the last turn, which the chat template does not end"
     if whole.merged:
         yield f"{whole.merged} ends of answers stand inside a token, which is split there"
 

@@ -15,6 +15,7 @@ from sft_play.errors import ConfigError, TokenizerError
 from tests.conftest import ROOT, shared
 from tests.models import CHATML, make_tokenizer
 
+HEADER = f"| template | {' | '.join(case.name for case in CASES)} |"
 FIELDS = ["template", "case", "method", "verdict", "reason"]
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(9) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -59,7 +60,7 @@ def test_every_template_below_the_folder_gets_a_verdict_on_every_case(made):
     assert made.ok
     assert len(made.rows) == 8 * len(CASES)
     # this ChatML writes no calls, so that case cannot be rendered
-    plain = {**{case.name: "exact" for case in CASES}, "tool_calls": "cannot_render"}
+    plain = {**{case.name: "exact" for case in CASES}, "tool_calls": "cannot_render", "call_last": "cannot_render"}
     assert verdicts(made.rows, "plain.jinja") == verdicts(made.rows, "a/b.jinja/deep.J2") == plain
     assert verdicts(made.rows, "a/endless_tools.jinja") == plain
     assert set(verdicts(made.rows, "a/otherwise.jinja").values()) == {"refused", "cannot_render"}
@@ -77,7 +78,7 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, token
     code, text = command(*words)
     first = out.read_bytes()
     assert code == 0
-    assert "12 of 16 cases that render are exact (75.0%), 4 are refused, 0 are wrong; 24 cannot be rendered" in text
+    assert "18 of 24 cases that render are exact (75.0%), 6 are refused, 0 are wrong; 40 cannot be rendered" in text
     rows = json.loads(first)
     assert all(list(row) == FIELDS and all(isinstance(value, str) for value in row.values()) for row in rows)
     assert command(*words)[0] == 0
@@ -86,10 +87,10 @@ def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, token
 
 def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
     lines = made.lines()
-    assert lines[0] == "| template | single_turn | multi_turn | system | tool_calls | think_text |"
-    assert "| plain.jinja | prefix | prefix | prefix | — | prefix |" in lines
-    assert "| a/otherwise.jinja | refused | refused | refused | — | refused |" in lines
-    assert "| a/broken.jinja2 | — | — | — | — | — |" in lines
+    assert lines[0] == HEADER
+    assert "| plain.jinja | prefix | prefix | prefix | — | prefix | prefix | prefix | — |" in lines
+    assert "| a/otherwise.jinja | refused | refused | refused | — | refused | refused | refused | — |" in lines
+    assert "| a/broken.jinja2 | — | — | — | — | — | — | — | — |" in lines
 
 
 @pytest.mark.parametrize("name", ["absent", "empty", "file.jinja"])
@@ -163,7 +164,7 @@ def nothing(ids: list[int], labels: list[int]) -> list[int]:
 @pytest.mark.parametrize("change", [one_more, one_less, later, earlier, everything, another_token, nothing])
 def test_a_mask_that_is_wrong_by_one_token_is_found(monkeypatch, tokenizer, tmp_path, change):
     rows = [row for row in bent(change, monkeypatch, tokenizer, tmp_path) if row.verdict != "cannot_render"]
-    assert len(rows) == 4
+    assert len(rows) == 6
     assert {row.verdict for row in rows} == {"wrong"}
     assert all(row.reason for row in rows)
 
@@ -197,11 +198,11 @@ def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path):
     """Qwen2.5 writes every turn alike; Qwen3's history loses the empty think block that its last turn has, and Gemma 2
     takes no system prompt; what DeepSeek-R1's prompt opens, its answers do not have."""
     wanted = {
-        "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix", "prefix", "prefix", "prefix", "prefix"],
-        "trl/qwen3": ["prefix", "marker", "marker", "marker", "marker"],
-        "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix"],
-        "trl/llama3_training": ["generation", "generation", "generation", "", "generation"],
-        "llama.cpp/llama-cpp-deepseek-r1": ["", "", "", "", ""],
+        "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix"] * 8,
+        "trl/qwen3": ["prefix", *["marker"] * 5, "prefix", "prefix"],
+        "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
+        "trl/llama3_training": ["generation", "generation", "generation", "", *["generation"] * 3, ""],
+        "llama.cpp/llama-cpp-deepseek-r1": [""] * 8,
     }
     for name in wanted:
         text = shared(f"chat_templates/{name}.jinja").read_bytes()
@@ -215,7 +216,7 @@ def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path):
 def table_of(text: str) -> list[str]:
     """The table of the documentation and the line with the sums."""
     lines = text.splitlines()
-    first = lines.index("| template | single_turn | multi_turn | system | tool_calls | think_text |")
+    first = lines.index(HEADER)
     last = next(number for number, line in enumerate(lines) if "cases that render are exact" in line)
     return [line for line in lines[first : last + 1] if line]
 

@@ -93,9 +93,10 @@ def make(tokenizer):
     parts = TokenizerParts.of(tokenizer)
     encoder = Encoder(parts)
 
-    def made(template: str = CHATML, *, limit: int = NO_LIMIT, **data: Any) -> Renderer:
+    def made(template: str = CHATML, *, limit: int = NO_LIMIT, on_missing_end: str = "train", **data: Any) -> Renderer:
         tokenizer.chat_template = template
-        return Renderer(parts.with_template(template), DataConfig(**data), max_seq_len=limit, encoder=encoder)
+        options = DataConfig(on_missing_end=on_missing_end, **data)
+        return Renderer(parts.with_template(template), options, max_seq_len=limit, encoder=encoder)
 
     return made
 

@@ -84,6 +84,7 @@ def _write_templates(folder: Path) -> None:
     (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
     (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
     (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "assistant<think>{%"))
+    (folder / "endless.jinja").write_text(turns.replace("<|im_end|>", "\n") + prompt)
     (folder / "nosystem.jinja").write_text(
         turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt
     )
@@ -513,6 +514,7 @@ PROBES: list[tuple[str, Probe]] = [
     ),
     one(splits, "data.multi_turn", "split", "rows", 2, data("multi.jsonl")),
     unlocks(splits, "data.on_inexact_mask", "train", "rows", 20, INEXACT),
+    unlocks(splits, "data.on_missing_end", "train", "rows", 20, ["data.chat_template=WORLD/endless.jinja"]),
     one(splits, "data.special_tokens_in_text", "control", "tokens", 27, SPECIAL),
     one(splits, "data.special_tokens_in_text", "fail", REFUSED, Says("<|im_end|>"), SPECIAL),
     unlocks(splits, "data.system_into_user", "true", "text", Says("brief"), NO_SYSTEM),

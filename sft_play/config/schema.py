@@ -211,6 +211,10 @@ class DataConfig(Section):
     """What to do where no exact mask can be found for a template or row: stop and say what would be trained, or train
     that."""
 
+    on_missing_end: Literal["fail", "train"] = leaf("fail", owner="data.render")
+    """What to do where no token ends an answer, so that the model would not learn to stop: stop and say so, or train
+    all the same."""
+
     special_tokens_in_text: Literal["plain", "control", "fail"] = leaf("plain", owner="data.render")
     """The tokenizer's special tokens inside texts of the data: tokenised as plain text, as the control tokens that
     they spell, or a bad row."""

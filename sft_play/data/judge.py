@@ -269,10 +269,14 @@ def _end(survey: Survey, tokenizer: Any) -> Check:
             "end of turn",
             f"{survey.open_ends:,} of {survey.kept:,} rows of {survey.split} have an answer that ends with no special "
             f"token (the first: {one_line(survey.first_open_end)}): the model does not learn there to stop",
-            "give data.chat_template a template that ends an assistant's turn with a token",
+            "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
+            "assistant's turn with a token",
         )
     eos = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
-    return ok("end of turn", f"every trained answer ends with {' or '.join(names)}, which is trained{eos}")
+    added = ", ".join(f"{one_line(end)} behind {rows:,} rows" for end, rows in survey.added_ends.most_common(3))
+    if added:
+        added = f"; the chat template does not end a last turn: {added} is added, as a next turn would begin"
+    return ok("end of turn", f"every trained answer ends with {' or '.join(names)}, which is trained{eos}{added}")
 
 
 def _pad(survey: Survey, tokenizer: Any) -> Check:

@@ -26,6 +26,7 @@ METHODS = {
     "generation": "the template's own generation marks",
     "prefix": "rendered prefixes",
     "marker": "prefix and end-of-turn marker",
+    "next_turn": "prefix and the token that opens the next turn",
     "last_turn": "the turns that are exact",
     "all": "every token",
     "document": "every token of a document",

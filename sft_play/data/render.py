@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
@@ -36,6 +36,11 @@ END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
 """Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`."""
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
+NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
+WAYS_TO_AN_END = (
+    "give data.chat_template a template whose answers end with a token of this tokenizer, or train without one with "
+    "data.on_missing_end=train"
+)
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 ROWS_HELPED = 20
 """Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
@@ -66,6 +71,8 @@ class Rendered:
     special_in_text: int = 0
     notes: tuple[str, ...] = ()
     """What was changed of the row for the template's sake."""
+    added_end: str = ""
+    """The end of `text` that the chat template does not write: what ends its last turn."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,7 @@ class Renderer:
         self._bos = self.parts.bos_id
         self._turns: dict[bool, Turns | TokenizerError] = {}
         self._switched: dict[tuple[str, str, bool], Turns] = {}
+        self._stops: dict[bool, tuple[str, ...]] = {}
         self._helped = 0
         self._specials: _Specials | None = None
 
@@ -245,7 +253,9 @@ class Renderer:
     def _turns_of(self, source: str, *, with_tools: bool = False, **more: Any) -> Turns:
         variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs, **more}
         template = ChatTemplate(source, variables=variables, today=self.today)
-        return Turns(template, special_tokens=self.parts.special, eos_token=self.parts.eos, with_tools=with_tools)
+        marked = (text for _, text, is_special in self.parts.added if is_special)
+        special = dict.fromkeys((*self.parts.special, *marked))
+        return Turns(template, special_tokens=[*special], eos_token=self.parts.eos, with_tools=with_tools)
 
     @property
     def end_of_turn(self) -> str:
@@ -264,7 +274,7 @@ class Renderer:
             ends: list[str] = []
             for with_tools in (False, True) if self.parts.templates else ():
                 with contextlib.suppress(TokenizerError):
-                    ends += self.turns(with_tools=with_tools).habits.markers
+                    ends += self.turns(with_tools=with_tools).end_tokens
             self._specials = _Specials(self.parts, ends)
         return self._specials
 
@@ -337,8 +347,10 @@ class Renderer:
             shown = self.specials.hidden(messages) if hide else messages
             found = turns.find(shown, example.tools)
             if hide:
-                self._check_hidden(found.text, messages, example.tools)
+                self._check_hidden(found.text.removesuffix(found.added), messages, example.tools)
             spans, untrained, method = self._wanted(found, messages)
+            answers = [*found.spans.values()] if self.data.loss_on == "all" else spans
+            self._check_ends(found.text, answers, example.tools)
         except Inexact as error:
             told = [error.detail]
             if error.reason == REFUSED:
@@ -347,8 +359,28 @@ class Renderer:
                 told = [self._settings_that_help(messages, example.tools), error.detail]
             return BadRow(example.where, error.reason, "; ".join(filter(None, told)))
         return Draft(
-            example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped, fitted.notes
-        )
+            example.where, found.text, spans, method, CHAT, hide, special, untrained, found.stripped, fitted.notes,
+            found.added,
+        )  # fmt: skip
+
+    def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
+        """Raise Inexact where an answer is to be trained that ends with no token at which generation could stop."""
+        if self.data.on_missing_end == "train":
+            return
+        ends = self._end_tokens(with_tools=bool(tools))
+        for start, end in spans:
+            trained = text[start:end].rstrip()
+            if not trained.endswith(ends):
+                shown = one_line(repr(trained[-40:]), limit=60)
+                raise Inexact(NO_END_TOKEN, f"{shown}: {WAYS_TO_AN_END}")
+
+    def _end_tokens(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Tokens of the vocabulary that may end an answer: the special ones, and the template's own ends."""
+        if with_tools not in self._stops:
+            ends = self.turns(with_tools=with_tools).end_tokens
+            named = (text for _, text, is_special in self.parts.added if is_special or text in ends)
+            self._stops[with_tools] = tuple(text for text in (*named, self.parts.eos) if text)
+        return self._stops[with_tools]
 
     def _text_draft(self, example: Text) -> Draft | BadRow:
         return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT, False, 0, 0, 0)
@@ -480,7 +512,7 @@ class Renderer:
             return BadRow(draft.where, "no trained token")
         return Rendered(
             draft.where, text, tuple(shown), ids, labels, draft.method, CHAT, merged,
-            draft.untrained, draft.stripped, draft.special_count, draft.notes,
+            draft.untrained, draft.stripped, draft.special_count, draft.notes, draft.added_end,
         )  # fmt: skip
 
     def cut(self, rendered: Rendered) -> TokenRow | BadRow:
@@ -582,6 +614,7 @@ class Draft:
     untrained: int
     stripped: int
     notes: tuple[str, ...] = ()
+    added_end: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -790,10 +823,10 @@ class _Specials:
     is no special token there.
     """
 
-    def __init__(self, parts: TokenizerParts, markers: Sequence[str]) -> None:
+    def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
         self._parts = parts
         self._ids = {text: number for number, text, _ in parts.added}
-        named = {text for _, text, is_special in parts.added if is_special or text in markers}
+        named = {text for _, text, is_special in parts.added if is_special or text in ends}
         self.tokens = sorted((token for token in named if token.strip()), key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
         self._number = {token: number for number, token in enumerate(self.tokens)}

@@ -249,6 +249,8 @@ class Survey:
     first_open_end: str = ""
     ends: Counter[int] = field(default_factory=Counter)
     """Ids of the special tokens that trained parts end with."""
+    added_ends: Counter[str] = field(default_factory=Counter)
+    """Rows whose last turn the template does not end, by the end that was added."""
     pad_trained: int = 0
     roles: dict[str, list[int]] = field(default_factory=dict)
     role_rows: int = 0
@@ -615,6 +617,8 @@ class _Asking:
                 is_open = True
             else:
                 found.ends[special] += 1
+        if whole.added_end:
+            found.added_ends[whole.added_end.strip()] += 1
         if is_open and whole.method != "document":
             found.open_ends += 1
             found.first_open_end = found.first_open_end or whole.where

@@ -12,6 +12,10 @@ A template is asked, not known by name. Two kinds of renderings tell everything:
 A second copy has other sentinels and must be the same otherwise: so nothing that a template took out of a text, such
 as its first letter, passes for the template's own words.
 
+What ends a turn is what stands behind its text whatever follows: the conversation that ends there and the one that goes
+on are compared, and the end is the last control token that both have. Where they have none, the special token that
+opens the next turn ends this one (GLM: `<|user|>`, after calls `<|observation|>`); behind the last turn it is added.
+
 What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
 long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
 one rendering and one comparison a row. Where the template looks at more of a text (its length, its first letter, a
@@ -37,7 +41,7 @@ from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
-Method = Literal["generation", "prefix", "marker", "last_turn", "all", "document", "inexact"]
+Method = Literal["generation", "prefix", "marker", "next_turn", "last_turn", "all", "document", "inexact"]
 """How the trained spans of a row were found; see docs/masks.md.
 
 generation: the template's own `{% generation %}` marks, which agree with what follows; prefix: start and end of every
@@ -54,6 +58,7 @@ _SENTINEL = re.compile(_SALT + r"(\d{5})([be])")
 _OTHER_SALT = "Kw7V"
 _OTHER_SENTINEL = re.compile(_OTHER_SALT + r"([ghjkmnprst]{5})([du])")
 _TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
+_SENTINEL_CHARS = len(_SALT) + 6
 _MAX_PIECES = 90_000
 REFUSED = "the chat template refuses the row"
 OTHER_PROMPT = "the chat template prompts for a turn otherwise than it writes the turn"
@@ -74,6 +79,8 @@ class Piece:
     message: int
     kind: Kind
     text: str
+    is_think: bool = False
+    """It is think text, which a template may leave out."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class Habits:
     """It writes tool calls."""
     markers: tuple[str, ...] = ()
     """Texts that end an assistant turn, the usual one first; empty where it writes nothing."""
+    next_openers: tuple[str, ...] = ()
+    """Those of them that open the next turn, where the template closes none."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,12 @@ class Turn:
     end: Place | None = None
     by_prefix: bool = False
     """Its end is that of the rendered conversation up to it."""
+    by_next: bool = False
+    """It is ended by the token that opens the next turn."""
+    added: str = ""
+    """What the template does not write behind the last turn: the token that would open the next one."""
+    header: str = ""
+    """What the template writes before the turn that its prompt does not have, such as before a first message."""
     reason: str = ""
     detail: str = ""
     nearest: tuple[Place, Place] | None = None
@@ -174,6 +189,11 @@ class Skeleton:
     marks_agree: bool = False
     """The template has `{% generation %}` marks, and they hold exactly the turns."""
 
+    @property
+    def added(self) -> str:
+        """The end that is added behind a last turn which the template does not end."""
+        return self.turns[-1].added if self.turns else ""
+
     def fill(self, pieces: Sequence[str]) -> tuple[str, list[int]]:
         """The text that a row with these pieces must have, and where each gap begins in it."""
         parts = [self.gaps[0]]
@@ -199,6 +219,8 @@ class Found:
     method: Method
     stripped: int = 0
     """Pieces of think text that the template does not write."""
+    added: str = ""
+    """The end of `text` that the template does not write: what ends its last turn."""
 
 
 _FORMS: dict[str, Callable[[str], str]] = {
@@ -241,6 +263,9 @@ class Turns:
         self._split = _splitter(template.tested)
         self._asked = _splitter(template.tested | {_SALT, _OTHER_SALT}) or re.compile("(?!)")
         self._shapes: dict[Any, Skeleton | None] = {}
+        self._openers: frozenset[str] = frozenset()
+        self._history_ends: frozenset[str] = frozenset()
+        self.habits = Habits()
         self.habits = self._learn()
 
     # What the template does.
@@ -248,7 +273,7 @@ class Turns:
     def _learn(self) -> Habits:
         habits = self._learn_content()
         habits = self._learn_calls(habits)
-        return _replace(habits, system=self._learn_system(habits), markers=self._learn_markers(habits))
+        return self._learn_ends(_replace(habits, system=self._learn_system(habits)))
 
     def _learn_content(self) -> Habits:
         problem, does = "", "drops"
@@ -321,55 +346,143 @@ class Turns:
             return "refused"
         return "written" if "system1q" in text else "dropped"
 
-    def _learn_markers(self, habits: Habits) -> tuple[str, ...]:
-        """The end of a last turn, of a turn that is history, and of a turn that calls."""
+    def _learn_ends(self, habits: Habits) -> Habits:
+        """The habits with the ends of a last turn, of a turn that is history, and of a turn that calls."""
+        self._openers = self._learn_openers(habits)
         last = self._probe(habits, _PLAIN)
-        after_user = _atoms(_between(last, "question1q", "answer1q"), self._special)
-        ends_users = after_user[0] if after_user else ""
-        found = [self._ender(last.rpartition("answer1q")[2], ends_users)]
+        own = last.rpartition("answer1q")[2]
         try:
             whole = self._probe(habits, [*_PLAIN, {"role": "user", "content": "question2q"}, _ANSWER])
-            history = _between(whole, "answer1q", "question2q")
+            after = whole.partition("answer1q")[2]
+            following = after.partition("question2q")[0] if "question2q" in after else None
         except RenderError:
-            history = ""
-        if found[0] and found[0] not in history:
-            atoms = _atoms(history, self._special)
-            if atoms and (atoms[0] == ends_users or atoms[0] == self._eos or _ENDER.search(atoms[0])):
-                found.append(atoms[0])
+            following = None
+        found: list[tuple[str, bool]] = []
+        user_end = next(iter(_atoms(_between(last, "question1q", "answer1q"), self._special)), "")
+        self._history_ends = frozenset({user_end, self._eos or ""} - {""})
+        for is_last in (True, False):
+            end = self._end_of(own, following, is_last=is_last, is_text=True)
+            if end is not None:
+                found.append((end.text.strip(), end.by_next))
+        habits = _replace(habits, markers=tuple(dict.fromkeys(text for text, _ in found if text)))
+        self.habits = habits
         if habits.calls:
-            found += self._call_markers(habits, found)
-        return tuple(dict.fromkeys(marker for marker in found if marker))
+            found += self._learn_call_ends(habits)
+        return _replace(
+            habits,
+            markers=tuple(dict.fromkeys(text for text, _ in found if text)),
+            next_openers=tuple(dict.fromkeys(text for text, by_next in found if by_next)),
+        )
 
-    def _call_markers(self, habits: Habits, known: Sequence[str]) -> Iterator[str]:
-        """The last end behind a call, where none of the known ones stands there: in a last turn and in history."""
-        for turns, before in ((_CALLING[:2], ""), (_CALLING, "result1q")):
-            try:
-                text = self._render(habits, self._fitted(turns, PROBE_TOOLS, habits).messages, tools=PROBE_TOOLS)
-            except (RenderError, Inexact):
-                continue
-            tail = _between(text, "where1q", before) if before else text.rpartition("where1q")[2]
-            enders = [atom for atom in _atoms(tail, self._special) if atom in self._special or _ENDER.search(atom)]
-            if enders and not before and not any(marker in tail for marker in known if marker):
-                yield enders[-1]
+    def _learn_call_ends(self, habits: Habits) -> Iterator[tuple[str, bool]]:
+        """The last token of what ends a turn that calls, where no known end stands there."""
+        try:
+            last, whole = (
+                self._render(habits, self._fitted(turns, PROBE_TOOLS, habits).messages, tools=PROBE_TOOLS)
+                for turns in (_CALLING[:2], _CALLING)
+            )
+        except (RenderError, Inexact):
+            return
+        own = last.rpartition("where1q")[2]
+        before, result, _ = whole.rpartition("result1q")
+        following = before.rpartition("where1q")[2] if result else None
+        for is_last in (True, False):
+            end = self._end_of(own, following, is_last=is_last, is_text=False)
+            if end is not None and not end.is_words:
+                last = _atoms(end.text, self._special)[-1]
+                if not any(marker.endswith(last) for marker in habits.markers):
+                    yield last, end.by_next
 
-    def _ender(self, tail: str, ends_users: str) -> str:
-        """The text within `tail` that ends a turn: what ends a user's turn too, else what looks like an end."""
-        atoms = _atoms(tail, self._special)
-        enders = [atom for atom in atoms if atom in self._special or _ENDER.search(atom)]
-        for atom in (ends_users, self._eos):
-            if atom and atom in enders:
-                return atom
-        opening = [atom for atom in atoms if not atom.startswith("</")]
-        for choice in (enders, opening, atoms):
-            if choice:
-                return choice[0]
-        stripped = tail.strip()
-        return stripped if len(stripped) <= _LONGEST_MARKER else ""
+    def _learn_openers(self, habits: Habits) -> frozenset[str]:
+        """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+        try:
+            question = self._probe(habits, _PLAIN[:1])
+            if question != self._probe(habits, _PLAIN[:1], prompt=True):
+                return frozenset()
+            first = self._probe(habits, [{"role": "system", "content": "system1q"}, *_PLAIN])
+        except RenderError:
+            first = self._probe(habits, _PLAIN)
+        place = first.find("system1q") if "system1q" in first else first.find("question1q")
+        return frozenset(_atoms(first[: max(0, place)], self._special)) - {self._eos or ""}
+
+    def _end_of(self, own: str | None, following: str | None, *, is_last: bool, is_text: bool) -> _End | None:
+        """What ends a turn, as the text behind its last piece through its end; None where nothing does.
+
+        `own` is what stands there in the conversation that ends with the turn, `following` in the one that goes on
+        (None: it cannot be rendered). `is_last`: the turn is the last one of the row; `is_text`: its last piece is an
+        answer's text, not think text or a call.
+        """
+        if own is None:
+            return self._known_end(following or "")
+        shared = own if following is None else _shared(own, following, self._special)
+        ends = self._enders(shared, is_text=is_text)
+        while ends and ends[-1][1] in self._openers:
+            shared = shared[: ends[-1][0]]
+            ends = self._enders(shared, is_text=is_text)
+        if ends:
+            return _End(shared[: self._through(ends)])
+        own_ends = self._enders(own, is_text=is_text)
+        if not own_ends and following is not None:
+            opener = self._opener(own, following)
+            if opener:
+                return _End(following[:opener], by_next=True)
+        if own_ends and is_last:
+            return _End(own[: self._through(own_ends)])
+        if own_ends and following is not None:
+            atoms = _atom_places(following, self._special)
+            if atoms and (atoms[0][1] in self._history_ends or _ENDER.search(atoms[0][1])):
+                return _End(following[: atoms[0][0] + len(atoms[0][1])])
+        words = shared.rstrip()
+        is_end = 0 < len(words) <= _LONGEST_MARKER or words.endswith(self.habits.markers or ("\0",))
+        return _End(words, is_words=True) if is_end else None
+
+    def _known_end(self, following: str) -> _End | None:
+        """The first known end in a text."""
+        found = [(at, marker) for marker in self.habits.markers if (at := following.find(marker)) >= 0]
+        if not found:
+            return None
+        at, marker = min(found, key=lambda item: (item[0], -len(item[1])))
+        return _End(following[: at + len(marker)])
+
+    def _enders(self, text: str, *, is_text: bool) -> list[tuple[int, str]]:
+        """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
+        they are tokens that end an answer."""
+        known = "".join(self.habits.markers) if not is_text else ""
+
+        def may_end(atom: str) -> bool:
+            if atom == self._eos or not _TAG.fullmatch(atom):
+                return True
+            return (atom[1] != "/" and bool(_ENDER.search(atom))) or (
+                atom in self._special and (is_text or atom in known)
+            )
+
+        return [(at, atom) for at, atom in _atom_places(text, self._special) if may_end(atom)]
+
+    def _through(self, ends: Sequence[tuple[int, str]]) -> int:
+        """Where an end ends: with the first eos, at which generation stops, else where its last token first stands."""
+        names = [atom for _, atom in ends]
+        at, atom = ends[names.index(self._eos if self._eos in names else names[-1])]
+        return at + len(atom)
+
+    def _opener(self, own: str, following: str) -> int:
+        """Where the special token ends that opens the next turn right behind this one; 0 where there is none."""
+        closed = own.rstrip()
+        atoms = [place for place in _atom_places(following, self._special) if place[0] >= len(closed)]
+        if not following.startswith(closed) or not atoms:
+            return 0
+        at, atom = atoms[0]
+        is_token = atom in self._special or _CONTROL.fullmatch(atom) or (not closed and atom[1] != "/")
+        return at + len(atom) if is_token and not following[len(closed) : at].strip() else 0
 
     @property
     def end_of_turn(self) -> str:
         """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
         return self.habits.markers[0] if self.habits.markers else ""
+
+    @property
+    def end_tokens(self) -> frozenset[str]:
+        """The control tokens of all ends of turns."""
+        return frozenset(atom for marker in self.habits.markers for atom in _atoms(marker, self._special))
 
     # Rendering.
 
@@ -378,9 +491,9 @@ class Turns:
     ) -> str:
         return self.template.render(adapted(messages, habits), tools=tools, prompt=prompt)
 
-    def _probe(self, habits: Habits, messages: Sequence[Message]) -> str:
+    def _probe(self, habits: Habits, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """A probe conversation, with tools where the template has to be given some."""
-        return self._render(habits, messages, tools=PROBE_TOOLS if habits.tools else ())
+        return self._render(habits, messages, tools=PROBE_TOOLS if habits.tools else (), prompt=prompt)
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
@@ -509,7 +622,10 @@ class Turns:
             if turn.message not in found.spans:
                 continue
             start, end = found.spans[turn.message]
-            if self._prompt(self.habits, messages[: turn.message], tools) != found.text[:start]:
+            prompt = self._prompt(self.habits, messages[: turn.message], tools)
+            if prompt is None and not turn.message:
+                prompt = ""
+            if prompt is None or prompt + turn.header != found.text[:start]:
                 raise Inexact(OTHER_PROMPT, f"messages[{turn.message}]")
             if turn.by_prefix and not self.habits.markers:
                 own = self._rendered_or_nothing(messages[: turn.message + 1], tools)
@@ -527,13 +643,16 @@ class Turns:
                 first, last = turn.nearest
                 nearest[turn.message] = (begins[first.gap] + first.offset, begins[last.gap] + last.offset)
         inexact = {turn.message: turn for turn in skeleton.turns if not turn.is_exact}
-        return Found(text, spans, inexact, nearest, self._method(skeleton, spans, inexact), len(skeleton.stripped))
+        method = self._method(skeleton, spans, inexact)
+        return Found(text + skeleton.added, spans, inexact, nearest, method, len(skeleton.stripped), skeleton.added)
 
     def _method(self, skeleton: Skeleton, spans: dict[int, Span], inexact: dict[int, Turn]) -> Method:
         if inexact:
             return "last_turn" if spans else "inexact"
         if skeleton.marks_agree:
             return "generation"
+        if any(turn.by_next for turn in skeleton.turns):
+            return "next_turn"
         return "prefix" if all(turn.by_prefix for turn in skeleton.turns) else "marker"
 
     def _prompt(self, habits: Habits, before: Sequence[Message], tools: Sequence[Any]) -> str | None:
@@ -590,9 +709,9 @@ class Turns:
                     raise Inexact("a text holds the mark that turns are found by", f"messages[{index}]: {salt}")
             made: list[str] = []
             at = 0
-            for begin, end in _pieces(text, self._split if kind in ("content", "reasoning") else None):
+            for begin, end, is_think in _pieces(text, self._split if kind in ("content", "reasoning") else None):
                 number = len(pieces)
-                pieces.append(Piece(index, kind, text[begin:end]))
+                pieces.append(Piece(index, kind, text[begin:end], is_think or kind == "reasoning"))
                 self._check_between(text[at:begin], index)
                 made += (text[at:begin], f"{_SALT}{number:05d}b", text[begin:end], f"{_SALT}{number:05d}e")
                 at = end
@@ -606,7 +725,8 @@ class Turns:
 
     def _check_between(self, text: str, index: int) -> None:
         """Raise Inexact where a text that is no piece, since the template looks for it, could pass for an end."""
-        marker = next((marker for marker in self.habits.markers if marker in text), None)
+        ends = sorted(self.end_tokens | {*self.habits.markers})
+        marker = next((marker for marker in ends if marker in text), None)
         if marker is not None:
             raise Inexact(
                 "a text holds the end of turn, which the chat template looks for in texts",
@@ -632,7 +752,7 @@ class Turns:
                 continue
             if piece.kind in ("name", "argument", "arguments"):
                 raise Inexact("the chat template drops a tool call", f"{where}: {one_line(piece.text, limit=60)}")
-            is_think = piece.kind == "reasoning" or number != last[piece.message]
+            is_think = piece.is_think and number != last.get(piece.message)
             if role != "assistant" or not is_think:
                 raise Inexact(self._dropped(role), where)
             stripped.append(number)
@@ -651,47 +771,105 @@ class Turns:
         try:
             prompt = self.rendered(copy[:index], tools, prompt=True)
         except RenderError as error:
-            return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            if index:
+                return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            prompt = ""  # many look into a first message that is not there
         common = _common(prompt, places.text)
         is_prefix = common == len(prompt)
-        start = places.place(common)
         first, last, kind = places.extent(index, common)
+        begin: int | None = common
+        if is_prefix and not (index and copy[index - 1]["role"] in ("user", "tool")):
+            begin = self._unasked_start(places, copy, index, tools, after=common, first=first)
+        start = None if begin is None else places.place(begin)
         after = common if last is None else last
         if entity := self._entity(places.text[common : places.next_piece(after)], copy):
             raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
-        end, by_prefix = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
-        if start is None or end is None:
-            why = _NO_END if end is None else OTHER_PROMPT
+        end = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
+        if begin is None or start is None or end.place is None:
+            why = _NO_END if end.place is None else OTHER_PROMPT
             return Turn(index, reason=why, detail=f"messages[{index}]")
         if not is_prefix:
-            nearest = (start, end) if first is None or common <= first else None
+            nearest = (start, end.place) if first is None or common <= first else None
             detail = f"messages[{index}]: the prompt goes on with {one_line(repr(prompt[common:][:40]))}"
-            return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest)
-        problem = places.problem(index, common, places.position(end))
+            return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest, added=end.added)
+        problem = places.problem(index, begin, places.position(end.place))
         if problem:
             return Turn(index, reason=problem, detail=f"messages[{index}]")
-        return Turn(index, start, end, by_prefix)
+        header = places.text[common:begin]
+        return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header)
+
+    def _unasked_start(
+        self,
+        places: _Places,
+        copy: Sequence[Message],
+        index: int,
+        tools: Sequence[Any],
+        *,
+        after: int,
+        first: int | None,
+    ) -> int | None:
+        """Where a turn begins that follows neither a question nor a tool's result; None where it cannot be told.
+
+        Templates may prompt behind a question only, and write a header before the turn all the same. So it begins as
+        it would behind a question: that much before its first piece.
+        """
+        if first is None:
+            return None
+        asked = [*copy[:index], _NEXT_QUESTION]
+        try:
+            prompt, whole = self.rendered(asked, tools, prompt=True), self.rendered([*asked, *copy[index:]], tools)
+        except RenderError:
+            return None
+        at = whole.find(places.text[first : first + _SENTINEL_CHARS], len(prompt))
+        gap = whole[len(prompt) : at]
+        begin = first - len(gap)
+        known = whole.startswith(prompt) and at >= 0 and _SALT not in gap
+        return begin if known and begin >= after and places.text[begin:first] == gap else None
 
     def _turn_end(
         self, places: _Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, after: int, is_text: bool
-    ) -> tuple[Place | None, bool]:
+    ) -> _TurnEnd:
         """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
         limit = places.next_piece(after)
         own = self._rendered_or_nothing(copy[: index + 1], tools)
         until = len(own) if own and places.text.startswith(own) and after <= len(own) <= limit else None
-        region = places.text[after : until if until is not None else limit]
-        found = [(at, marker) for marker in self.habits.markers if (at := region.find(marker)) >= 0]
-        if found:
-            at, marker = min(found, key=lambda item: (item[0], -len(item[1])))
-            end = after + at + len(marker)
-            if until is None and not places.tells_end(index, len(copy)) and not _ends_so(places.text, after, end, own):
-                return None, False
-            return places.place(end), until is not None
+        is_last = index + 1 == len(copy)
+        written = places.text[after:limit]
+        own_tail = own[after:] if until is not None else _behind(own, places.text, after)
+        following = self._continued(places, copy, tools, after=after) if is_last else written
+        end = self._end_of(own_tail, following, is_last=is_last, is_text=is_text)
+        if end is not None and end.by_next and not is_last:
+            end = end if _last_atom(end.text, self._special) in self.habits.next_openers else None
+        if end is not None:
+            is_own = own_tail is not None and own_tail.startswith(end.text)
+            if not (is_own or end.by_next or places.tells_end(index, len(copy))):
+                return _TurnEnd()
+            size = len(end.text)
+            added = end.text[len(written) :] if is_last else ""
+            if added and not (end.text.startswith(written) and limit == len(places.text)):
+                return _TurnEnd()
+            place = places.place(after + size - len(added))
+            if place is not None and added:
+                place = Place(place.gap, place.offset + len(added))
+            return _TurnEnd(place, until is not None, end.by_next, added)
         if self.habits.markers:
-            return None, False
+            return _TurnEnd()
         if until is not None:
-            return places.place(until), True
-        return (places.place(after), False) if is_text else (None, False)
+            return _TurnEnd(places.place(until), True)
+        return _TurnEnd(places.place(after)) if is_text else _TurnEnd()
+
+    def _continued(self, places: _Places, copy: Sequence[Message], tools: Sequence[Any], *, after: int) -> str | None:
+        """What stands behind the last piece of the last turn when the conversation goes on; None where it cannot."""
+        calls = copy[-1].get("tool_calls") or []
+        result = {"role": "tool", "content": _NEXT_QUESTION["content"]}
+        if calls:
+            result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
+        for following in (result, _NEXT_QUESTION) if calls else (_NEXT_QUESTION,):
+            whole = self._rendered_or_nothing([*copy, following], tools)
+            tail = _behind(whole, places.text, after) if whole else None
+            if tail is not None and following["content"] in tail:
+                return tail.partition(following["content"])[0]
+        return None
 
     def _rendered_or_nothing(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         try:
@@ -700,12 +878,42 @@ class Turns:
             return ""
 
 
-def _ends_so(text: str, after: int, end: int, own: str) -> bool:
-    """Whether the rendering that ends with the turn goes on from `after`, the end of the turn's last piece, as the
-    whole text does until `end`."""
+@dataclass(frozen=True)
+class _End:
+    """What ends a turn: `text` is what stands behind its last piece, through its end."""
+
+    text: str
+    by_next: bool = False
+    is_words: bool = False
+    """It holds no control token."""
+
+
+@dataclass(frozen=True)
+class _TurnEnd:
+    """Where a turn ends; `added` is the end of it that the template does not write."""
+
+    place: Place | None = None
+    by_prefix: bool = False
+    by_next: bool = False
+    added: str = ""
+
+
+def _behind(other: str, text: str, after: int) -> str | None:
+    """What `other` has behind the place that is `after` in `text`, the end of a piece; None where it has no such."""
     last = text.rfind(_SALT, 0, after)
-    behind = own.rfind(text[last:after]) + after - last if last >= 0 and text[last:after] in own else -1
-    return behind >= 0 and own.startswith(text[after:end], behind)
+    if last < 0 or text[last:after] not in other:
+        return None
+    return other[other.rfind(text[last:after]) + after - last :]
+
+
+def _shared(own: str, following: str, special: Sequence[str]) -> str:
+    """The common beginning of two texts, with no control token cut in two."""
+    size = _common(own, following)
+    for text in (own, following):
+        for at, atom in _atom_places(text, special):
+            if at < size < at + len(atom):
+                size = at
+    return own[:size]
 
 
 _A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
@@ -721,6 +929,7 @@ _PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "as
 _ANSWER: Message = {"role": "assistant", "content": "answer2q"}
 _ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
 """Arguments that come out otherwise wherever a template escapes, encodes twice, or writes Python for JSON."""
+_NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
 _CALLING: list[Message] = [
     {"role": "user", "content": "question1q"},
     {
@@ -755,22 +964,37 @@ _ATOM = re.compile(
     r"|</?[A-Za-z_][^<>\s]{0,40}>"
 )
 """Texts that look like control tokens, for templates whose tokens this tokenizer does not have."""
+_CONTROL = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>")
+"""Those that no tag of a markup language looks like."""
+_TAG = re.compile(r"(?!</s>)</?[A-Za-z_][^<>\s|]{0,40}>")
+"""What may be a tag of a markup language."""
+_CLOSES = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
+"""Marks behind think text."""
 _ENDER = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)
 
 
 def _atoms(text: str, special: Sequence[str]) -> list[str]:
     """Control tokens in a text, in order: the tokenizer's own, and what looks like one."""
+    return [atom for _, atom in _atom_places(text, special)]
+
+
+def _last_atom(text: str, special: Sequence[str]) -> str:
+    return next(reversed(_atoms(text, special)), "")
+
+
+def _atom_places(text: str, special: Sequence[str]) -> list[tuple[int, str]]:
+    """Where control tokens begin in a text."""
     found = {(match.start(), match.group()) for match in _ATOM.finditer(text)}
     for token in special:
         at = text.find(token)
         while at >= 0:
             found.add((at, token))
             at = text.find(token, at + 1)
-    ordered: list[str] = []
+    ordered: list[tuple[int, str]] = []
     covered = 0
     for at, token in sorted(found, key=lambda item: (item[0], -len(item[1]))):
         if at >= covered:
-            ordered.append(token)
+            ordered.append((at, token))
             covered = at + len(token)
     return ordered
 
@@ -809,18 +1033,26 @@ def _splitter(tested: frozenset[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(re.escape(text) for text in sorted(tested, key=lambda text: (-len(text), text))))
 
 
-def _pieces(text: str, split: re.Pattern[str] | None) -> Iterator[Span]:
-    """The text between what the template looks for, without white space at the ends."""
-    at = 0
-    for begin, end in (
-        [*(match.span() for match in split.finditer(text)), (len(text), -1)] if split else [(len(text), -1)]
-    ):
+def _pieces(text: str, split: re.Pattern[str] | None) -> Iterator[tuple[int, int, bool]]:
+    """The text between what the template looks for, without white space at the ends, and whether it is think text."""
+    marks = [(match.start(), match.end(), match.group()) for match in split.finditer(text)] if split else []
+    at, before = 0, ""
+    for begin, end, after in (*marks, (len(text), -1, "")):
         inner = text[at:begin]
         body = inner.strip()
         if body:
             first = at + inner.find(body)
-            yield first, first + len(body)
-        at = end
+            yield first, first + len(body), _is_think(body, before, after)
+        at, before = end, after
+
+
+def _is_think(text: str, before: str, after: str) -> bool:
+    """Whether a text between two marks, such as `<think>` and `</think>`, is think text: it begins the message or
+    stands behind an opening mark, and a closing one follows. A text between two closing ones is part of the answer."""
+    if not _CLOSES.search(after) or _CLOSES.search(before):
+        return False
+    opening = after.replace("/", "", 1).replace("END", "START").replace("end", "start")
+    return opening == after or opening not in text[1:]
 
 
 def _with_other_sentinels(text: str, *_: Any) -> str:
@@ -989,7 +1221,7 @@ class _Places:
         self._parts: list[tuple[int, int, int]] = []
         """Number, begin and end of each written piece, sentinels included."""
         self._pieces = pieces
-        at, sentinel = 0, len(_SALT) + 6
+        at, sentinel = 0, _SENTINEL_CHARS
         for position, gap in enumerate(gaps):
             self._bounds.append((at, at + len(gap)))
             at += len(gap)

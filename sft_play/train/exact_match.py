@@ -63,12 +63,14 @@ def _spaced(items: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def stop_ids(tokenizer: Any, model: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: eos, those of the generation config, and the template's end of turn."""
+    """Tokens that end an answer: eos, those of the generation config, and the first of each end of the template's."""
     found = {tokenizer.eos_token_id}
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found |= set(configured) if isinstance(configured, list) else {configured}
-    marker = tokenizer(renderer.end_of_turn, add_special_tokens=False)["input_ids"] if renderer.end_of_turn else []
-    found |= set(marker) if len(marker) == 1 else set()
+    added = tokenizer.added_tokens_decoder
+    for end in renderer.turns().habits.markers:
+        ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+        found |= set(ids[:1]) if len(ids) == 1 or ids[0] in added else set()
     return sorted(token for token in found if token is not None)
 
 

@@ -1,0 +1,411 @@
+"""Where turns end: two end tokens, ends that the next turn opens, no end at all, headers before a first answer; and the
+judge of `make mask-score`, held against masks that are wrong on purpose."""
+
+from __future__ import annotations
+
+import ast
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sft_play.config.schema import DataConfig
+from sft_play.data import exact
+from sft_play.data.files import BadRow
+from sft_play.data.formats import Chat
+from sft_play.data.render import NO_END_TOKEN, Encoder, Rendered, Renderer, TokenizerParts
+from sft_play.data.score import CASES, score
+from tests.conftest import chat, shared
+from tests.models import CHATML, make_tokenizer
+
+EACH, DONE = "{% for m in messages %}", "{% endfor %}"
+TOKENS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|end_text|>", "<|end_turn|>", "<|end|>", "<|return|>"]
+
+
+def asks(header: str) -> str:
+    return "{% if add_generation_prompt %}" + header + "{% endif %}"
+
+
+TWO_ENDS = EACH + "<|{{ m.role }}|>{{ m.content }}<|end_text|><|end_turn|>" + DONE + asks("<|assistant|>")
+REASONS = (
+    EACH + "<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|end_text|>{% if m.role == 'assistant' %}<|end_turn|>{% endif %}" + DONE + asks("<|assistant|>")
+)
+"""The end of a question is the first of the two that end an answer."""
+OPENED = (
+    EACH + "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
+    "<arg>{{ c.function.arguments.values()|list|join('</arg><arg>') }}</arg>"
+    "</tool_call>{% endfor %}" + DONE + asks("<|assistant|>")
+)  # fmt: skip
+"""As GLM: no turn is closed."""
+BETWEEN = (
+    "{% set ns = namespace(open=false) %}" + EACH + "{% if ns.open %}<|end|>{% endif %}{% set ns.open = m.role == "
+    "'assistant' %}<|{{ m.role }}|>{{ m.content }}" + DONE + "{% if ns.open and add_generation_prompt %}<|end|>"
+    "{% endif %}" + asks("<|assistant|>")
+)
+"""As Apertus: an answer is closed when a question follows."""
+RETURNS = (
+    EACH + "<|{{ m.role }}|>{{ m.content }}{{ '<|return|>' if m.role == 'assistant' and loop.last else '<|end|>' }}"
+    + DONE + asks("<|assistant|>")
+)  # fmt: skip
+"""As gpt-oss: the last answer has an end of its own."""
+NOTHING = EACH + "{{ m.role|upper }}: {{ m.content }}\n" + DONE + asks("ASSISTANT: ")
+ASKED_ONLY = (
+    EACH
+    + "{{ m.role }}<|user|>{{ m.content }}<|end|>{% if loop.last and add_generation_prompt and m.role != 'assistant'"
+    " %}assistant<|user|>{% endif %}" + DONE
+)
+"""As GigaChat: a prompt stands behind a message only."""
+FIRST_READ = "{{ messages[0].role[:0] }}" + CHATML
+"""As granite and Qwen3: without a first message it fails."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from transformers import AutoTokenizer
+
+    made = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(made, template=None)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    tokenizer.save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def make(tokenizer):
+    """Renderers of one tokenizer with other templates and options."""
+    parts = TokenizerParts.of(tokenizer)
+    encoder = Encoder(parts)
+
+    def made(template: str, **data: Any) -> Renderer:
+        return Renderer(parts.with_template(template), DataConfig(**data), max_seq_len=1 << 30, encoder=encoder)
+
+    return made
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(place: str) -> dict[str, Any]:
+    return {"type": "function", "id": "Ab3dE6gH9", "function": {"name": "look", "arguments": {"place": place}}}
+
+
+RESULT = {"role": "tool", "content": "rain", "name": "look", "tool_call_id": "Ab3dE6gH9"}
+TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string", "description": "Where."}}}}},)  # fmt: skip
+TWO = (user("one"), answer("two"), user("three"), answer("four"))
+
+
+def trained(row: Rendered | BadRow) -> list[str]:
+    assert isinstance(row, Rendered), row
+    return [row.text[start:end] for start, end in row.spans]
+
+
+# The end is what stands behind a turn whatever follows.
+
+
+def test_both_of_two_end_tokens_are_trained(make):
+    assert trained(make(TWO_ENDS).render(Chat("f:1", TWO))) == [
+        "two<|end_text|><|end_turn|>",
+        "four<|end_text|><|end_turn|>",
+    ]
+
+
+def test_an_end_that_questions_have_too_does_not_hide_the_one_behind_it(make):
+    thought = (user("one"), answer("two", reasoning_content="hm"), user("three"), answer("four"))
+    for messages in (TWO, thought):
+        texts = trained(make(REASONS).render(Chat("f:1", messages)))
+        assert [text.split("</think>")[-1] for text in texts] == [
+            f"{word}<|end_text|><|end_turn|>" for word in ("two", "four")
+        ]
+
+
+def test_the_last_answer_may_have_another_end_than_the_others(make):
+    row = make(RETURNS).render(Chat("f:1", TWO))
+    assert trained(row) == ["two<|end|>", "four<|return|>"]
+
+
+# Where no turn is closed, the token that opens the next one ends it.
+
+
+def test_the_token_that_opens_the_next_turn_ends_one_that_is_not_closed(make, tokenizer):
+    row = make(OPENED).render(Chat("f:1", TWO))
+    assert trained(row) == ["\ntwo<|user|>", "\nfour<|user|>"]
+    assert (row.method, row.added_end) == ("next_turn", "<|user|>")
+    own = tokenizer.apply_chat_template(list(TWO), chat_template=OPENED, tokenize=False)
+    assert row.text == own + "<|user|>"
+    assert row.labels[-1] == row.input_ids[-1] == tokenizer.convert_tokens_to_ids("<|user|>")
+
+
+def test_behind_calls_it_is_the_token_that_opens_the_result(make):
+    calls = answer("", tool_calls=[call("here")])
+    row = make(OPENED).render(Chat("f:1", (user("one"), calls, RESULT, answer("wet")), TOOLS))
+    called = "\n<tool_call>look<arg>here</arg></tool_call><|observation|>"
+    assert trained(row) == [called, "\nwet<|user|>"]
+    row = make(OPENED).render(Chat("f:2", (user("one"), calls), TOOLS))
+    assert (trained(row), row.added_end) == ([called], "<|observation|>")
+
+
+def test_nothing_is_added_behind_a_question(make):
+    row = make(OPENED).render(Chat("f:1", TWO[:3]))
+    assert (trained(row), row.added_end) == (["\ntwo<|user|>"], "")
+
+
+def test_an_answer_before_another_answer_is_not_ended_by_its_header(make):
+    row = make(OPENED).render(Chat("f:1", (user("one"), answer("two"), answer("three"))))
+    assert (trained(row), row.untrained_turns) == (["\nthree<|user|>"], 1)
+
+
+def test_an_end_that_is_written_between_turns_only_is_added_behind_the_last(make):
+    row = make(BETWEEN).render(Chat("f:1", TWO))
+    assert (trained(row), row.added_end) == (["two<|end|>", "four<|end|>"], "<|end|>")
+
+
+def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
+    row = make(OPENED).render(Chat("f:1", (user("<|user|>"), answer("say <|user|>"))))
+    assert isinstance(row, Rendered)
+    ids = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != -100]
+    assert trained(row) == ["\nsay <|user|><|user|>"]
+    assert ids.count(ids[-1]) == 1
+
+
+def test_glm_is_trained_as_trls_training_template_trains_it(make, tokenizer):
+    """Text and trained characters of both templates are the same."""
+    import trl
+
+    templates = Path(trl.__file__).parent / "chat_templates"
+    own, theirs = ((templates / f"glm4moe{name}.jinja").read_text(encoding="utf-8") for name in ("", "_training"))
+    calls = answer("", tool_calls=[call("here")])
+    for messages, tools in (
+        (TWO, ()),
+        ((user("one"), calls, RESULT, answer("wet")), TOOLS),
+        ((user("a"), calls), TOOLS),
+    ):
+        rows = [make(text, on_missing_end="train").render(Chat("f:1", messages, tools)) for text in (own, theirs)]
+        assert rows[0].text == rows[1].text.rstrip("\n")
+        assert trained(rows[0]) == trained(rows[1])
+
+
+# No end at all.
+
+
+def test_answers_that_would_never_end_are_bad_rows_until_told(make):
+    row = make(NOTHING).render(Chat("f:1", TWO))
+    assert isinstance(row, BadRow)
+    assert row.reason == NO_END_TOKEN
+    assert "data.on_missing_end=train" in row.detail
+    assert trained(make(NOTHING, on_missing_end="train").render(Chat("f:1", TWO))) == ["two\n", "four\n"]
+
+
+def test_an_end_that_is_no_token_of_the_tokenizer_ends_nothing(make):
+    words = EACH + "<|{{ m.role }}|>{{ m.content }}<|fin|>\n" + DONE + asks("<|assistant|>")
+    row = make(words).render(Chat("f:1", TWO))
+    assert isinstance(row, BadRow)
+    assert "<|fin|>" in row.detail
+    assert trained(make(words, on_missing_end="train").render(Chat("f:1", TWO))) == ["two<|fin|>", "four<|fin|>"]
+    assert isinstance(make(words, loss_on="all").render(Chat("f:1", TWO)), BadRow)
+
+
+def config_of(folder: Path, model: Path, template: str, **data: Any) -> Path:
+    (folder / "t.jinja").write_text(template)
+    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}")) + "\n" for n in range(8))
+    (folder / "train.jsonl").write_text(rows)
+    files = {"train_path": f"{folder}/train.jsonl", "val_path": None, "test_path": None}
+    config = {
+        "model": {"name": str(model), "max_seq_len": 128},
+        "data": {**files, "chat_template": f"{folder}/t.jinja", **data},
+        "train": {"max_steps": 1, "effective_batch_size": 2, "report_to": []},
+        "output": {"dir": f"{folder}/outputs"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder / "run.yaml"
+
+
+def test_check_and_train_agree_that_such_a_run_stops(tiny_llama, tmp_path, command):
+    config = config_of(tmp_path, tiny_llama, NOTHING)
+    for name in ("check", "train"):
+        code, text = command(name, "--config", str(config))
+        assert code == 2
+        assert NO_END_TOKEN in text
+        assert "data.on_missing_end=train" in text
+        assert "Ready to train" not in text
+    code, text = command("check", "--config", str(config), "data.on_missing_end=train")
+    assert (code, "Ready to train" in text) == (0, True)
+    assert "they are trained because data.on_missing_end=train" in text
+
+
+def test_check_says_which_end_is_added(tiny_llama, tmp_path, command):
+    opened = (
+        EACH + "{{ m.role[:0] }}{{ '<|im_start|>' if m.role == 'user' else '<|endoftext|>' }}{{ m.content }}" + DONE
+    )
+    config = config_of(tmp_path, tiny_llama, opened + asks("<|endoftext|>"))
+    code, text = command("check", "--config", str(config))
+    assert code == 0
+    assert "<|im_start|> behind 8 rows is added" in " ".join(text.split())
+
+
+# A turn that nobody asked for begins where it would behind a question.
+
+
+@pytest.mark.parametrize("template", [ASKED_ONLY, FIRST_READ, CHATML])
+def test_the_header_of_a_leading_answer_is_not_trained(make, template):
+    first = (answer("hello"), *TWO)
+    row = make(template).render(Chat("f:1", first))
+    assert [text.split("<")[0] for text in trained(row)] == ["hello", "two", "four"]
+    row = make(template).render(Chat("f:2", (user("one"), answer("two"), answer("three"))))
+    assert [text.split("<")[0] for text in trained(row)] == ["two", "three"]
+
+
+@pytest.mark.parametrize("name", ["llama.cpp/ibm-granite-granite-4.0", "llama.cpp/GigaChat3.1-10B-A1.8B", "trl/qwen3"])
+def test_real_templates_train_no_header_of_a_leading_answer(make, name):
+    template = shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    row = make(template, on_missing_end="train").render(Chat("f:1", (answer("hello"), *TWO)))
+    assert not any("assistant" in text for text in trained(row))
+    assert "hello" in trained(row)[0]
+
+
+# Think text.
+
+QWEN = (
+    EACH + "<|im_start|>{{ m.role }}\n{% set c = m.content %}{% if m.role == 'assistant' and '</think>' in c %}"
+    "{% set thought = c.split('</think>')[0].split('<think>')[-1] %}{% set c = c.split('</think>')[-1].lstrip('\n') %}"
+    "{% if loop.last %}<think>{{ thought }}</think>\n\n{% endif %}{{ c }}{% else %}{{ c }}{% endif %}<|im_end|>\n"
+    + DONE + asks("<|im_start|>assistant\n")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<think>a</think>b</think>c", "a</think>b</think>c", "a<think>b</think>c", "<think>a</think>b<think>c</think>d"],
+)
+def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
+    for messages in ((user("q"), answer(text)), (user("q"), answer(text), user("r"), answer("s"))):
+        row = make(QWEN).render(Chat("f:1", messages))
+        assert isinstance(row, BadRow)
+        assert row.reason == "the chat template drops an assistant's text"
+
+
+def test_think_text_of_the_history_may_be_left_out_and_is_counted(make):
+    for text in ("<think>a</think>b", "a</think>b", "<think>\na\n</think>\n\nb"):
+        row = make(QWEN).render(Chat("f:1", (user("q"), answer(text), user("r"), answer("s"))))
+        assert isinstance(row, Rendered)
+        assert row.stripped_think == 1
+
+
+# The judge.
+
+
+def test_the_judge_knows_nothing_of_how_masks_are_found():
+    tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {name for name in names if name and name.startswith("sft_play")}
+    assert own == {"sft_play.data.template", "sft_play.log"}
+
+
+MULTI = next(case for case in CASES if case.name == "multi_turn")
+ANSWERS = [message["content"] for message in MULTI.messages if message["role"] == "assistant"]
+JUDGED = {
+    "chatml": (CHATML, "<|im_start|>assistant\n", ["<|im_end|>"] * 3, "\n<|im_start|>"),
+    "two ends": (TWO_ENDS, "<|assistant|>", ["<|end_text|><|end_turn|>"] * 3, "<|user|>"),
+    "first of two ends a question": (REASONS, "<|assistant|>", ["<|end_text|><|end_turn|>"] * 3, "<|user|>"),
+    "opened": (OPENED, "<|assistant|>", ["<|user|>"] * 3, "\n"),
+    "between": (BETWEEN, "<|assistant|>", ["<|end|>"] * 3, "<|user|>"),
+    "returns": (RETURNS, "<|assistant|>", ["<|end|>", "<|end|>", "<|return|>"], "<|user|>"),
+}
+"""Template, header of an answer, the right end of each answer, and what follows that end in the history."""
+
+
+def judged(tokenizer, name: str, change: Any) -> str:
+    """The judge's word on a template's right spans after a change: (answer's start, its end, its number) -> span."""
+    from sft_play.data.template import ChatTemplate
+
+    template, header, ends, _ = JUDGED[name]
+    tokenizer.chat_template = template
+    limited = ChatTemplate(template, variables={}, today=date(2026, 1, 1))
+    renderings = exact.Renderings(MULTI, tokenizer, limited)
+    text = next(iter(renderings.written))
+    added = "" if text.rstrip().endswith(ends[-1]) else ends[-1]
+    text += added
+    spans = []
+    for number, (said, end) in enumerate(zip(ANSWERS, ends, strict=True)):
+        start = text.index(header + ("\n" if name == "opened" else "") + said) + len(header)
+        until = text.index(said + end) + len(said + end)
+        spans.append(change(start, until, number))
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    inside = [any(first <= a and b <= last for first, last in spans) for a, b in encoding["offset_mapping"]]
+    ids = encoding["input_ids"]
+    labels = [token if trained else -100 for token, trained in zip(ids, inside, strict=True)]
+    return exact.problem(MULTI, exact.Mask(text, ids, labels), renderings, tokenizer)
+
+
+def bend(kind: str, name: str, which: int) -> Any:
+    """A change that makes one answer's span wrong in one way."""
+    _, header, ends, behind = JUDGED[name]
+    last = "<" + ends[which].rsplit("<", 1)[1]
+
+    def change(start: int, end: int, number: int) -> tuple[int, int]:
+        if number != which:
+            return start, end
+        return {
+            "earlier end": (start, end - len(last)),
+            "no end": (start, end - len(ends[which])),
+            "through the next header": (start, end + len(behind) + (len("user\n") if name == "chatml" else 0)),
+            "with its header": (start - len(header), end),
+            "without its first letters": (start + 12, end),
+            "without its last words": (start, end - len(ends[which]) - 3),
+        }[kind]
+
+    return change
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_judge_takes_the_right_mask(tokenizer, name):
+    assert judged(tokenizer, name, lambda start, end, number: (start, end)) == ""
+
+
+@pytest.mark.parametrize("name", JUDGED)
+@pytest.mark.parametrize(
+    "kind",
+    ["earlier end", "no end", "through the next header", "with its header", "without its first letters",
+     "without its last words"],
+)  # fmt: skip
+def test_the_judge_finds_every_kind_of_wrong_mask(tokenizer, name, kind):
+    for which in (0, 1) if kind == "through the next header" else (0, 1, 2):
+        assert judged(tokenizer, name, bend(kind, name, which)), which
+
+
+def test_the_judge_misses_no_turn_and_takes_no_other_text(tokenizer):
+    assert "2 of 3 turns" in judged(tokenizer, "chatml", lambda start, end, n: (start, start if n == 1 else end))
+    assert judged(tokenizer, "chatml", lambda start, end, n: (0, end))
+    assert judged(tokenizer, "chatml", lambda start, end, n: (start - 60, end))
+
+
+def test_masks_of_these_templates_are_exact_on_every_case_and_an_endless_one_is_refused(folder, tmp_path):
+    found = {name: text for name, (text, *_) in JUDGED.items()}
+    found |= {"asked only": ASKED_ONLY, "first read": FIRST_READ, "qwen": QWEN}
+    for name, text in found.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+    rows = score(tmp_path, str(folder)).rows
+    assert [row for row in rows if row.verdict not in ("exact", "cannot_render")] == []
+    assert sum(row.verdict == "exact" for row in rows) > 40
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "t.jinja").write_text(NOTHING)
+    verdicts = {row.verdict for row in score(tmp_path / "nothing", str(folder)).rows}
+    assert verdicts == {"refused", "cannot_render"}
