@@ -60,6 +60,7 @@ def _write_odd_rows(folder: Path) -> None:
         "system": [{"messages": [{"role": "system", "content": "brief"}, *chat("a", "b")["messages"]]}],
         "consecutive": [{"messages": [{"role": "user", "content": "x"}, *chat("a", "b")["messages"]]}],
         "empty": [chat("a", "b"), chat("c", "")],
+        "no_roles": [{"messages": ["a", "b"]}],
         "long": [chat("a", "b " * 50), chat("a", "b")],
         "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
         "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
@@ -379,6 +380,11 @@ PROBES: dict[str, tuple[Any, list[str], list[str]]] = {
             "data.train_path=WORLD/system.jsonl", "data.chat_template=WORLD/nosystem.jinja",
             "data.system_into_user=true",
         ],
+    ),
+    "data.turns_without_roles": (
+        splits,
+        ["data.train_path=WORLD/no_roles.jsonl"],
+        ["data.train_path=WORLD/no_roles.jsonl", "data.turns_without_roles=alternate"],
     ),
     "data.merge_consecutive": (
         splits,

@@ -165,7 +165,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a run trains and is judged on; `notes` are choices to say aloud."""
+    """What a run trains and is judged on; `notes` are choices to be told."""
 
     train: Split
     val: Split | None
@@ -225,7 +225,12 @@ class _Builder:
     def build(self, paths: DataPaths) -> Splits:
         """Train, validation and test, the validation split off the training rows where there is no file."""
         val = self._held_out(paths.val, "val")
-        share = self._config.data.val_fraction if val is None else 0.0
+        share = self._config.data.val_fraction
+        if val is not None and share and self._config.task_mode != "cpt_mixed":
+            self._notes.append(
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+            )
+        share = share if val is None else 0.0
         train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
         self._judge(train, "train")

@@ -16,6 +16,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.messages import (
+    ROLE_KEYS,
     Message,
     Unusable,
     content_text,
@@ -27,7 +28,9 @@ from sft_play.data.messages import (
     tools_of,
     turns_of,
     unpacked,
+    with_roles,
 )
+from sft_play.data.other_kinds import TELLTALES, likely_kind, refuse_other_kind
 from sft_play.data.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -196,9 +199,7 @@ def _history(row: RawRow) -> list[Message]:
 
 def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
     def build(row: RawRow) -> Chat:
-        prompt, reply = unpacked(row.data.get(question), "["), unpacked(row.data.get(answer), "[")
-        if row.data.get("label") is False:
-            raise Unusable("label is false: an answer that is not wanted", "rows of preferences are no examples")
+        prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
         if _is_turns(prompt) or _is_turns(reply):
             return _chat(row, _turns_of_pair(prompt, reply, question, answer))
         return _chat(row, _question_and_answer(row, question, answer))
@@ -208,6 +209,11 @@ def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
 
 def _is_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def _listed(value: Any) -> Any:
+    """A single turn as a list of one, as rows of preferences have it."""
+    return [value] if isinstance(value, dict) and any(key in value for key in ROLE_KEYS) else value
 
 
 def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
@@ -366,7 +372,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
         keys = one_line(", ".join(map(str, row.data)) or "none")
         return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; keys there: {keys}")
     try:
-        example = shape.build(row)
+        example = shape.build(_as_asked(row, shape, data))
     except Unusable as error:
         asked = error.reason == EMPTY_TEXT and data is not None and data.drop_empty
         return BadRow(row.where, error.reason, error.detail, is_asked=asked)
@@ -375,6 +381,19 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     if isinstance(example, Text):
         return example if row.is_clean or not _CONTROL.search(example.text) else replace(example, notes=(NOTE_CONTROL,))
     return _finish(example, row, data)
+
+
+def _as_asked(row: RawRow, shape: Format, data: DataConfig | None) -> RawRow:
+    """The row with roles for texts that have none, where that is asked; raises Unusable for data of another kind.
+
+    A format whose columns the user mapped (`data.columns`) is what the user wants, whatever stands beside it.
+    """
+    is_chosen = data is not None and all(key in data.columns for key in shape.needs)
+    if not is_chosen and not TELLTALES.isdisjoint(row.data):
+        refuse_other_kind(row.data, shape.needs, is_text=shape.name in TEXT_COLUMNS)
+    if data is None or data.turns_without_roles == "fail" or shape.name in TEXT_COLUMNS:
+        return row
+    return replace(row, data={**row.data, **{key: with_roles(row.data[key]) for key in shape.needs}})
 
 
 def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
@@ -453,7 +472,7 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
 
 def unused_columns(keys: Iterable[str], shape: Format) -> list[str]:
     """Columns of a row that the format makes nothing of."""
-    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS, "label"}
+    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS}
     return [key for key in keys if key not in used]
 
 
@@ -464,8 +483,8 @@ def unknown_format(row: RawRow) -> DataError:
     ]
     known = "; ".join(" + ".join(shape.needs) for shape in leading)
     return DataError(
-        f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others). Map "
-        f"yours, such as data.columns={{prompt: question_text, completion: reply}}{_wrapped(row)}"
+        f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
+        f"has the others). Map yours, such as data.columns={{prompt: question_text, completion: reply}}{_wrapped(row)}"
     )
 
 
