@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from sft_play.data.raw import (
     head,
     is_gzipped,
     require_file,
-    whole_text,
+    text_pieces,
     wide_encoding,
 )
 from sft_play.errors import DataError
@@ -219,7 +220,7 @@ def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> It
     """The rows of a file, folder, glob or data set of the hub, bad ones among them as `BadRow`.
 
     `split` picks one of several in a folder saved by `datasets` or on the hub. With `text_wanted`, files that are
-    not JSON or tables are plain text: each one is a row `{"text": …}`.
+    not JSON or tables are plain text: each one is a row `{"text": …}`, a long one a row for each of its pieces.
 
     Raises:
         DataError: a whole file that cannot be read: not UTF-8, not JSON, empty.
@@ -319,7 +320,18 @@ def read_part(part: Part) -> Iterator[RawRow | BadRow]:
         yield from tables.read_hub(part.name, part.split)
     else:
         assert kind == "text", kind
-        yield RawRow(name, {"text": whole_text(path)})
+        yield from _text_rows(path, name)
+
+
+def _text_rows(path: Path, name: str) -> Iterator[RawRow]:
+    """Plain text as one row, or as the rows of its pieces."""
+    pieces = text_pieces(path)
+    first = list(itertools.islice(pieces, 2))
+    if len(first) == 1:
+        yield RawRow(name, {"text": first[0][1]})
+        return
+    for line, text in itertools.chain(first, pieces):
+        yield RawRow(f"{name}:{line}", {"text": text}, is_piece=True)
 
 
 def split_names(part: Part) -> list[str]:

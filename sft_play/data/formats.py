@@ -46,6 +46,7 @@ NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
 NOTE_ENCODED_TWICE = "tool call arguments were encoded twice"
+NOTE_PIECE = "a piece of a longer text, cut behind a paragraph: a document of its own"
 NOTE_USER_TRAINED = "a turn that is not the assistant's asks to be trained, and is not"
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
@@ -379,7 +380,9 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     except RecursionError:
         return BadRow(row.where, "nested too deeply")
     if isinstance(example, Text):
-        return example if row.is_clean or not _CONTROL.search(example.text) else replace(example, notes=(NOTE_CONTROL,))
+        has_control = not row.is_clean and _CONTROL.search(example.text) is not None
+        notes = (*([NOTE_CONTROL] if has_control else []), *([NOTE_PIECE] if row.is_piece else []))
+        return replace(example, notes=notes) if notes else example
     return _finish(example, row, data)
 
 
