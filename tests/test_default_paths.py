@@ -1,4 +1,4 @@
-"""The defaults of data.train_path, val_path and test_path hold only together: files of another run's rows judge none."""
+"""The defaults of data.train_path, val_path and test_path hold only together: no run is judged on another's files."""
 
 from __future__ import annotations
 

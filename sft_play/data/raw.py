@@ -74,8 +74,8 @@ def too_large(where: str, size: int) -> BadRow:
     return BadRow(
         where,
         f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",
-        f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object around "
-        "them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
+        f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
+        "around them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
     )
 
 

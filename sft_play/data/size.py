@@ -57,10 +57,9 @@ def _of_files(parts: list[Part]) -> RoughSize | None:
 
 
 def _of_file(part: Part) -> RoughSize | None:
-    rows = characters = taken = 0
+    rows = characters = 0
     sample: list[dict[str, Any]] = []
-    for row in read_part(part):
-        taken += 1
+    for taken, row in enumerate(read_part(part), start=1):
         if not isinstance(row, BadRow):
             rows, characters = rows + 1, characters + _characters(row.data)
             if len(sample) < _SAMPLE_KEPT and characters < SAMPLE_CHARACTERS:
