@@ -436,7 +436,7 @@ class _Builder:
         from datasets import Dataset, Features, List, Value
 
         whole = [text for text in texts if text.strip()]
-        stream = list(itertools.chain.from_iterable(renderer.documents(whole)))
+        stream = [number for text in whole for number in renderer.documents([text])[0]]  # one text at a time in memory
         size = self._max_seq_len
         blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
         if not blocks and is_held and stream:
