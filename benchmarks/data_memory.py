@@ -99,7 +99,7 @@ def write_csv(path: Path, total: int) -> None:
 
 def write_parquet(path: Path, total: int) -> None:
     """One row group of all rows, the worst there is for a reader."""
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet
 
     rows = list(conversations(total, 2_000))

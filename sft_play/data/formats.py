@@ -391,8 +391,7 @@ def _as_asked(row: RawRow, shape: Format, data: DataConfig | None) -> RawRow:
 
     A format whose columns the user mapped (`data.columns`) is what the user wants, whatever stands beside it.
     """
-    is_chosen = data is not None and all(key in data.columns for key in shape.needs)
-    if not is_chosen and not TELLTALES.isdisjoint(row.data):
+    if not TELLTALES.isdisjoint(row.data) and not (data and all(key in data.columns for key in shape.needs)):
         refuse_other_kind(row.data, shape.needs, is_text=shape.name in TEXT_COLUMNS)
     if data is None or data.turns_without_roles == "fail" or shape.name in TEXT_COLUMNS:
         return row
