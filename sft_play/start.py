@@ -18,6 +18,7 @@ from typing import Any
 from sft_play import endings, failures, runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
+from sft_play.data.files import has_held_out_file
 from sft_play.data.size import rough_size
 from sft_play.errors import ConfigError, HardwareError, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.architecture import (
@@ -65,8 +66,7 @@ def shape_for(config: RunConfig) -> ModelShape:
 
 def has_eval(config: RunConfig) -> bool:
     """Whether evaluation batches run beside the training."""
-    data = config.data
-    return data.val_path is not None or data.test_path is not None or data.val_fraction > 0
+    return config.data.val_fraction > 0 or has_held_out_file(config.data)
 
 
 def plan_for(

@@ -233,4 +233,4 @@ def test_a_train_file_of_ones_own_needs_no_default_validation_file(tmp_path, mon
     path = write(tmp_path / "mine.jsonl", ROW)
     paths = data_paths(config_from_text(f"model: {{name: x}}\ndata: {{train_path: {path}}}", name="run.yaml").data)
     assert (paths.val, paths.test) == (None, None)
-    assert len(paths.notes) == 2
+    assert paths.notes == ()

@@ -61,7 +61,6 @@ SQA = [("system", "s"), *QA]
         ({"messages": [json.dumps(message) for message in chat("q", "a")["messages"]]}, QA),
         ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
         ({"conversation": [{"system": "s", "input": "q", "output": "a"}]}, SQA),
-        ({"dialog": ["q", "a"]}, QA),
         ({"dialogue": [["q", "a"]]}, QA),
         ({"turns": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]}, QA),
         (
@@ -82,7 +81,7 @@ SQA = [("system", "s"), *QA]
         ({"problem": "q", "solution": "a", "answer": "4"}, QA),
         ({"user": "q", "assistant": "a"}, QA),
         ({"inputs": "q", "targets": "a"}, QA),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, QA),
+        ({"prompt": "q", "chosen": "a"}, QA),
         ({"prompt": "q", "chosen": chat("q", "a")["messages"], "rejected": []}, QA),
         ({"chosen": chat("q", "a")["messages"], "rejected": []}, QA),
         ({"prompt": [{"role": "user", "content": "q"}], "completion": "a"}, QA),

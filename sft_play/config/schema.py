@@ -6,6 +6,8 @@ something downstream. `configs/reference.yaml` and `configs/run.schema.json` are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +19,11 @@ OWNER = "owner"
 def leaf(default: Any, *, owner: str, **limits: Any) -> Any:
     """A leaf with its default, the module that reads it (below `sft_play`), and its limits."""
     return Field(default, json_schema_extra={OWNER: owner}, **limits)
+
+
+def derived(default: Callable[[dict[str, Any]], Any], *, owner: str) -> Any:
+    """A leaf whose default follows from the leaves above it in its section."""
+    return Field(default_factory=default, json_schema_extra={OWNER: owner})
 
 
 class Section(BaseModel):
@@ -165,18 +172,35 @@ class DocumentsConfig(Section):
     """Leave out boilerplate and paragraphs that stand in an earlier document; they are counted either way."""
 
 
+PROCESSED_TRAIN = "data/processed/train.jsonl"
+"""Where `make process` writes the training rows."""
+
+
+def _beside_processed(name: str) -> Callable[[dict[str, Any]], str | None]:
+    """The default of a held-out path: the file beside the default `train_path`, and none beside one of the user's own,
+    to whose rows it does not belong."""
+
+    def default(validated: dict[str, Any]) -> str | None:
+        train = PurePath(validated.get("train_path", PROCESSED_TRAIN))
+        return str(train.with_name(name)) if train == PurePath(PROCESSED_TRAIN) else None
+
+    return default
+
+
 class DataConfig(Section):
     """What it learns from."""
 
-    train_path: Name = leaf("data/processed/train.jsonl", owner="data.files")
+    train_path: Name = leaf(PROCESSED_TRAIN, owner="data.files")
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or one saved by
     `datasets`."""
 
-    val_path: Name | None = leaf("data/processed/val.jsonl", owner="data.files")
-    """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any."""
+    val_path: Name | None = derived(_beside_processed("val.jsonl"), owner="data.files")
+    """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any. The default holds
+    with the default train_path only; with a train_path of your own it is null."""
 
-    test_path: Name | None = leaf("data/processed/test.jsonl", owner="data.files")
-    """Held-out rows for the figures before and after; null uses the validation rows."""
+    test_path: Name | None = derived(_beside_processed("test.jsonl"), owner="data.files")
+    """Held-out rows for the figures before and after; null uses the validation rows. The default holds with the default
+    train_path only; with a train_path of your own it is null."""
 
     text_path: Name | None = leaf(None, owner="data.files")
     """Plain text of `task_mode: cpt_mixed`; train_path holds its chats."""
@@ -221,6 +245,9 @@ class DataConfig(Section):
 
     system_into_user: bool = leaf(False, owner="data.render")
     """Put a system prompt before the first user turn where the template has no place for it."""
+
+    turns_without_roles: Literal["fail", "alternate"] = leaf("fail", owner="data.formats")
+    """A list of texts that does not say whose they are: a bad row, or the user's and the assistant's in turn."""
 
     merge_consecutive: bool = leaf(False, owner="data.formats")
     """Join turns of the same role that follow each other, with a blank line between them."""

@@ -34,16 +34,14 @@ from sft_play.data.files import AnySource, BadRow, Part, data_files, read_part, 
 from sft_play.data.formats import Chat, Example, Format, Text, first_format
 from sft_play.data.process import content_digest
 from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Draft, Rendered, Renderer, TokenizerParts, TokenRow
-from sft_play.data.survey import SHOWN_BAD_ROWS, LimitCost, add_up, example_of, trained_runs
+from sft_play.data.survey import BATCH_CHARS, SHOWN_BAD_ROWS, LimitCost, add_up, characters, example_of, trained_runs
 from sft_play.data.workers import News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError
 
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""
 BATCH_ROWS = 256
-"""Rows that are rendered and tokenised together."""
-BATCH_CHARS = 4 << 20
-"""Characters after which a batch ends: a token in the tokenizer's hands takes some hundred bytes."""
+"""Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS."""
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
@@ -537,19 +535,12 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
     chars = 0
     for example in examples:
         batch.append(example)
-        chars += _chars(example)
+        chars += characters(example)
         if len(batch) == BATCH_ROWS or chars >= BATCH_CHARS:
             yield batch
             batch, chars = [], 0
     if batch:
         yield batch
-
-
-def _chars(example: Example) -> int:
-    """About how long an example is."""
-    if isinstance(example, Text):
-        return len(example.text)
-    return sum(len(message.get("content") or "") for message in example.messages)
 
 
 @contextlib.contextmanager

@@ -165,7 +165,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Splits:
-    """What a run trains and is judged on; `notes` are choices to say aloud."""
+    """What a run trains and is judged on; `notes` are choices to be told."""
 
     train: Split
     val: Split | None
@@ -225,7 +225,12 @@ class _Builder:
     def build(self, paths: DataPaths) -> Splits:
         """Train, validation and test, the validation split off the training rows where there is no file."""
         val = self._held_out(paths.val, "val")
-        share = self._config.data.val_fraction if val is None else 0.0
+        share = self._config.data.val_fraction
+        if val is not None and share and self._config.task_mode != "cpt_mixed":
+            self._notes.append(
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+            )
+        share = share if val is None else 0.0
         train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
         self._judge(train, "train")
@@ -431,7 +436,7 @@ class _Builder:
         from datasets import Dataset, Features, List, Value
 
         whole = [text for text in texts if text.strip()]
-        stream = list(itertools.chain.from_iterable(renderer.documents(whole)))
+        stream = [number for text in whole for number in renderer.documents([text])[0]]  # one text at a time in memory
         size = self._max_seq_len
         blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
         if not blocks and is_held and stream:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from sft_play.config.schema import DataConfig
 from sft_play.data import json_rows, tables
@@ -28,7 +29,7 @@ from sft_play.data.raw import (
     head,
     is_gzipped,
     require_file,
-    whole_text,
+    text_pieces,
     wide_encoding,
 )
 from sft_play.errors import DataError
@@ -68,7 +69,7 @@ AnySource = Source | Path | str
 
 @dataclass(frozen=True)
 class DataPaths:
-    """Where each split is read from; None where there is none. `notes` are choices to say aloud."""
+    """Where each split is read from; None where there is none. `notes` are choices to be told."""
 
     train: Path | Source
     val: Path | Source | None
@@ -102,44 +103,54 @@ class Part:
 def data_paths(data: DataConfig) -> DataPaths:
     """The files that a run reads, all of them there.
 
-    The default `val_path` and `test_path` belong to the default `train_path`: with a train file of one's own, or
-    where `make process` had no rows for them, they may be missing, which is said aloud.
+    Where `make process` had no rows for the default `val_path` or `test_path`, they may be missing, which is noted.
 
     Raises:
         DataError: naming every file that is missing.
     """
-    defaults = DataConfig()
-    may_miss = data.train_path != defaults.train_path or _existing(data.train_path) is not None
     missing: list[str] = []
     notes: list[str] = []
     unwritten: list[str] = []
 
-    def find(key: str, value: str | None, default: str | None) -> Path | Source | None:
-        if value is None:
-            return None
-        found = _found(value)
-        if found is not None:
+    def find(key: str, value: str | None) -> Path | Source | None:
+        found = None if value is None else _found(value)
+        if value is None or found is not None:
             return found
-        if value == default and may_miss and key != "train_path":
-            notes.append(f"data.{key}: there is no {value}; going on without it")
-        elif value == default:
-            unwritten.append(f"data.{key}={value}")
-        else:
+        if not _is_default(key, value) or not _is_default("train_path", data.train_path):
             missing.append(f"data.{key}: {_absent(value)}")
+        elif key != "train_path" and _existing(data.train_path) is not None:
+            notes.append(f"data.{key}: there is no {value}; it is not used")
+        else:
+            unwritten.append(f"data.{key}={value}")
         return None
 
-    train = find("train_path", data.train_path, defaults.train_path)
-    val = find("val_path", data.val_path, defaults.val_path)
-    test = find("test_path", data.test_path, defaults.test_path)
-    text = find("text_path", data.text_path, None)
+    train = find("train_path", data.train_path)
+    val = find("val_path", data.val_path)
+    test = find("test_path", data.test_path)
+    text = find("text_path", data.text_path)
     if unwritten:
         missing.append(
             f"{', '.join(unwritten)}: not there; these are the defaults, which `make process` writes: give your own "
-            "data.train_path, and null for a val_path or test_path that you do not have"
+            "data.train_path, beside which no val_path or test_path is the default"
         )
     if missing or train is None:
         raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
     return DataPaths(train, val, test, text, tuple(notes))
+
+
+def _is_default(key: str, value: str) -> bool:
+    default = getattr(DataConfig(), key)
+    return default is not None and PurePath(value) == PurePath(default)
+
+
+def has_held_out_file(data: DataConfig) -> bool:
+    """Whether a run reads validation or test rows from a file; a default for which `make process` had no rows is not
+    read."""
+    is_written = _is_default("train_path", data.train_path) and _existing(data.train_path) is not None
+    given = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
+    return any(
+        not (is_written and _is_default(key, value)) or _existing(value) is not None for key, value in given.items()
+    )
 
 
 def find_source(value: str) -> Path | Source:
@@ -209,7 +220,7 @@ def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> It
     """The rows of a file, folder, glob or data set of the hub, bad ones among them as `BadRow`.
 
     `split` picks one of several in a folder saved by `datasets` or on the hub. With `text_wanted`, files that are
-    not JSON or tables are plain text: each one is a row `{"text": …}`.
+    not JSON or tables are plain text: each one is a row `{"text": …}`, a long one a row for each of its pieces.
 
     Raises:
         DataError: a whole file that cannot be read: not UTF-8, not JSON, empty.
@@ -309,7 +320,18 @@ def read_part(part: Part) -> Iterator[RawRow | BadRow]:
         yield from tables.read_hub(part.name, part.split)
     else:
         assert kind == "text", kind
-        yield RawRow(name, {"text": whole_text(path)})
+        yield from _text_rows(path, name)
+
+
+def _text_rows(path: Path, name: str) -> Iterator[RawRow]:
+    """Plain text as one row, or as the rows of its pieces."""
+    pieces = text_pieces(path)
+    first = list(itertools.islice(pieces, 2))
+    if len(first) == 1:
+        yield RawRow(name, {"text": first[0][1]})
+        return
+    for line, text in itertools.chain(first, pieces):
+        yield RawRow(f"{name}:{line}", {"text": text}, is_piece=True)
 
 
 def split_names(part: Part) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.messages import (
+    ROLE_KEYS,
     Message,
     Unusable,
     content_text,
@@ -27,7 +28,9 @@ from sft_play.data.messages import (
     tools_of,
     turns_of,
     unpacked,
+    with_roles,
 )
+from sft_play.data.other_kinds import TELLTALES, likely_kind, refuse_other_kind
 from sft_play.data.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -42,6 +45,7 @@ NOTE_CONTROL = "control characters (such as NUL or ESC) stand in the text"
 NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive=true joins them)"
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
+NOTE_PIECE = "a piece of a longer text, cut behind a paragraph: a document of its own"
 NOTE_USER_TRAINED = "a turn that is not the assistant's asks to be trained, and is not"
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
@@ -195,9 +199,7 @@ def _history(row: RawRow) -> list[Message]:
 
 def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
     def build(row: RawRow) -> Chat:
-        prompt, reply = unpacked(row.data.get(question), "["), unpacked(row.data.get(answer), "[")
-        if row.data.get("label") is False:
-            raise Unusable("label is false: an answer that is not wanted", "rows of preferences are no examples")
+        prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
         if _is_turns(prompt) or _is_turns(reply):
             return _chat(row, _turns_of_pair(prompt, reply, question, answer))
         return _chat(row, _question_and_answer(row, question, answer))
@@ -207,6 +209,11 @@ def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
 
 def _is_turns(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def _listed(value: Any) -> Any:
+    """A single turn as a list of one, as rows of preferences have it."""
+    return [value] if isinstance(value, dict) and any(key in value for key in ROLE_KEYS) else value
 
 
 def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
@@ -365,15 +372,29 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
         keys = one_line(", ".join(map(str, row.data)) or "none")
         return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; keys there: {keys}")
     try:
-        example = shape.build(row)
+        example = shape.build(_as_asked(row, shape, data))
     except Unusable as error:
         asked = error.reason == EMPTY_TEXT and data is not None and data.drop_empty
         return BadRow(row.where, error.reason, error.detail, is_asked=asked)
     except RecursionError:
         return BadRow(row.where, "nested too deeply")
     if isinstance(example, Text):
-        return example if row.is_clean or not _CONTROL.search(example.text) else replace(example, notes=(NOTE_CONTROL,))
+        has_control = not row.is_clean and _CONTROL.search(example.text) is not None
+        notes = (*([NOTE_CONTROL] if has_control else []), *([NOTE_PIECE] if row.is_piece else []))
+        return replace(example, notes=notes) if notes else example
     return _finish(example, row, data)
+
+
+def _as_asked(row: RawRow, shape: Format, data: DataConfig | None) -> RawRow:
+    """The row with roles for texts that have none, where that is asked; raises Unusable for data of another kind.
+
+    A format whose columns the user mapped (`data.columns`) is what the user wants, whatever stands beside it.
+    """
+    if not TELLTALES.isdisjoint(row.data) and not (data and all(key in data.columns for key in shape.needs)):
+        refuse_other_kind(row.data, shape.needs, is_text=shape.name in TEXT_COLUMNS)
+    if data is None or data.turns_without_roles == "fail" or shape.name in TEXT_COLUMNS:
+        return row
+    return replace(row, data={**row.data, **{key: with_roles(row.data[key]) for key in shape.needs}})
 
 
 def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
@@ -452,7 +473,7 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
 
 def unused_columns(keys: Iterable[str], shape: Format) -> list[str]:
     """Columns of a row that the format makes nothing of."""
-    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS, "label"}
+    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS}
     return [key for key in keys if key not in used]
 
 
@@ -463,8 +484,8 @@ def unknown_format(row: RawRow) -> DataError:
     ]
     known = "; ".join(" + ".join(shape.needs) for shape in leading)
     return DataError(
-        f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others). Map "
-        f"yours, such as data.columns={{prompt: question_text, completion: reply}}{_wrapped(row)}"
+        f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
+        f"has the others). Map yours, such as data.columns={{prompt: question_text, completion: reply}}{_wrapped(row)}"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks, not_utf8, text_blocks
+from sft_play.data.raw import MAX_ROW_BYTES, BadRow, LongLine, RawRow, line_blocks, not_utf8, text_blocks, too_large
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -107,6 +107,10 @@ def read_lines(
     """
     number = first_line - 1
     for at, block in line_blocks(path, start=start, end=end):
+        if isinstance(block, LongLine):
+            number += 1
+            yield too_large(f"{name}:{number}", block.size)
+            continue
         text, broken = _text_before_fault(block)
         lines = text.split("\n")
         if broken is None and block.endswith(b"\n"):
@@ -298,7 +302,10 @@ class Window:
         """Read as much again as the row has so far, so that a long row is not parsed again for every block."""
         waiting = len(self.text) - self.position
         if waiting > MAX_ROW_BYTES:
-            raise self._fault(f"one row is larger than {MAX_ROW_BYTES:,} characters")
+            raise self._fault(
+                f"a row that begins here is larger than {MAX_ROW_BYTES >> 20} MiB, the most that is read; split it, or "
+                "take the rows out of an object around them: jq -c '.KEY[]' FILE > rows.jsonl"
+            )
         self.more(max(1, waiting))
 
     def _fault(self, why: str) -> DataError:
@@ -358,7 +365,7 @@ def _next_row(window: Window, where: str) -> RawRow | BadRow:
         value, text = window.value()
     except RefusedJson as error:
         return BadRow(where, str(error))
-    return _as_row(value, where, text)
+    return _as_row(value, where, text) if len(text) <= MAX_ROW_BYTES else too_large(where, len(text.encode()))
 
 
 def is_spread_out(path: Path) -> bool:

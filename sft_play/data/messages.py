@@ -46,9 +46,10 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 is said."""
 
 UNKNOWN_ROLE = "unknown role"
+NO_SPEAKERS = "a list of texts that does not say whose they are"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 
-_ROLE_KEYS = ("role", "from", "speaker", "author")
+ROLE_KEYS = ("role", "from", "speaker", "author")
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
 _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instruction")
 _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "answer", "response", "completion")
@@ -103,8 +104,8 @@ def unpacked(value: Any, opening: str) -> Any:
 def turns_of(value: Any, key: str) -> list[Message]:
     """The messages of a list of turns.
 
-    A turn is an object with a speaker and a text, or an object that holds a question and its answer; texts alone
-    are the user's and the assistant's in turn, pairs of texts a question and its answer.
+    A turn is an object with a speaker and a text, or an object that holds a question and its answer; pairs of texts
+    are a question and its answer. Who wrote texts alone is not known (mt_bench's are all a user's): Unusable.
     """
     value = unpacked(value, "[")
     if isinstance(value, str):
@@ -115,11 +116,23 @@ def turns_of(value: Any, key: str) -> list[Message]:
         return [message for index, item in enumerate(value) for message in _messages(item, index)]
     value = [unpacked(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
-        roles = itertools.cycle(("user", "assistant"))
-        return [{"role": role, "content": item} for role, item in zip(roles, value, strict=False)]
+        raise Unusable(
+            NO_SPEAKERS,
+            f"{key} has {len(value)} of them; where they are the user's and the assistant's in turn, say so with "
+            "data.turns_without_roles=alternate",
+        )
     if all(isinstance(item, list) for item in value):
         return [message for item in value for message in pair_of_texts(item, key)]
     return [message for index, item in enumerate(value) for message in _messages(item, index)]
+
+
+def with_roles(value: Any) -> Any:
+    """A list of several texts as the user's and the assistant's turns; anything else as it is."""
+    texts = unpacked(value, "[")
+    if not isinstance(texts, list) or not texts or not all(isinstance(unpacked(item, "{"), str) for item in texts):
+        return value
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": item} for role, item in zip(roles, texts, strict=False)]
 
 
 def pair_of_texts(item: list[Any], key: str) -> list[Message]:
@@ -149,7 +162,7 @@ def _messages(item: Any, index: int) -> list[Message]:
     where = f"messages[{index}]"
     if not isinstance(item, dict):
         raise Unusable("a message is not an object", f"{where} is {kind(item)}")
-    role_key = next((key for key in _ROLE_KEYS if item.get(key) is not None), None)
+    role_key = next((key for key in ROLE_KEYS if item.get(key) is not None), None)
     if role_key is None:
         question = next((key for key in _USER_KEYS if isinstance(item.get(key), str)), None)
         answer = next((key for key in _ASSISTANT_KEYS if isinstance(item.get(key), str)), None)

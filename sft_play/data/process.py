@@ -42,6 +42,7 @@ from sft_play.data.formats import (
     unused_columns,
 )
 from sft_play.data.messages import TEXT_KEYS, roles_said
+from sft_play.data.raw import MAX_ROW_BYTES, piece_end, too_large
 from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
@@ -58,6 +59,8 @@ COUNTED_ROWS = 20_000
 """Rows whose tokens are all counted; of those behind them every tenth, chosen by content, stands for ten."""
 _ONE_IN = 10
 _BATCH = 500
+_BATCH_CHARS = 256 << 10
+"""Texts whose tokens are counted together: so many, or of so many characters; a longer one is counted in pieces."""
 LENGTH_EDGES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -416,13 +419,14 @@ class _Process:
                 file.rows += 1
                 if not isinstance(example, BadRow):
                     roles.update(message["role"] for message in getattr(example, "messages", ()))
-                    self._take(example, split, file, out)
+                problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)
+                if problem is None:
                     continue
-                self._report.dropped.setdefault(example.reason, Places()).add(example.where)
-                if not example.is_asked:
+                self._report.dropped.setdefault(problem.reason, Places()).add(problem.where)
+                if not problem.is_asked:
                     self._has_bad_rows = True
-                    bad.add(str(example))
-                    reasons[example.reason] += 1
+                    bad.add(str(problem))
+                    reasons[problem.reason] += 1
         except CannotWrite:
             raise
         except DataError as error:
@@ -456,26 +460,30 @@ class _Process:
         file.also = tuple(found.name for found in others if not _is_part_of(found, shape))[:4]
         file.unused = tuple(unused_columns(row.data, shape))[:SHOWN]
 
-    def _take(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> None:
-        """Count, place and write one example."""
+    def _take(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> BadRow | None:
+        """Count, place and write one example; a bad row where it would be larger than what can be read again."""
         report = self._report
         digest = content_digest(example)
+        line = _LINE.encode(as_row(example, digest))
+        if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
+            return too_large(example.where, size)
         options = self._options
         place = split or split_of(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Places()).add(example.where)
         if self._is_double(digest[:16], place, example.where):
-            return
+            return None
         self._kinds.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
-            return  # nothing will be written; the rest is read for its faults
+            return None  # nothing will be written; the rest is read for its faults
         if place not in self._files:
             self._files[place] = out.open(f"{place}.jsonl")
-        self._files[place].write(_LINE.encode(as_row(example, digest)) + "\n")
+        self._files[place].write(line + "\n")
         counts = report.splits.setdefault(place, SplitReport())
         _count(example, counts)
         assert self._lengths is not None
         self._lengths.add(example, digest, counts)
+        return None
 
     def _is_double(self, key: bytes, place: str, where: str) -> bool:
         """Whether a row is to be left out because its content stands somewhere else; counts it either way."""
@@ -603,6 +611,7 @@ class _Lengths:
         self._counter, self._max_seq_len = counter, max_seq_len
         self._rows = 0
         self._waiting: list[tuple[str, float, SplitReport]] = []
+        self._chars = 0
 
     def add(self, example: Example, digest: bytes, counts: SplitReport) -> None:
         """Note a row's length."""
@@ -612,13 +621,15 @@ class _Lengths:
             if digest[8] % _ONE_IN:
                 return
             weight = 256 / len(range(0, 256, _ONE_IN))
-        self._waiting.append((_texts_of(example), weight, counts))
-        if len(self._waiting) >= _BATCH:
+        text = _texts_of(example)
+        self._waiting.append((text, weight, counts))
+        self._chars += len(text)
+        if len(self._waiting) >= _BATCH or self._chars >= _BATCH_CHARS:
             self.flush()
 
     def flush(self) -> None:
         """Count what waits."""
-        found = self._counter([text for text, _, _ in self._waiting]) if self._waiting else []
+        found = self._counts([text for text, _, _ in self._waiting])
         for tokens, (_, weight, counts) in zip(found, self._waiting, strict=True):
             index = next((at for at, edge in enumerate(LENGTH_EDGES) if tokens <= edge), len(LENGTH_EDGES))
             counts.lengths[index] += weight
@@ -626,7 +637,25 @@ class _Lengths:
             counts.tokens += weight * tokens
             counts.over += weight * (tokens > self._max_seq_len)
             counts.longest = max(counts.longest, tokens)
-        self._waiting = []
+        self._waiting, self._chars = [], 0
+
+    def _counts(self, texts: list[str]) -> list[int]:
+        """The tokens of each text; those of a long one added up over its pieces, each counted by itself."""
+        found: list[int] = []
+        short: list[str] = []
+        for text in texts:
+            if len(text) <= 2 * _BATCH_CHARS:
+                short.append(text)
+                continue
+            found += self._counter(short) if short else []
+            short = []
+            tokens = 0
+            while len(text) > 2 * _BATCH_CHARS:
+                cut = piece_end(text, _BATCH_CHARS)
+                tokens += self._counter([text[:cut]])[0]
+                text = text[cut:]
+            found.append(tokens + self._counter([text])[0])
+        return found + (self._counter(short) if short else [])
 
 
 def token_counter(config: RunConfig) -> tuple[TokenCounter, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,8 +25,11 @@ HEAD_BYTES = 1 << 16
 MAX_UNFOLDED_BYTES = 1 << 30
 MAX_UNFOLDED_RATIO = 200
 """A gzipped file that unfolds to more than both is refused: text packs 3 to 20 times, zeros 1,000 times."""
-MAX_ROW_BYTES = 1 << 30
-"""No row is larger: a file without line ends would be read whole."""
+MAX_ROW_BYTES = 16 << 20
+"""A larger row is a bad row and never held: 16 MiB are four million tokens of English, and tokenising takes some 140
+bytes of memory a byte. What is larger is nearly always a file without its line ends, or one object around all rows."""
+TEXT_CHARS = 1 << 20
+"""Plain text of more than twice so many characters is read in pieces of at most as many."""
 
 GZIP_MARK = b"\x1f\x8b"
 BOM = b"\xef\xbb\xbf"
@@ -34,11 +38,12 @@ BOM = b"\xef\xbb\xbf"
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One object of a data file with the place it came from; `is_clean`: no control character stands in its texts
-    (False: nobody has looked)."""
+    (False: nobody has looked); `is_piece`: it is a piece of a longer text."""
 
     where: str
     data: dict[str, Any]
     is_clean: bool = False
+    is_piece: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,23 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LongLine:
+    """A line of more than MAX_ROW_BYTES in place of its bytes, which were not kept."""
+
+    size: int
+
+
+def too_large(where: str, size: int) -> BadRow:
+    """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
+    return BadRow(
+        where,
+        f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",
+        f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
+        "around them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
+    )
 
 
 class _Unfolded:
@@ -141,8 +163,11 @@ def head(path: Path, size: int = HEAD_BYTES) -> bytes:
     return found[:size]
 
 
-def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out."""
+def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
+
+    A line of more than MAX_ROW_BYTES is a `LongLine`: its bytes are counted, never held.
+    """
     pending: list[bytes] = []
     waiting = 0
     at = start
@@ -150,6 +175,11 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         block = read
         if start == 0 and number == 0 and block.startswith(BOM):
             block, at = block[len(BOM) :], len(BOM)
+        first = block.find(b"\n") + 1
+        if first and waiting + first - 1 > MAX_ROW_BYTES:
+            yield at, LongLine(waiting + first - 1)
+            at += waiting + first
+            block, pending, waiting = block[first:], [], 0
         cut = block.rfind(b"\n") + 1
         if cut:
             piece = b"".join((*pending, block[:cut]))
@@ -159,10 +189,11 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         pending.append(block[cut:])
         waiting += len(block) - cut
         if waiting > MAX_ROW_BYTES:
-            raise DataError(f"{path}: a line of more than {MAX_ROW_BYTES:,} bytes; are its line ends missing?")
-    rest = b"".join(pending)
-    if rest:
-        yield at, rest
+            pending = []
+    if waiting > MAX_ROW_BYTES:
+        yield at, LongLine(waiting)
+    elif waiting:
+        yield at, b"".join(pending)
 
 
 def text_blocks(path: Path) -> Iterator[str]:
@@ -193,16 +224,44 @@ def _decode(data: bytes) -> tuple[str, int]:
         raise
 
 
-def whole_text(path: Path) -> str:
-    """The text of a file that is one document.
+def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
+    """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
+    the line on which it begins. Joined they are the text; pieces of nothing but white space are left out.
 
     Raises:
         DataError: it is not UTF-8 text.
     """
-    text = "".join(text_blocks(path))
-    if text.count("\0") > len(text) // 100:
-        raise DataError(f"{path} is not text (it holds NUL bytes)")
-    return text
+    line, buffer, is_whole = 1, "", True
+    for block in text_blocks(path):
+        if block.count("\0") > len(block) // 100:
+            raise DataError(f"{path} is not text (it holds NUL bytes)")
+        buffer += block
+        while len(buffer) > 2 * TEXT_CHARS:
+            cut = piece_end(buffer, TEXT_CHARS)
+            piece, buffer = buffer[:cut], buffer[cut:]
+            is_whole = False
+            if piece.strip():
+                yield line, piece
+            line += piece.count("\n")
+    if is_whole or buffer.strip():
+        yield line, buffer
+
+
+_PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")
+_LINE_END = re.compile(r"\n\s*(?=\S)")
+_WORD_END = re.compile(r"(?<=\S)(?=\s)")
+
+
+def piece_end(text: str, most: int) -> int:
+    """Where a text of more than `most` characters is best cut: behind a paragraph, a line or a word of the second half
+    of them, the last such place; at `most` where there is none."""
+    for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
+        end = 0
+        for found in pattern.finditer(text, most // 2, most + 1):
+            end = found.end()
+        if end:
+            return end
+    return most
 
 
 def not_utf8(path: Path, offset: int) -> DataError:

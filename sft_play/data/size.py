@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,9 @@ CHARACTERS_PER_TOKEN = 4.0
 """English text by a tokenizer with a large vocabulary; code and other languages have fewer."""
 SAMPLE_ROWS = 20_000
 """Of each file so many rows are read; longer ones are taken to go on like that."""
+SAMPLE_CHARACTERS = 32 << 20
+"""And no more characters than these."""
+_SAMPLE_KEPT = 1_000
 SAMPLE_FILES = 20
 """Of many files so many are read, and the others taken to be like them by their size."""
 
@@ -55,17 +57,22 @@ def _of_files(parts: list[Part]) -> RoughSize | None:
 
 
 def _of_file(part: Part) -> RoughSize | None:
-    found = list(itertools.islice(read_part(part), SAMPLE_ROWS))
-    sizes = [_characters(row.data) for row in found if not isinstance(row, BadRow)]
-    if not sizes:
-        return None
-    if len(found) < SAMPLE_ROWS:
-        return RoughSize(len(sizes), sum(sizes))
-    rows = _rows(part, [row.data for row in found[:1_000] if not isinstance(row, BadRow)])
-    return RoughSize(rows, int(rows * sum(sizes) / len(sizes)))
+    rows = characters = 0
+    sample: list[dict[str, Any]] = []
+    for taken, row in enumerate(read_part(part), start=1):
+        if not isinstance(row, BadRow):
+            rows, characters = rows + 1, characters + _characters(row.data)
+            if len(sample) < _SAMPLE_KEPT and characters < SAMPLE_CHARACTERS:
+                sample.append(row.data)
+        if taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS:
+            break
+    else:
+        return RoughSize(rows, characters) if rows else None
+    count = _rows(part, sample, at_least=rows) if sample else rows
+    return RoughSize(count, int(count * characters / rows)) if rows else None
 
 
-def _rows(part: Part, sample: list[dict[str, Any]]) -> int:
+def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
     """Rows of a large file: lines counted, row groups added up, others by the bytes that a row takes."""
     kind = kind_of(part.path, text_wanted=part.text_wanted)
     if kind == "parquet":
@@ -76,7 +83,7 @@ def _rows(part: Part, sample: list[dict[str, Any]]) -> int:
         return sum(block.count(b"\n") for block in blocks(part.path))
     row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
     packed = 4 if is_gzipped(part.path) else 1
-    return max(SAMPLE_ROWS, int(part.path.stat().st_size * packed / row_bytes))
+    return max(at_least, int(part.path.stat().st_size * packed / row_bytes))
 
 
 def _characters(value: Any) -> int:

@@ -43,6 +43,8 @@ ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10
 several processes read, so many fewer, but this many."""
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
+BATCH_CHARS = 1 << 20
+"""Characters after which such a batch ends: tokenising takes some 140 bytes of memory for each."""
 TEMPLATE = "template"
 """What tokens are counted under that stand in no message's text."""
 
@@ -402,15 +404,24 @@ def made_rows(
 ) -> Iterator[BadRow | Made]:
     """Numbered rows in their order, made in batches; those that cannot be read as they are."""
     waiting: list[tuple[int, Example]] = []
+    chars = 0
     for number, example in rows:
         if not isinstance(example, BadRow):
             waiting.append((number, example))
-        if len(waiting) >= BATCH_ROWS or isinstance(example, BadRow):
+            chars += characters(example)
+        if len(waiting) >= BATCH_ROWS or chars >= BATCH_CHARS or isinstance(example, BadRow):
             yield from maker.of(waiting, document=document)
-            waiting = []
+            waiting, chars = [], 0
         if isinstance(example, BadRow):
             yield example
     yield from maker.of(waiting, document=document)
+
+
+def characters(example: Example) -> int:
+    """About how long an example is."""
+    if isinstance(example, Text):
+        return len(example.text)
+    return sum(len(message.get("content") or "") for message in example.messages)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.raw import BadRow, RawRow, head, line_blocks, not_utf8
+from sft_play.data.raw import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    BadRow,
+    LongLine,
+    RawRow,
+    head,
+    line_blocks,
+    not_utf8,
+    too_large,
+)
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
 BATCH_ROWS = 1_000
-MAX_FIELD_CHARS = 64 * 2**20
-"""A longer CSV field is a quote that is not closed."""
+SLICE_BYTES = 8 << 20
+"""About so many bytes of a table become Python's objects at once."""
 DELIMITERS = ",\t;|"
 
 SPLIT_WORDS = {
@@ -86,11 +96,13 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     Raises:
         DataError: no header, a name twice, a quote that is not closed, a byte that is not UTF-8.
     """
-    csv.field_size_limit(MAX_FIELD_CHARS)
-    reader = csv.reader(_text_lines(path), delimiter=find_delimiter(path), strict=True)
+    csv.field_size_limit(MAX_ROW_BYTES)
+    lines = _TextLines(path)
+    reader = csv.reader(lines, delimiter=find_delimiter(path), strict=True)
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
+        lines.begin_row(f"{name}:{line}")
         try:
             fields = next(reader)
         except StopIteration:
@@ -126,20 +138,50 @@ def _header(fields: list[str], path: Path, line: int) -> list[str]:
 def _csv_fault(error: csv.Error, path: Path, where: str) -> BadRow:
     text = str(error)
     if "unexpected end of data" in text or "field larger" in text:
-        raise DataError(f"{where}: a quote that is opened in this row is not closed") from None
+        raise _never_closed(where) from None
     return BadRow(where, "not valid CSV", text)
 
 
-def _text_lines(path: Path) -> Iterator[str]:
-    for at, block in line_blocks(path):
-        try:
-            text = block.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise not_utf8(path, at + error.start) from None
-        lines = text.split("\n")
-        yield from (line + "\n" for line in lines[:-1])
-        if lines[-1]:
-            yield lines[-1]
+def _never_closed(where: str) -> DataError:
+    return DataError(
+        f"{where}: a quote that is opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
+        "MiB, the most that is read"
+    )
+
+
+class _TextLines:
+    """The lines of a file as the csv module takes them; DataError where one row of the table takes too many."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = self._read(path)
+        self._where, self._taken = str(path), 0
+
+    def begin_row(self, where: str) -> None:
+        """The lines that follow belong to another row."""
+        self._where, self._taken = where, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._taken += len(line)
+        if self._taken > MAX_ROW_BYTES:
+            raise _never_closed(self._where)
+        return line
+
+    def _read(self, path: Path) -> Iterator[str]:
+        for at, block in line_blocks(path):
+            if isinstance(block, LongLine):
+                raise DataError(str(too_large(self._where, block.size)))
+            try:
+                text = block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, at + error.start) from None
+            lines = text.split("\n")
+            yield from (line + "\n" for line in lines[:-1])
+            if lines[-1]:
+                yield lines[-1]
 
 
 @contextmanager
@@ -162,14 +204,24 @@ def parquet_groups(path: Path) -> list[int]:
         return [meta.row_group(index).num_rows for index in range(meta.num_row_groups)]
 
 
+def _rows_at_once(total_bytes: int, rows: int) -> int:
+    """Rows that are about SLICE_BYTES, by their mean."""
+    return max(1, min(BATCH_ROWS, SLICE_BYTES * rows // max(1, total_bytes)))
+
+
 def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_row: int) -> Iterator[RawRow | BadRow]:
     """The rows of the row groups [start, end) of a Parquet file."""
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
+        # pages are read as they are wanted: neither the whole group at once nor through the file's mapping, whose
+        # pages count as ours
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
             groups = list(range(file.num_row_groups))[start:end]
-            yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups)
+            for group in groups:
+                meta = file.metadata.row_group(group)
+                rows = _rows_at_once(meta.total_byte_size, meta.num_rows)
+                yield from file.iter_batches(batch_size=rows, row_groups=[group])
 
     yield from _from_batches(batches(), path, name, "Parquet", first_row)
 
@@ -201,12 +253,38 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
         if plain is None:
             _refuse_twice(batch.schema.names, path)
             plain = _is_plain(str(batch.schema.remove_metadata()))
-        for begin in range(0, batch.num_rows, BATCH_ROWS):
+        for piece in _slices(batch):
             with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} behind it", kind):
-                rows = batch.slice(begin, BATCH_ROWS).to_pylist()
+                rows = piece.to_pylist()
+            is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
                 number += 1
-                yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+                size = _text_bytes(row) if is_large else 0
+                if size > MAX_ROW_BYTES:
+                    yield too_large(f"{name}:row {number}", size)
+                else:
+                    yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    """A batch in pieces that become few objects at once: of about SLICE_BYTES, or single rows."""
+    if batch.num_rows > BATCH_ROWS or (batch.num_rows > 1 and batch.nbytes > SLICE_BYTES):
+        half = batch.num_rows // 2
+        yield from _slices(batch.slice(0, half))
+        yield from _slices(batch.slice(half))
+    elif batch.num_rows:
+        yield batch
+
+
+def _text_bytes(value: Any) -> int:
+    """Bytes of all texts in a value."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "replace"))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _refuse_twice(names: list[str], path: Path) -> None:
@@ -281,7 +359,8 @@ def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
         with _reading(path, "a saved dataset"):
             yield from _from_dicts(loaded, name)
         return
-    tables = loaded.with_format("arrow").iter(batch_size=BATCH_ROWS)
+    rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
+    tables = loaded.with_format("arrow").iter(batch_size=rows)
     yield from _from_batches(tables, path, name, "a saved dataset", 1)
 
 

@@ -1,8 +1,8 @@
 """Files that a command writes again and again, and that a person may have edited meanwhile.
 
 A folder keeps a record of what was written into it. A file that is not as it was left, or that the record does not
-know, is somebody's: it is overwritten only with FORCE=1. Everything is written aside first and renamed at the end, so
-that a run that breaks leaves the old files as they were.
+know, is somebody's: it is overwritten only with FORCE=1. Everything is written into files without a name first and
+named at the end, so that a run that breaks, or is killed, leaves the old files as they were and nothing beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -39,7 +39,7 @@ class OutputFolder:
         self.path = path
         self._names, self._force, self._command = names, force, command
         self._aside: dict[str, Path] = {}
-        self._open: list[TextIO] = []
+        self._open: list[_Output] = []
 
     def __enter__(self) -> OutputFolder:
         foreign = [] if self._force else [name for name in self._names if self._is_foreign(name)]
@@ -72,14 +72,16 @@ class OutputFolder:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            for file in self._open:
-                with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):  # said already
-                    file.close()
             if kind is None:
+                for file in self._open:
+                    file.keep()
                 self._keep()
         except OSError as problem:
             raise CannotWrite(f"{self.path} cannot be written: {problem.strerror}") from None
         finally:
+            for file in self._open:
+                with contextlib.suppress(OSError):
+                    file.close()
             for aside in self._aside.values():
                 with contextlib.suppress(OSError):
                     aside.unlink(missing_ok=True)
@@ -117,14 +119,34 @@ class _Output(io.TextIOWrapper):
     """A file that is written; a disk that is full, or a limit that is reached, is the user's to mend."""
 
     def __init__(self, path: Path, *, shown: Path) -> None:
-        super().__init__(path.open("wb"), encoding="utf-8", newline="\n")
-        self._shown = shown
+        unnamed = _unnamed(path.parent)
+        super().__init__(path.open("wb") if unnamed is None else unnamed, encoding="utf-8", newline="\n")
+        self._path, self._shown, self._is_unnamed = path, shown, unnamed is not None
+
+    def keep(self) -> None:
+        """Write everything out, give the file its name, and close it; raises OSError."""
+        self.flush()
+        if self._is_unnamed:
+            number = self.fileno()  # given as a folder too, which an absolute path has no use for: only so is linkat
+            os.link(f"/proc/self/fd/{number}", self._path, src_dir_fd=number, follow_symlinks=True)  # called
+        self.close()
 
     def write(self, text: str, /) -> int:
         try:
             return super().write(text)
         except OSError as error:
             raise CannotWrite(f"{self._shown} cannot be written: {error.strerror}") from None
+
+
+def _unnamed(folder: Path) -> BinaryIO | None:
+    """A new file in a folder without a name there: the system removes it when its process ends, however it ends.
+
+    None where the system or the file system has no such files.
+    """
+    try:
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    except (AttributeError, OSError):
+        return None
 
 
 def _digest(path: Path) -> str:

@@ -1,0 +1,127 @@
+"""The defaults of data.train_path, val_path and test_path hold only together: no run is judged on another's files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play import pipeline
+from sft_play.config.load import config_from_text, load_config, resolved
+from sft_play.config.schema import DataConfig, RunConfig
+from sft_play.data.dataset import build_splits
+from sft_play.data.files import data_paths
+from sft_play.errors import DataError
+from sft_play.facts.hardware import detect
+from sft_play.start import has_eval
+from tests.conftest import chat
+
+STALE = "data/processed"
+
+
+def rows(path: Path, word: str, count: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(chat(f"{word} {n}", f"answer {n}")) + "\n" for n in range(count)))
+    return path
+
+
+@pytest.fixture
+def stale(tmp_path, monkeypatch) -> Path:
+    """A folder in which `make process` has run for other rows, with a file of the user's own."""
+    monkeypatch.chdir(tmp_path)
+    for split, count in (("train", 30), ("val", 5), ("test", 5)):
+        rows(tmp_path / STALE / f"{split}.jsonl", "stale", count)
+    rows(tmp_path / "mine.jsonl", "mine", 60)
+    return tmp_path
+
+
+def config(model: Any, data: str, *overrides: str) -> RunConfig:
+    return config_from_text(f"model: {{name: {model}, max_seq_len: 64}}\n{data}", name="run.yaml", overrides=overrides)
+
+
+def test_a_train_path_of_ones_own_has_no_default_beside_it():
+    given = DataConfig(train_path="mine.jsonl")
+    assert (given.val_path, given.test_path) == (None, None)
+    for train in ("data/processed/train.jsonl", "./data/processed/train.jsonl"):
+        given = DataConfig(train_path=train)
+        assert (given.val_path, given.test_path) == (f"{STALE}/val.jsonl", f"{STALE}/test.jsonl")
+    styled = DataConfig(train_path="data/processed_with_style/train.jsonl")
+    assert (styled.val_path, styled.test_path) == (None, None)
+
+
+def test_what_is_given_stays_as_it_is_given():
+    given = DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl")
+    assert (given.val_path, given.test_path) == (f"{STALE}/val.jsonl", None)
+    given = DataConfig(val_path=None)
+    assert (given.val_path, given.test_path) == (None, f"{STALE}/test.jsonl")
+    own = config("x", "", "data.train_path=mine.jsonl")
+    assert resolved(own)["data"]["val_path"] is None
+    assert config("x", "", "data.train_path=mine.jsonl", "data.val_path=v.jsonl").data.val_path == "v.jsonl"
+
+
+@pytest.mark.build
+def test_val_fraction_splits_the_own_file_where_stale_files_lie_about(stale, tiny_llama):
+    from transformers import AutoTokenizer
+
+    made = config(tiny_llama, "data: {train_path: mine.jsonl, val_fraction: 0.2}\n")
+    paths = data_paths(made.data)
+    assert (paths.val, paths.test, paths.notes) == (None, None, ())
+    splits = build_splits(made, paths, AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    assert splits.val is not None
+    assert splits.test is None
+    assert 0 < len(splits.val.rows) < 30
+    assert len(splits.train.rows) + len(splits.val.rows) == 60
+    said = [*splits.notes, *splits.train.report.lines("train"), *splits.val.report.lines("val")]
+    assert not any("processed" in line for line in said)
+
+
+@pytest.mark.build
+def test_a_fraction_that_is_not_used_is_said(stale, tiny_llama):
+    from transformers import AutoTokenizer
+
+    made = config(tiny_llama, "data: {val_fraction: 0.2}\n")
+    splits = build_splits(made, data_paths(made.data), AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=64)
+    assert splits.val is not None
+    assert len(splits.val.rows) == 5
+    assert any("data.val_fraction=0.2 is not used" in note for note in splits.notes)
+
+
+@pytest.mark.build
+def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
+    path = stale / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: mine.jsonl, val_fraction: 0.2}}\n"
+    )
+    loaded = load_config(path)
+    written = pipeline.render(loaded, out=None, force=False)
+    assert [(file.split, file.source) for file in written.files] == [("train", "mine.jsonl")]
+    report = pipeline.check(path, (), detect())
+    assert not any("processed" in line for line in report.lines())
+    shown = pipeline.preview(loaded, count=1, row=None, page=stale / "page.html", force=False)
+    assert shown.source == "mine.jsonl"
+
+
+def test_the_plan_and_the_files_agree_on_whether_there_is_an_evaluation(stale):
+    """Every combination of paths: evaluation is planned for exactly where the files of one are read."""
+    (stale / STALE / "test.jsonl").unlink()
+    choices = [["unset", "null", f"{STALE}/val.jsonl", "mine.jsonl"]] * 2
+    seen = set()
+    for train, val, test, fraction in itertools.product((None, "mine.jsonl"), *choices, (0.0, 0.1)):
+        given = {"train_path": train, "val_path": val, "test_path": test}
+        words = [f"data.{key}={value}" for key, value in given.items() if value not in (None, "unset")]
+        made = config("x", f"data: {{val_fraction: {fraction}}}\n", *words)
+        paths = data_paths(made.data)
+        expected = paths.val is not None or paths.test is not None or fraction > 0
+        assert has_eval(made) == expected, words
+        seen.add(expected)
+    assert seen == {True, False}
+
+
+def test_a_file_that_was_named_must_be_there(stale):
+    (stale / STALE / "val.jsonl").unlink()
+    with pytest.raises(DataError, match=r"data\.val_path: data/processed/val\.jsonl does not exist"):
+        data_paths(DataConfig(train_path="mine.jsonl", val_path=f"{STALE}/val.jsonl"))
+    assert "there is no data/processed/val.jsonl" in data_paths(DataConfig()).notes[0]

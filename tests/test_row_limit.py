@@ -1,0 +1,317 @@
+"""A file may be larger than memory: rows have a limit, long text comes in pieces, nothing half-written is left."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
+from sft_play.data import json_rows, raw, tables
+from sft_play.data import process as process_module
+from sft_play.data.files import BadRow, RawRow, read_rows
+from sft_play.data.formats import NOTE_PIECE, Text
+from sft_play.data.process import SplitReport, _Lengths, process
+from sft_play.data.raw import LongLine, line_blocks, piece_end, text_pieces
+from sft_play.data.size import rough_size
+from sft_play.data.survey import BATCH_CHARS, made_rows
+from sft_play.errors import DataError
+from tests.conftest import chat, shared
+
+MIB = 1 << 20
+LIMIT = "the row is larger than 1 MiB"
+
+
+@pytest.fixture(autouse=True)
+def small_limit(monkeypatch):
+    """The limit of a row is 1 MiB here, so that files are small."""
+    assert raw.MAX_ROW_BYTES == 16 * MIB
+    for module in (raw, json_rows, tables, process_module):
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", MIB)
+
+
+@contextmanager
+def traced(most: int) -> Iterator[None]:
+    """Python's own objects take no more than `most` bytes within."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most, f"{peak:,} bytes"
+
+
+def write_lines(path: Path, *, long: int) -> Path:
+    """Three lines, the second of them `long` bytes."""
+    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wb") as file:
+        file.write(json.dumps(chat("q1", "a1")).encode() + b"\n")
+        for _ in range(long // MIB):
+            file.write(b"x" * MIB)
+        file.write(b"x" * (long % MIB) + b"\n")
+        file.write(json.dumps(chat("q3", "a3")).encode() + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_over_the_limit_is_a_bad_row_and_never_held(tmp_path, name):
+    path = write_lines(tmp_path / name, long=9 * MIB)
+    with traced(6 * MIB):
+        rows = list(read_rows(path, split="train"))
+    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+    assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
+    assert rows[1].reason == LIMIT
+    for said in (f"{9 * MIB:,} bytes", f"{MIB:,}", "rows on lines of their own", ".txt"):
+        assert said in rows[1].detail
+
+
+def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypatch):
+    """Random lines in blocks of random sizes: every line within the limit comes whole, every other one as its size."""
+    chance = random.Random(20)
+    path = tmp_path / "a.txt"
+    for _ in range(300):
+        limit = chance.randint(8, 40)
+        wanted = [b"y" * chance.choice([0, 1, limit - 1, limit, limit + 1, 3 * limit]) for _ in range(9)]
+        end = chance.choice([b"", b"\n"])
+        path.write_bytes(b"\n".join(wanted) + end)
+        size = chance.randint(1, limit)
+        plain = raw.blocks
+        monkeypatch.setattr(raw, "blocks", lambda *a, size=size, plain=plain, **k: plain(*a, **{**k, "size": size}))
+        monkeypatch.setattr(raw, "MAX_ROW_BYTES", limit)
+        found: list[bytes | int] = []
+        for at, block in line_blocks(path):
+            assert at == sum((item if isinstance(item, int) else len(item)) + 1 for item in found)
+            found += [block.size] if isinstance(block, LongLine) else block.removesuffix(b"\n").split(b"\n")
+        monkeypatch.undo()
+        expected = [line if len(line) <= limit else len(line) for line in wanted]
+        if expected[-1] == b"" and not end:
+            expected.pop()
+        assert found == expected
+
+
+def test_a_row_of_a_json_list_over_the_limit_is_named_with_its_line(tmp_path):
+    path = tmp_path / "a.json"
+    big = json.dumps({"text": "x" * (MIB + 9)})
+    path.write_text(f'[{{"text": "a"}},\n{big},\n{{"text": "b"}}]')
+    rows = list(read_rows(path, split="train"))
+    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+    assert rows[1].where == f"{path}:2"
+    assert rows[1].reason == LIMIT
+    path.write_text('{"data": [\n' + '{"text": "x"},\n' * 200_000 + '{"text": "x"}]}')
+    with pytest.raises(DataError, match=r"a\.json:1: .*larger than 1 MiB.*jq -c"):
+        list(read_rows(path, split="train"))
+
+
+def test_a_row_of_a_table_over_the_limit_is_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nq,"a\n' + "x y z\n" * MIB)
+    with (
+        traced(120 * MIB),
+        pytest.raises(DataError, match=r"a\.csv:2: a quote .* not closed, or .* larger than 1 MiB"),
+    ):
+        list(read_rows(path, split="train"))
+    path.write_text("question,answer\nq," + "x" * (MIB + 9) + "\n")
+    with pytest.raises(DataError, match=LIMIT):
+        list(read_rows(path, split="train"))
+    table = pa.table({"question": ["a", "b", "c"], "answer": ["x", "y" * (MIB + 9), "z"]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = list(read_rows(tmp_path / "a.parquet", split="train"))
+    assert [type(row) for row in rows] == [RawRow, BadRow, RawRow]
+    assert (rows[1].where, rows[1].reason) == (f"{tmp_path}/a.parquet:row 2", LIMIT)
+
+
+@pytest.mark.parametrize("rows_of_group", [80, 16])
+def test_long_rows_of_a_table_become_objects_a_few_at_a_time(tmp_path, rows_of_group):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    texts = [f"{number} " + "x" * 500_000 for number in range(80)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": texts}), path, row_group_size=rows_of_group, use_dictionary=False)
+    del texts
+    with traced(24 * MIB):
+        found = [int(row.data["text"].split()[0]) for row in read_rows(path, split="train")]
+    assert found == list(range(80))
+
+
+# Text.
+
+
+def random_text(chance: random.Random) -> str:
+    words = ["word", "to", "the", "ünïcode", "\t", "  ", "\n", "\n\n", "\r\n", "\n \n", "x" * 60, "漢字"]
+    return "".join(chance.choice(words) + chance.choice(["", " ", "\n"]) for _ in range(chance.randint(1, 400)))
+
+
+def test_pieces_of_a_text_joined_are_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "TEXT_CHARS", 100)
+    chance = random.Random(21)
+    path = tmp_path / "a.txt"
+    several = 0
+    for _ in range(200):
+        text = random_text(chance)
+        path.write_bytes(text.encode())
+        pieces = list(text_pieces(path))
+        assert "".join(piece for _, piece in pieces) == text
+        assert all(len(piece) <= 200 for _, piece in pieces)
+        at = 0
+        for line, piece in pieces:
+            assert line == 1 + text.count("\n", 0, at)
+            at += len(piece)
+        several += len(pieces) > 1
+    assert several > 100
+
+
+def test_a_text_is_cut_behind_paragraphs_then_lines_then_words():
+    paragraphs = "one two\nthree\n\n" * 20
+    assert paragraphs[: piece_end(paragraphs, 100)].endswith("three\n\n")
+    lines = "one two\n" * 40
+    assert lines[: piece_end(lines, 100)].endswith("two\n")
+    words = "one two " * 40
+    cut = piece_end(words, 100)
+    assert words[cut - 1] != " "
+    assert words[cut] == " "
+    assert piece_end("x" * 400, 100) == 100
+
+
+def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "TEXT_CHARS", MIB // 4)
+    path = tmp_path / "a.txt"
+    path.write_text("A line of words that goes on.\nAnd another one.\n\n" * 75_000)  # 3.6 MB
+    with traced(12 * MIB):
+        rows = [(row.where, len(row.data["text"])) for row in read_rows(path, split="train", text_wanted=True)]
+    assert sum(size for _, size in rows) == path.stat().st_size
+    assert max(size for _, size in rows) <= raw.TEXT_CHARS * 2
+    assert rows[0][0] == f"{path}:1"
+    config = config_from_text(
+        f"model: {{name: x}}\ntask_mode: cpt\ndata: {{process: {{raw_path: {path}, out_dir: {tmp_path}/out}}}}\n",
+        name="run.yaml",
+        overrides=("data.process.val_fraction=0", "data.process.test_fraction=0"),
+    )
+    report = process(config, token_counter=lambda texts: [len(text) // 4 for text in texts])
+    assert report.rows_kept == len(rows)
+    assert report.notes[NOTE_PIECE].count == len(rows)
+    written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
+    assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
+
+
+def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch):
+    """Behind paragraphs the tokens of the pieces are those of the whole text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(shared("tokenizers/Qwen2.5-Instruct")))
+    text = shared("corpora/tinyshakespeare.txt").read_text(encoding="utf-8")[:60_000]
+    monkeypatch.setattr(raw, "TEXT_CHARS", 3_000)
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    pieces = [piece for _, piece in text_pieces(path)]
+    assert len(pieces) > 15
+    joined = [number for piece in pieces for number in tokenizer(piece)["input_ids"]]
+    assert joined == tokenizer(text)["input_ids"]
+
+
+# What is counted and rendered together.
+
+
+def test_lengths_are_counted_a_few_characters_at_a_time():
+    asked: list[int] = []
+
+    def count(texts: list[str]) -> list[int]:
+        asked.append(sum(map(len, texts)))
+        return [len(text.split()) for text in texts]
+
+    counts = SplitReport()
+    lengths = _Lengths(count, max_seq_len=1_000)
+    sizes = [3, 400_000, 10, 100_000, 5]
+    for number, words in enumerate(sizes):
+        lengths.add(Text("f", "word " * words), bytes([number] * 32), counts)
+    lengths.flush()
+    assert max(asked) < MIB
+    assert counts.tokens == sum(sizes)
+    assert counts.longest == 400_000
+
+
+def test_rows_are_rendered_a_few_characters_at_a_time():
+    batches: list[int] = []
+
+    class Maker:
+        def of(self, examples: Any, *, document: bool) -> list[Any]:
+            batches.append(sum(len(example.text) for _, example in examples))
+            return [number for number, _ in examples]
+
+    texts = (Text("f", "x" * 300_000) for _ in range(50))
+    made = list(made_rows(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
+    assert made == list(range(1, 51))
+    assert max(batches) < BATCH_CHARS + 300_000
+
+
+def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
+    path = tmp_path / "a.jsonl"
+    row = json.dumps(chat("q", "x" * 500_000)) + "\n"
+    with path.open("w") as file:
+        for _ in range(160):  # 80 MB
+            file.write(row)
+    with traced(45 * MIB):
+        size = rough_size(DataConfig(train_path=str(path)))
+    assert size is not None
+    assert size.rows == 160
+    assert abs(size.characters / 80_001_000 - 1) < 0.02
+
+
+# Nothing is left behind.
+
+
+def made(path: Path, folder: Path, *words: str) -> Any:
+    text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
+    config = config_from_text(text, name="run.yaml", overrides=words)
+    return process(config, token_counter=lambda texts: [1 for _ in texts])
+
+
+def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", long=3 * MIB)
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {LIMIT} \({3 * MIB:,} bytes"):
+        made(path, out)
+    assert list(out.iterdir()) == []
+    report = made(path, out, "data.on_bad_row=skip")
+    assert (report.rows_kept, report.dropped[LIMIT].count) == (2, 1)
+
+
+def test_a_row_that_could_not_be_read_again_is_not_written(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nq,a\nq2,"' + "\n" * 600_000 + 'x"\n')  # twice as many bytes as JSON
+    report = made(path, tmp_path / "out", "data.on_bad_row=skip", "data.process.test_fraction=0")
+    assert (report.rows_kept, report.dropped[LIMIT].count) == (1, 1)
+
+
+def test_a_command_that_is_killed_leaves_nothing_half_written(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from sft_play.data.written import OutputFolder\n"
+        "with OutputFolder(Path(sys.argv[1]), ('a.jsonl',), force=False, command='process') as out:\n"
+        "    file = out.open('a.jsonl'); file.write('x' * 1_000_000); file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    folder = tmp_path / "out"
+    folder.mkdir()
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY))
+    except (AttributeError, OSError):
+        pytest.skip("this file system has no files without a name")
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert list(folder.iterdir()) == []
