@@ -3,8 +3,8 @@
     python -m benchmarks.reserved --configs FOLDER --out reserved.json
 
 FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
-start again to go on. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank. `reserved` is
-what a card without end comes to; `needed` the smallest card on which the same steps go through, since the allocator
+start again to go on. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank. `reserved`
+is what a card without end comes to; `needed` the smallest card on which the same steps go through, since the allocator
 gives whole free segments back before it fails. Steps of one length are in closed_form.json.
 """
 
