@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.closed_form import predicted, setting_of
+from benchmarks.reserved import PRECISION, needed
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, stays
 from sft_play.trace.closed import NoClosedForm, closed_form
 from sft_play.trace.published import PublishedRun, read_runs
+from sft_play.trace.replay import BIRTH, DEATH, Event, replay
 from sft_play.trace.score import Promise, Scored, score
 from sft_play.trace.settings import Device, StepSettings
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
 
 LORA = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
@@ -67,6 +70,36 @@ def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows
     assert len(promise.short) <= 0.05 * promise.n
     assert promise.median_over is not None
     assert promise.median_over < 0.30
+
+
+def test_replays_stay_within_the_promise() -> None:
+    """Steps of one length (closed_form.json) and of changing ones (reserved.json, models of a few layers)."""
+    fixed_runs = json.loads((ROOT / "benchmarks" / "closed_form.json").read_text())["runs"]
+    short = [line for line, run in fixed_runs.items() if promised_to(line, layers=None) < run["traced_reserved"]]
+    assert len(short) <= 1
+    changing = json.loads((ROOT / "benchmarks" / "reserved.json").read_text())
+    for line, run in changing["runs"].items():
+        assert run["allocated"] <= run["needed"] <= run["reserved"] <= promised_to(line, layers=changing["layers"]), (
+            line
+        )
+
+
+def promised_to(line: str, *, layers: int | None) -> int:
+    """Reserved bytes and margin of a benchmark's row; of a model cut to `layers`."""
+    setting = setting_of(line)
+    model = json.loads(shared(f"model_configs/{setting.model}/config.json").read_text())
+    model |= {"num_hidden_layers": layers} if layers else {}
+    found = predicted(setting, model)
+    return found.reserved + found.margin
+
+
+def test_the_smallest_card_on_which_steps_go_through_is_found() -> None:
+    """Two tensors of 64 MiB after one of 48: what is free of the first segment is given back."""
+    mib = 1 << 20
+    events: list[Event] = [(BIRTH, 1, 48 * mib, 0), (DEATH, 1, 0, 0), (BIRTH, 2, 64 * mib, 0), (BIRTH, 3, 64 * mib, 0)]
+    peaks = replay(events, count_from="start")
+    assert (peaks.allocated, peaks.reserved) == (128 * mib, 176 * mib)
+    assert 128 * mib <= needed(events, peaks.allocated, peaks.reserved) <= 128 * mib + PRECISION
 
 
 def test_few_measured_runs_would_have_been_refused(rows: list[Scored]) -> None:
