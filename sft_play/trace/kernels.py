@@ -206,8 +206,8 @@ def flash_attn_func(
     deterministic: bool = False,
 ) -> torch.Tensor:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
-    turned = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return flash(*turned, dropout_p, causal, softmax_scale).transpose(1, 2)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return flash(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
