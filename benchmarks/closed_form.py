@@ -107,7 +107,8 @@ TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
 Llama-3.2-1B full 2048 2 ddp=2
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
-blocks, `eager` attention, `padded` rows, an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
+blocks, `eager` attention or the package `flash`, `padded` rows, an accumulation, rows of an evaluation batch, `fsdp` or
+`ddp` ranks."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def setting_of(line: str) -> Setting:
         layout=_layout(options),
         checkpointed_layers=0 if "off" in options else int(options["some"]) if "some" in options else None,
         loss="logits" if options.get("loss") == "logits" else "chunked",
-        attention="eager" if "eager" in options else "sdpa",
+        attention="eager" if "eager" in options else "flash_attention_2" if "flash" in options else "sdpa",
         padded="padded" in options,
         eval_batch=int(options.get("eval", 0)),
     )

@@ -470,13 +470,15 @@ LOGITS_FREE_PARAMS = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 160)
 
 
 def test_shared_rows_of_class_a_are_expressible() -> None:
-    """litgpt has a model class of its own; a row without a length or a published config has nothing to trace."""
+    """litgpt has a model class of its own; a row without a length or a published config has nothing to trace, and
+    selective checkpointing does not say what it keeps."""
     runs = [run for run in read_runs(shared("published_peaks.csv")) if run.grade == "A"]
     asked = [run for run in runs if run.mode in {"full", "lora", "qlora", "dora"} and "litgpt" not in run.source]
     refused = {run.id: run.reason for run in asked if run.settings is None}
     measured = {run.id for run in asked if run.measured_allocated or run.measured_reserved}
     assert len(asked) > 140
-    assert not {name: reason for name, reason in refused.items() if name in measured}
+    left = {name: reason for name, reason in refused.items() if name in measured}
+    assert not {name: reason for name, reason in left.items() if not str(reason).startswith("selective")}
 
 
 @pytest.mark.slow

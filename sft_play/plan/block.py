@@ -15,7 +15,8 @@ from typing import Literal
 
 from sft_play.plan.tape import Grads, Ref, Tape, fresh, shared
 
-AttentionKernel = Literal["flash", "efficient", "math", "eager"]
+AttentionKernel = Literal["flash", "varlen", "efficient", "math", "eager"]
+"""varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
 
 
 @dataclass(frozen=True)
@@ -448,6 +449,8 @@ class Pass:
         q, k, v = (self.low(ref) for ref in (q, k, v))
         if kernel == "flash":
             return self._flash(q, k, v)
+        if kernel == "varlen":
+            return self._varlen(q, k, v)
         if kernel == "math":
             return self._math(q, k, v)
         groups = self.spec.heads // self.spec.kv_heads
@@ -472,6 +475,26 @@ class Pass:
         if spec.heads != spec.kv_heads:
             during += 2 * self.tokens * spec.heads * _up(spec.head_dim, 8) * width
         return self._fused(q, k, v, during)
+
+    def _varlen(self, q: Ref, k: Ref, v: Ref) -> Ref:
+        """Flash attention on padded rows (transformers, `_upad_input`, `_pad_input`): copies of q, k, v without
+        padding are what it holds, beside their places; its output is scattered into a tensor of the rows."""
+        places = self.tape.new(self.tokens, 8)
+        k, v = self._gathered(k, places), self._gathered(v, places)
+        q = self._gathered(q, places)
+        out = self._flash(q, k, v)
+        return self.tape.op((out,), out.elements, out.width, saved=(places,))
+
+    def _gathered(self, x: Ref, places: Ref) -> Ref:
+        """x[places]; the gradient is put back into zeros, by sorted positions (Indexing.cu: four int64 a token)."""
+        size, width = x.elements, x.width
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            out = tape.new(size, width)
+            tape.meter.touch(4 * 8 * self.tokens)
+            return (out,)
+
+        return self.tape.op((x,), size, width, saved=(places,), backward=backward)
 
     def _efficient(self, q: Ref, k: Ref, v: Ref) -> Ref:
         """Memory-efficient attention: as flash, with the mask as a bias of the computed dtype, held."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,15 @@ from sft_play.plan.layout import Layout
 
 GIB = 2**30
 
-ALLOCATOR_SLACK = {"full": 1.05, "lora": 1.04, "qlora": 1.08}
-"""Reserved over allocated bytes: the caching allocator's rests, simulated for models of 1B and more."""
+STAYS = ("weights", "adapters", "master_weights", "optimizer", "gradient_buckets", "workspaces")
+"""Terms that are made once: the allocator packs them, and nothing beside them is lost but rounding."""
+PASSING_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
+"""What the allocator keeps beyond a step's passing tensors, over their bytes: rests of blocks that were cut for one
+size and asked for another (forward, backward, evaluation, the next batch's length). By attention's S x S matrices and
+by gathered units, the largest of all, more. From replays, not from measured rows: benchmarks/reserved.json (rows of one
+length and of changing ones) and closed_form.json; docs/memory-model.md scores it on measured ones."""
+GRADIENT_SLACK = 0.125
+"""The same for gradients: their sizes are the weights' own in every step."""
 MARGIN_BYTES = int(0.3 * GIB)
 """Kept free in every class, beside the share."""
 
@@ -27,7 +35,7 @@ class Margin:
 
 MARGINS: dict[MarginClass, Margin] = {
     "measured": Margin(0.03, "LoRA and full on one GPU with flash or efficient attention: measured within 1%"),
-    "quantised": Margin(0.06, "QLoRA: 5 of 63 measured rows were more than 6% above the prediction"),
+    "quantised": Margin(0.06, "QLoRA: 2 of 48 measured rows reserved more than 6% above their trace"),
     "padded": Margin(0.06, "padded rows give attention a mask: sizes change from batch to batch"),
     "eager": Margin(0.10, "eager attention: reserved memory of measured rows was up to 9% above the prediction"),
     "foreach": Margin(0.10, "AdamW one list at a time: reserved memory jumps with the row length (simulated)"),
@@ -36,6 +44,19 @@ MARGINS: dict[MarginClass, Margin] = {
     "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts: neither traced nor measured"),
 }
 """One row for each class; a setting in several classes takes the largest share."""
+
+
+def stays(terms: Mapping[str, int]) -> int:
+    """Bytes of a moment's terms that stay between steps."""
+    return sum(terms.get(name, 0) for name in STAYS)
+
+
+def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout) -> int:
+    """Bytes that the allocator has reserved when a moment's terms are alive: a bound, where no trace says more."""
+    gradients = terms.get("gradients", 0)
+    passing = sum(terms.values()) - stays(terms) - gradients
+    slack = PASSING_SLACK["several_gpus" if layout.ranks > 1 else "eager" if attention == "eager" else "fused"]
+    return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
 
 
 def margin_of(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import ALLOCATOR_SLACK, GIB, MARGIN_BYTES, margin_of
+from sft_play.plan.margins import GIB, MARGIN_BYTES, margin_of, reserved_bytes, stays
 from sft_play.plan.moments import Step, Terms, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
@@ -61,6 +61,11 @@ class MemoryEstimate:
         return sum(self.terms.values())
 
     @property
+    def stays(self) -> int:
+        """Of those: bytes that stay between steps."""
+        return stays(self.terms)
+
+    @property
     def required(self) -> int:
         """Bytes that must be free on the device before the run starts."""
         return self.reserved + self.margin + self.outside_allocator
@@ -73,7 +78,10 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
     sums = {str(name): sum(terms.values()) for name, terms in found.items()}
     peak = max(found, key=lambda name: sums[name])
     terms, mode, layout = found[peak], config.tuning.mode, step.layout
-    reserved = int(sums[peak] * ALLOCATOR_SLACK[mode]) if step.on_gpu else _resident_on_cpu(terms)
+    if step.on_gpu:
+        reserved = max(reserved_bytes(one, attention=step.attention, layout=layout) for one in found.values())
+    else:
+        reserved = _resident_on_cpu(terms)
     margin = margin_of(
         mode=mode,
         padded=step.padded,

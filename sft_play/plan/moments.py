@@ -88,6 +88,7 @@ class Walk:
             half=self.numbers.autocast is not None or self.width == 2,
             capability=step.capability,
             on_gpu=step.on_gpu,
+            gathers=step.padded and self.config.data.packing == "none",
         )
         spec = block_spec(
             kind,

@@ -55,12 +55,16 @@ def kernel_of(
     half: bool,
     capability: tuple[int, int] | None,
     on_gpu: bool,
+    gathers: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for."""
+    """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for.
+
+    `gathers`: rows are padded, which flash-attn 2 takes without their padding.
+    """
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
-        return "flash"
+        return "varlen" if gathers and on_gpu else "flash"
     same = shape.mla is None
     able = (capability or FLASH_SINCE) >= FLASH_SINCE and half and shape.head_dim <= FLASH_HEAD and same
     if able and not masked:

@@ -91,22 +91,36 @@ def _on_meta(settings: StepSettings) -> Any:
     config = config_of(settings)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+    _require_attention(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], settings.attention)
+    if settings.attention == "flash_attention_2":
+        _register_flash()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, settings.weights), attn_implementation=_attention_name(settings)
+            config,
+            dtype=getattr(torch, settings.weights),
+            attn_implementation=kernels.FLASH if settings.attention == "flash_attention_2" else settings.attention,
         )
     return model
 
 
-def _attention_name(settings: StepSettings) -> str:
-    if settings.attention != "flash_attention_2":
-        return settings.attention
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+def _require_attention(model_class: Any, attention: str) -> None:
+    """Raises TraceUnavailable for attention code that the class does not have: no run of it starts either."""
+    instead = "take eager or auto, as a run must"
+    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", False):
+        raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {instead}")
+    if attention == "flash_attention_2":
+        compatible = getattr(model_class, "_compatible_flash_implementations", None)
+        if not getattr(model_class, "_supports_flash_attn", False) or (compatible and attention not in compatible):
+            raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {instead}")
 
-    AttentionInterface.register(kernels.FLASH, kernels.flash_attention_2)
-    AttentionMaskInterface.register(kernels.FLASH, flash_attention_mask)
-    return kernels.FLASH
+
+def _register_flash() -> None:
+    """transformers' own way to flash attention and its masks, under a name that asks for no package."""
+    from transformers import AttentionInterface, masking_utils
+    from transformers.integrations.flash_attention import flash_attention_forward
+
+    AttentionInterface.register(kernels.FLASH, flash_attention_forward)
+    masking_utils.AttentionMaskInterface.register(kernels.FLASH, masking_utils.flash_attention_mask)
 
 
 def _quantise(model: Any, settings: StepSettings) -> None:

@@ -68,7 +68,7 @@ def settings_of(
         checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
         loss=step.loss,
         attention=step.attention,
-        mask="padded" if step.padded else "ones",
+        mask=_mask(config, padded=step.padded),
         optimizer=OPTIMIZERS[config.train.optim],
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
@@ -78,6 +78,13 @@ def settings_of(
         mixed_precision=precision.compute if half else None,
         device=Device(capability=step.capability or (9, 0)),
     )
+
+
+def _mask(config: RunConfig, *, padded: bool) -> Literal["ones", "padded", "packed"]:
+    """How the collator tells rows apart; text in full blocks is never packed."""
+    if config.data.packing != "none" and config.task_mode != "cpt":
+        return "packed"
+    return "padded" if padded else "ones"
 
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:

@@ -56,6 +56,20 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
+    """The same for rows one after the other: 128 more places a row (flash_api.cpp, mha_varlen_bwd).
+
+    Layout of the arguments: all tokens, heads, head size; the seventh holds the rows' borders.
+    """
+    query, key = args[1], args[2]
+    tokens, heads, size = query.shape
+    places = tokens + 128 * (args[6].shape[0] - 1)
+    sizes = [4 * heads * places, 4 * heads * places * up(size, 32)]
+    if key.shape[1] != heads:
+        sizes += [key.shape[0] * heads * up(size, 8) * key.element_size()] * 2
+    return tuple(sizes)
+
+
 def _efficient_backward(args: Any) -> tuple[int, ...]:
     """delta, and fp32 sums of dk and dv for half inputs wider than 64 (transformers/cuda/attention_backward.cu)."""
     query, key = args[1], args[2]
@@ -80,6 +94,7 @@ def _index_put(args: Any) -> tuple[int, ...]:
 _WORKSPACES = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._index_put_impl_.default: _index_put,
@@ -172,49 +187,53 @@ def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, sca
         return (torch.softmax(weights, -1) @ value).to(kind)
 
 
-# --- the package flash-attn, through transformers' interface ----------------------------------------------------------
-FLASH = "sft_play_fa2"
-"""The name under which the stand-in for `flash_attention_2` is registered with transformers."""
+# --- the package flash-attn, under transformers' own interface --------------------------------------------------------
+FLASH = "sft_play_flash_attention_2"
+"""The name under which transformers' own flash attention is registered, with the functions below as its package.
+
+"flash" is part of it, since model classes ask for that; `flash_attention_2` itself wants the package installed."""
 
 
-def flash_attention_2(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' `flash_attention_forward` (integrations/flash_attention.py), without the package.
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
+    query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return flash(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
-    fp32 inputs are cast to half first; rows with padding are gathered, computed without it, and scattered back.
-    Shapes: batch, heads, tokens, head size in; batch, tokens, heads, head size out.
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """The same for rows of many lengths, one after the other. Shapes: all tokens, heads, head size.
+
+    PyTorch's operator is built from the same kernel, and holds what flash-attn holds: q, k, v, the output, an fp32
+    logsumexp a head and token, the borders. Head sizes are padded to a multiple of 8 first (flash_attn_interface.py).
     """
-    if query.dtype == torch.float32:
-        low = _half_of(module)
-        query, key, value = query.to(low), key.to(low), value.to(low)
-    if attention_mask is None:
-        return flash(query, key, value, dropout, True, scaling).transpose(1, 2), None
-    batch, heads, tokens, size = query.shape
-    position = torch.empty(attention_mask.numel(), dtype=torch.int64)
-    query, key, value = (
-        tensor.transpose(1, 2).reshape(batch * tokens, -1, size)[position].view(batch, tokens, -1, size).transpose(1, 2)
-        for tensor in (query, key, value)
-    )
-    out = flash(query, key, value, dropout, True, scaling).transpose(1, 2).reshape(batch * tokens, heads, size)
-    padded = torch.zeros_like(out)
-    padded[position] = out
-    return padded.view(batch, tokens, heads, size), None
-
-
-def _half_of(module: Any) -> torch.dtype:
-    """What transformers casts fp32 queries to: autocast's type, the quantised model's, or a linear layer's."""
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    for layer in module.modules():
-        weight = getattr(layer, "weight", None)
-        if weight is not None and weight.dtype in (torch.float16, torch.bfloat16):
-            return weight.dtype
-    return torch.bfloat16
+    size = q.shape[-1]
+    if size % 8:
+        q, k, v = (F.pad(tensor, (0, 8 - size % 8)) for tensor in (q, k, v))
+    longest = (max_seqlen_q, max_seqlen_k)
+    return aten._flash_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
+    )[0][..., :size]

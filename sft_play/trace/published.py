@@ -494,7 +494,9 @@ def _checkpointing(row: Row) -> dict[str, Any]:
     text = row.get("gradient_checkpointing", "")
     if text == "offload":
         raise NotExpressible("activations are offloaded to host memory")
-    if text not in {"full", "selective", "no"}:
+    if text == "selective":
+        raise NotExpressible("selective checkpointing: which operations keep their results is not said")
+    if text not in {"full", "no"}:
         raise NotExpressible("whether activations are checkpointed is not known")
     return {"checkpointing": text != "no", "reentrant": _version(row, "transformers") < (5,)}
 

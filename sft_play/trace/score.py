@@ -1,7 +1,8 @@
-"""Published measured peaks against the tracer: the table and the JSON of `make memory-model-score`.
+"""Published measured peaks against the tracer and the closed form: the table and JSON of `make memory-model-score`.
 
 An error is predicted / measured - 1. Rows of equal settings are traced once. A row that cannot be traced is counted
-with its reason and takes no part in the errors.
+with its reason and takes no part in the errors; so is, apart, one that the closed form has no words for. What the
+closed form promises (its reserved bytes with their margin) is held against what the run reserved.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
+from sft_play.plan.memory import MemoryEstimate
 from sft_play.runs import versions
+from sft_play.trace.closed import NoClosedForm, closed_form
 from sft_play.trace.published import GIB, ConfigOf, PublishedRun, read_runs
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 
@@ -47,6 +50,23 @@ class Scored:
     run: PublishedRun
     predicted_allocated: int
     predicted_reserved: int
+    closed: MemoryEstimate | None = None
+    """The closed form's prediction; None where it has no words for the settings."""
+
+    @property
+    def closed_allocated_error(self) -> float | None:
+        """The closed form's, as below."""
+        return _error(self.closed.allocated, self.run.measured_allocated) if self.closed else None
+
+    @property
+    def closed_reserved_error(self) -> float | None:
+        """The closed form's bound on reserved bytes, without its margin, as below."""
+        return _error(self.closed.reserved, self.run.measured_reserved) if self.closed else None
+
+    @property
+    def promised(self) -> int | None:
+        """Bytes that the closed form says must be free for the allocator: reserved and its margin."""
+        return self.closed.reserved + self.closed.margin if self.closed else None
 
     @property
     def allocated_error(self) -> float | None:
@@ -72,6 +92,11 @@ class Scored:
             "measured_reserved_bytes": self.run.measured_reserved,
             "allocated_error": _rounded(self.allocated_error),
             "reserved_error": _rounded(self.reserved_error),
+            "closed_allocated_bytes": self.closed.allocated if self.closed else None,
+            "closed_reserved_bytes": self.closed.reserved if self.closed else None,
+            "closed_promised_bytes": self.promised,
+            "closed_allocated_error": _rounded(self.closed_allocated_error),
+            "closed_reserved_error": _rounded(self.closed_reserved_error),
         }
 
 
@@ -120,22 +145,91 @@ class Group:
     n: int
     allocated: Spread | None
     reserved: Spread | None
+    settings: int
+    """Distinct settings among the rows: repeats of one prove no more than one."""
+    closed_allocated: Spread | None
+    closed_reserved: Spread | None
+    promise: Promise
 
     @classmethod
     def of(cls, rows: Iterable[Scored]) -> Group:
         """The group of these rows."""
         rows = list(rows)
-        allocated = [row.allocated_error for row in rows if row.allocated_error is not None]
-        reserved = [row.reserved_error for row in rows if row.reserved_error is not None]
-        return cls(len(rows), Spread.of(allocated), Spread.of(reserved))
+
+        def spread(name: str) -> Spread | None:
+            return Spread.of(error for error in (getattr(row, name) for row in rows) if error is not None)
+
+        return cls(
+            n=len(rows),
+            allocated=spread("allocated_error"),
+            reserved=spread("reserved_error"),
+            settings=_distinct(rows),
+            closed_allocated=spread("closed_allocated_error"),
+            closed_reserved=spread("closed_reserved_error"),
+            promise=Promise.of(rows),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """INTERFACES.md's summary of one group; a kind that was measured nowhere is null."""
         return {
             "n": self.n,
+            "settings": self.settings,
             "allocated": self.allocated.as_json() if self.allocated else None,
             "reserved": self.reserved.as_json() if self.reserved else None,
+            "closed_form": {
+                "allocated": self.closed_allocated.as_json() if self.closed_allocated else None,
+                "reserved": self.closed_reserved.as_json() if self.closed_reserved else None,
+                "promise": self.promise.as_json(),
+            },
         }
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the closed form promised to rows whose reserved bytes were measured."""
+
+    n: int
+    settings: int
+    """Distinct ones among the rows."""
+    short: tuple[str, ...]
+    """Rows that reserved more than was promised."""
+    ran: int
+    """Rows on a card whose size is known: all of them ran there."""
+    refused: tuple[str, ...]
+    """Of those, rows that a plan would have refused."""
+    median_over: float | None
+    """Median of promised / measured - 1."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Scored]) -> Promise:
+        """The promise to these rows; those without a closed form or a measured figure take no part."""
+        known = [row for row in rows if row.closed is not None and row.run.measured_reserved]
+        over = sorted((row.promised or 0) / (row.run.measured_reserved or 1) - 1 for row in known)
+        cards = [(row, _card(row)) for row in known if _card(row)]
+        return cls(
+            n=len(known),
+            settings=_distinct(known),
+            short=tuple(row.run.id for row in known if (row.promised or 0) < (row.run.measured_reserved or 0)),
+            ran=len(cards),
+            refused=tuple(row.run.id for row, card in cards if row.closed and row.closed.required > card),
+            median_over=quantile(over, 0.5) if over else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Counts, and the rows by their id."""
+        plain = {"n": self.n, "settings": self.settings, "short": len(self.short), "short_rows": list(self.short)}
+        plain |= {"ran": self.ran, "refused": len(self.refused), "refused_rows": list(self.refused)}
+        return plain | {"median_over": _rounded(self.median_over)}
+
+
+def _card(row: Scored) -> int:
+    """Bytes of the card that a row ran on; 0 where that is not known."""
+    return (row.run.settings.device.capacity or 0) if row.run.settings is not None else 0
+
+
+def _distinct(rows: Iterable[Scored]) -> int:
+    """Distinct settings of rows."""
+    return len({row.run.settings.as_json() for row in rows if row.run.settings is not None})
 
 
 @dataclass(frozen=True)
@@ -147,6 +241,8 @@ class ScoreReport:
     """Rows without a prediction; each has a reason."""
     groups: Mapping[str, Group] = field(default_factory=dict)
     seconds: float = 0.0
+    no_closed_form: Mapping[str, int] = field(default_factory=dict)
+    """Traced rows without a closed form, counted by reason."""
 
     @property
     def not_expressible(self) -> dict[str, int]:
@@ -162,6 +258,7 @@ class ScoreReport:
             "rows": [row.as_json() for row in self.rows],
             "not_expressible": self.not_expressible,
             "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
+            "no_closed_form": dict(self.no_closed_form),
             "summary": {name: group.as_json() for name, group in self.groups.items()},
             "wanted": {
                 name: {kind: {"median_abs_error": asked[0], "p95_abs_error": asked[1]} for kind, asked in kinds.items()}
@@ -172,7 +269,7 @@ class ScoreReport:
 
     def table_lines(self) -> list[str]:
         """Rows, summary and reasons as text, GiB and per cent."""
-        return [*self._row_lines(), "", *self._summary_lines(), "", *self._reason_lines()]
+        return [*self._row_lines(), "", *self._summary_lines(), "", *self._closed_lines(), "", *self._reason_lines()]
 
     def _row_lines(self) -> list[str]:
         head = f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row"
@@ -196,6 +293,30 @@ class ScoreReport:
         for name, group in self.groups.items():
             lines.append(f"{name:<{width}}  {group.n:>4}  {_spread(group.allocated)}  {_spread(group.reserved)}")
             lines += _verdict(name, group)
+        return lines
+
+    def _closed_lines(self) -> list[str]:
+        """The closed form beside: errors, and how often a run reserved more than was promised."""
+        width = max((len(name) for name in self.groups), default=5)
+        parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
+        lines = [
+            f"{'closed form':<{width}}  settings  {'allocated':<{len(parts)}}  {'reserved':<{len(parts)}}  too little"
+        ]
+        for name, group in self.groups.items():
+            promise = group.promise
+            if group.closed_allocated is None and group.closed_reserved is None:
+                continue
+            short = f"{len(promise.short)} of {promise.n}"
+            lines.append(
+                f"{name:<{width}}  {group.settings:>8}  {_spread(group.closed_allocated)}  "
+                f"{_spread(group.closed_reserved)}  {short}"
+            )
+        whole = Promise.of(self.rows)
+        lines.append(
+            f"promised too little: {len(whole.short)} of {whole.n} rows ({whole.settings} settings) reserved more than "
+            f"the closed form and its margin; {len(whole.refused)} of {whole.ran} that ran on a card of known size "
+            "would have been refused"
+        )
         return lines
 
     def _reason_lines(self) -> list[str]:
@@ -231,16 +352,28 @@ def score(
     answers = _traces(runs, trace, progress)
     rows: list[Scored] = []
     refused: list[PublishedRun] = []
+    unknown: Counter[str] = Counter()
     for run in runs:
         answer = run.reason if run.settings is None else answers[run.settings.as_json()]
-        if isinstance(answer, TracedPeak):
-            rows.append(Scored(run, answer.allocated, answer.reserved))
+        if isinstance(answer, TracedPeak) and run.settings is not None:
+            closed = _closed(run.settings, unknown)
+            rows.append(Scored(run, answer.allocated, answer.reserved, closed))
         else:
-            refused.append(replace(run, reason=answer))
-    report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), time.monotonic() - started)
+            refused.append(replace(run, reason=str(answer)))
+    seconds = time.monotonic() - started
+    report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), seconds, dict(unknown.most_common()))
     if out is not None:
         _write(out, report)
     return report
+
+
+def _closed(settings: StepSettings, unknown: Counter[str]) -> MemoryEstimate | None:
+    """The closed form of these settings; why there is none is counted."""
+    try:
+        return closed_form(settings)
+    except NoClosedForm as why:
+        unknown[str(why)] += 1
+        return None
 
 
 Answer = TracedPeak | str

@@ -37,6 +37,8 @@ class StepSettings:
     """PEFT's config as plain data (`peft_type`, `r`, `target_modules`, ...); None in full mode."""
     micro_batch: int = 1
     seq_len: int = 2048
+    lengths: tuple[int, ...] = ()
+    """Tokens of a row in each micro-batch in turn, from the first again after the last; empty: always `seq_len`."""
     grad_accum: int = 1
     optimizer_steps: int = 2
     # --- dtypes -----------------------------------------------------------------------------------------------------

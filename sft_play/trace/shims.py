@@ -131,6 +131,53 @@ def _packed_indices(original: Any, situation: Situation) -> Any:
     return indices
 
 
+def _flash_mask(original: Any, situation: Situation) -> Any:
+    def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
+        is_read = attention_mask is not None and situation.settings.mask == "padded"
+        return attention_mask[:, -kv_length:] if is_read else None
+
+    return mask
+
+
+def _flash_package(original: Any, _: Situation) -> Any:
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+
+    def imports(implementation: Any, *more: Any, **options: Any) -> Any:
+        if implementation != kernels.FLASH:
+            return original(implementation, *more, **options)
+        return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    return imports
+
+
+def _full_rows(original: Any, _: Situation) -> Any:
+    """Every place of the rows counts as a token, as the plan assumes."""
+
+    def unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+        indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
+        ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+        return indices, ends, int(attention_mask.shape[-1])
+
+    return unpad_data
+
+
+def _told_packs(original: Any, situation: Situation) -> Any:
+    def is_packed(position_ids: Any, batch_size: int) -> bool:
+        return position_ids is not None and batch_size == 1 and situation.settings.mask == "packed"
+
+    return is_packed
+
+
+def _borders_of_packs(original: Any, situation: Situation) -> Any:
+    def borders(position_ids: torch.Tensor) -> Any:
+        rows, longest = situation.settings.micro_batch, situation.settings.seq_len
+        ends = torch.zeros(rows + 1, dtype=torch.int32)
+        return (ends, ends), (longest, longest)
+
+    return borders
+
+
 def _autocast_of_cpu(original: Any, _: Situation) -> Any:
     return lambda device_type="cpu": original("cpu")
 
@@ -183,6 +230,10 @@ def _is_quantised(settings: StepSettings) -> bool:
 
 def _is_chunked(settings: StepSettings) -> bool:
     return settings.loss == "chunked"
+
+
+def _is_flash(settings: StepSettings) -> bool:
+    return settings.attention == "flash_attention_2"
 
 
 def _is_fsdp(settings: StepSettings) -> bool:
@@ -277,6 +328,54 @@ SHIMS: tuple[Shim, ...] = (
         "transformers.masking_utils:find_packed_sequence_indices",
         ("position_ids",),
         _packed_indices,
+    ),
+    Shim(
+        "the mask's content for flash attention",
+        "transformers asks `attention_mask.all()` to leave out a mask without padding; fake tensors have no values",
+        "transformers.masking_utils:flash_attention_mask",
+        ("attention_mask", "kv_length"),
+        _flash_mask,
+        _is_flash,
+    ),
+    Shim(
+        "the package flash-attn",
+        "it runs on CUDA alone; PyTorch's operators of the same kernels have fake implementations",
+        "transformers.modeling_flash_attention_utils:_lazy_imports",
+        ("implementation",),
+        _flash_package,
+        _is_flash,
+    ),
+    Shim(
+        "the loaded flash attention",
+        "transformers remembers which one it loaded; it forgets this one when the trace ends",
+        "transformers.modeling_flash_attention_utils:_loaded_implementation",
+        (),
+        lambda original, situation: None,
+        _is_flash,
+    ),
+    Shim(
+        "where rows end",
+        "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
+        "transformers.modeling_flash_attention_utils:_get_unpad_data",
+        ("attention_mask",),
+        _full_rows,
+        _is_flash,
+    ),
+    Shim(
+        "whether a row is a pack",
+        "transformers reads position ids for it, in each layer; fake tensors have no values",
+        "transformers.modeling_flash_attention_utils:_is_packed_sequence",
+        ("position_ids", "batch_size"),
+        _told_packs,
+        _is_flash,
+    ),
+    Shim(
+        "where the chats of a pack end",
+        "a class that does not hand the told borders down reads them from position ids",
+        "transformers.modeling_flash_attention_utils:prepare_fa_kwargs_from_position_ids",
+        ("position_ids",),
+        _borders_of_packs,
+        _is_flash,
     ),
     Shim(
         "autocast's device",

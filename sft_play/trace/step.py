@@ -97,6 +97,7 @@ class _Run:
     def __init__(self, settings: StepSettings, log: StorageLog, mesh: Any) -> None:
         self.settings, self.log, self.mesh = settings, log, mesh
         self._held: Any = None
+        self._passes = 0
 
     def whole(self, skeleton: Any) -> dict[str, int]:
         """Run it with this model; returns counts of parameters."""
@@ -157,20 +158,32 @@ class _Run:
 
         return ranks.Buckets(model, self.settings, self.log).after_backward
 
-    def _batch(self, rows: int) -> dict[str, torch.Tensor]:
-        shape = (rows, self.settings.seq_len)
-        batch = {"input_ids": torch.zeros(shape, dtype=torch.long), "labels": torch.zeros(shape, dtype=torch.long)}
-        if self.settings.mask == "packed":
+    def _length(self) -> int:
+        """Tokens of a row in this micro-batch."""
+        lengths = self.settings.lengths or (self.settings.seq_len,)
+        self._passes += 1
+        return lengths[(self._passes - 1) % len(lengths)]
+
+    def _batch(self, rows: int, length: int) -> dict[str, Any]:
+        """The collator's tensors: packs without a mask, for flash attention in one row with their borders told."""
+        is_packed = self.settings.mask == "packed"
+        is_flat = is_packed and self.settings.attention == "flash_attention_2"
+        shape = (1, rows * length) if is_flat else (rows, length)
+        batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
+        if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
         elif self.settings.mask != "none":
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        if is_flat:
+            ends = torch.zeros(rows + 1, dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
         return batch
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         kind = self.settings.autocast
         return torch.autocast("cpu", dtype=getattr(torch, kind)) if kind else contextlib.nullcontext()
 
-    def _loss(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    def _loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss of a batch as the script computes it, and what it keeps of the outputs."""
         with self._autocast():
             if self.settings.loss == "chunked":
@@ -194,7 +207,7 @@ class _Run:
             model.set_requires_gradient_sync(True)
 
     def _micro_batch(self, model: Any, step: int) -> None:
-        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch))
+        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch, self._length()))
         if self.settings.grad_accum > 1:
             loss = loss / self.settings.grad_accum
         self.log.mark("backward", step)
@@ -213,7 +226,7 @@ class _Run:
     def _evaluate(self, model: Any) -> None:
         model.eval()
         with torch.no_grad():
-            self._loss(model, self._batch(self.settings.eval_batch or 1))
+            self._loss(model, self._batch(self.settings.eval_batch or 1, self.settings.seq_len))
         model.train()
 
 

@@ -40,4 +40,10 @@ def choose_attention(config: RunConfig, model_class: Any) -> Attention:
             )
         if not getattr(model_class, "_supports_flash_attn", False):
             raise ModelError(f"model.attn_implementation=flash_attention_2: {model_class.__name__} has none; use sdpa")
+        compatible = getattr(model_class, "_compatible_flash_implementations", None)
+        if compatible and wanted not in compatible:
+            raise ModelError(
+                f"model.attn_implementation=flash_attention_2: {model_class.__name__} runs with other kernels alone "
+                f"({', '.join(compatible)}), and transformers would take one of those instead; use auto"
+            )
     return Attention(wanted, f"{wanted}, as model.attn_implementation says")

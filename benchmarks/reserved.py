@@ -1,0 +1,96 @@
+"""What the caching allocator reserves beyond what tensors hold: steps whose rows change their length, replayed.
+
+    python -m benchmarks.reserved --configs FOLDER --out reserved.json
+
+FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
+start again to go on. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank. `reserved`
+is what a card without end comes to; `needed` the smallest card on which the same steps go through, since the allocator
+gives whole free segments back before it fails. Steps of one length are in closed_form.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.closed_form import Setting, predicted, setting_of, trace_settings
+from sft_play.facts.hardware import detect
+from sft_play.runs import versions, write_json
+from sft_play.trace.allocator import SimulatedOutOfMemory
+from sft_play.trace.replay import Event, replay
+
+LENGTHS = (0.45, 1.0, 0.6, 1.0)
+"""Longest rows of four batches over the longest of all: rows that are padded to the longest of their batch."""
+LAYERS = 4
+"""Layers of each model, of the kind that it begins with: more take longer and repeat the same sizes."""
+PRECISION = 16 << 20
+"""Bytes to which `needed` is found."""
+
+SAMPLE = """
+SmolLM2-135M-Instruct qlora 2048 4 padded
+Llama-3.2-1B lora 2048 2 padded
+Llama-3.2-1B qlora 2048 4 padded
+TinyLlama-1.1B-Chat-v1.0 qlora 1024 4 eager padded
+Llama-3.2-1B full 2048 2 padded
+Qwen2.5-0.5B lora 2048 2 off padded
+Qwen2.5-3B qlora 2048 2 padded
+Llama-3.1-8B qlora 2048 2 padded
+"""
+"""Rows in the words of benchmarks/closed_form.py."""
+
+
+def needed(events: list[Event], allocated: int, reserved: int) -> int:
+    """Bytes of the smallest card on which the events go through, between these two."""
+    low, high = allocated, reserved
+    while high - low > PRECISION:
+        middle = (low + high) // 2
+        try:
+            replay(events, capacity=middle)
+            high = middle
+        except SimulatedOutOfMemory:
+            low = middle
+    return high
+
+
+def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes of the steps' replay, and both shares."""
+    from sft_play.trace.step import record
+
+    settings = trace_settings(setting, model)
+    lengths = tuple(int(settings.seq_len * share) for share in LENGTHS)
+    log, _ = record(replace(settings, lengths=lengths, optimizer_steps=len(lengths)))
+    peaks = replay(log.events)
+    least = needed(log.events, peaks.allocated, peaks.reserved)
+    passing = max(1, peaks.allocated - predicted(setting, model).stays)
+    found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least}
+    shares = {f"{name}_share": round((found[name] - peaks.allocated) / passing, 4) for name in ("reserved", "needed")}
+    return {**found, **shares}
+
+
+def main() -> int:
+    """Do what is missing, writing after each row."""
+    words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
+    words.add_argument("--out", type=Path, default=Path("reserved.json"))
+    given = words.parse_args()
+    done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    for line in (line for line in SAMPLE.strip().splitlines() if line not in done):
+        setting = setting_of(line)
+        model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
+        model["num_hidden_layers"] = LAYERS
+        done[line] = replayed(setting, model)
+        sys.stdout.write(f"{done[line]['reserved_share']:7.3f} {done[line]['needed_share']:7.3f}  {line}\n")
+        sys.stdout.flush()
+        report = {"machine": detect().as_json(), "versions": versions(), "layers": LAYERS, "lengths": LENGTHS}
+        write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Every attention, mask and loss that can be chosen is traced: the tables are read from the schema and the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import ModelConfig
+from sft_play.errors import ModelError
+from sft_play.plan.moments import Step
+from sft_play.trace import confirm
+from sft_play.trace.replay import BIRTH
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.step import record, trace_step
+from sft_play.train.attention import choose_attention
+from tests.test_trace import GEMMA3, GPT2, LLAMA
+
+pytestmark = pytest.mark.build
+
+ATTENTIONS = tuple(name for name in get_args(get_type_hints(ModelConfig)["attn_implementation"]) if name != "auto")
+MASKS = get_args(get_type_hints(StepSettings)["mask"])
+LOSSES = get_args(get_type_hints(StepSettings)["loss"])
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "llama": (LLAMA, ATTENTIONS),
+    "gemma3: windows": (GEMMA3, ATTENTIONS),
+    "gpt2": (GPT2, ATTENTIONS),
+    "gemma2: softcap": ({"model_type": "gemma2", "sliding_window": 16, **SIZES}, ("eager", "flash_attention_2")),
+    "gpt-oss: sinks": ({"model_type": "gpt_oss", "sliding_window": 16, **SIZES, **ROUTED}, ("eager",)),
+    "mixtral: experts": ({"model_type": "mixtral", **SIZES, **ROUTED}, ATTENTIONS),
+    "deepseek: latent": (
+        {"model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 32,
+         "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
+         "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+         "num_experts_per_tok": 2},
+        ATTENTIONS,
+    ),
+}  # fmt: skip
+"""A small model of each arrangement of attention, and what its class runs with; the rest it refuses."""
+FOUR_BITS = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+def settings(family: str = "llama", **changes: Any) -> StepSettings:
+    base = StepSettings(model=FAMILIES[family][0], mode="full", micro_batch=2, seq_len=32, optimizer_steps=1)
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_attention_is_traced_on_every_kind_of_rows(attention: str, mask: str) -> None:
+    found = trace_step(settings(attention=attention, mask=mask))
+    assert set(found.phases) >= {"forward", "backward", "optimizer"}
+    assert found.allocated > found.resident > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("family", "attention"), [(name, attention) for name, (_, can) in FAMILIES.items() for attention in can]
+)
+def test_every_arrangement_of_attention_is_traced(family: str, attention: str, mask: str) -> None:
+    changes = {"mode": "qlora", "peft": FOUR_BITS} if family.startswith(("gemma3", "gpt-oss")) else {}
+    assert trace_step(settings(family, attention=attention, mask=mask, eval_batch=1, **changes)).allocated > 0
+
+
+@pytest.mark.parametrize("mask", ["padded", "packed"])
+def test_a_model_with_sinks_is_traced(mask: str) -> None:
+    assert trace_step(settings("gpt-oss: sinks", attention="eager", mask=mask)).allocated > 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_traced_on_packed_rows_of_flash_attention(loss: str) -> None:
+    assert trace_step(settings(attention="flash_attention_2", mask="packed", loss=loss)).allocated > 0
+
+
+def test_the_plans_losses_are_the_traces_losses() -> None:
+    assert set(get_args(get_type_hints(Step)["loss"])) <= set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(name, attention) for name, (_, can) in FAMILIES.items() for attention in ATTENTIONS if attention not in can],
+)
+def test_what_a_class_does_not_have_is_refused_in_words(family: str, attention: str) -> None:
+    with pytest.raises(TraceUnavailable, match=f"has no {attention}: take eager or auto"):
+        trace_step(settings(family, attention=attention))
+
+
+def births(**changes: Any) -> dict[int, int]:
+    """How often a storage of so many bytes is born in one forward and backward pass."""
+    log, _ = record(settings(checkpointing=False, loss="logits", **changes))
+    found: dict[int, int] = {}
+    for kind, _key, number, _stream in log.events:
+        if kind == BIRTH:
+            found[number] = found.get(number, 0) + 1
+    return found
+
+
+def test_padded_rows_are_gathered_for_flash_attention_and_scattered_back() -> None:
+    """Forward: copies of q, k, v without padding and the output as rows; backward: one of each once more."""
+    full = births(attention="flash_attention_2", mask="ones")
+    padded = births(attention="flash_attention_2", mask="padded")
+    tokens, layers = 2 * 32, 3
+    query, key = 2 * tokens * 4 * 16, 2 * tokens * 2 * 16
+    assert padded[query] - full[query] >= 4 * layers  # q and the output, and both gradients
+    assert padded[key] - full.get(key, 0) >= 4 * layers  # k and v, and both gradients
+    assert padded[8 * tokens] - full.get(8 * tokens, 0) >= layers  # places of the tokens
+    bare = births(attention="flash_attention_2", mask="none")
+    assert {size: count for size, count in full.items() if size > 8 * tokens} == {
+        size: count for size, count in bare.items() if size > 8 * tokens
+    }  # a mask of ones is read and left out
+
+
+def test_packs_of_flash_attention_are_one_row_without_a_square() -> None:
+    length = 48
+    square = 2 * length * length  # a boolean mask of two rows
+    assert births(attention="sdpa", mask="packed", seq_len=length)[square] > 0
+    flat = births(attention="flash_attention_2", mask="packed", seq_len=length)
+    assert square not in flat
+    assert (2 * length) ** 2 not in flat
+
+
+def test_transformers_forgets_the_traces_flash_attention() -> None:
+    from transformers import modeling_flash_attention_utils as utils
+
+    before = utils._loaded_implementation
+    trace_step(settings(attention="flash_attention_2", mask="padded"))
+    assert utils._loaded_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("text", "padded", "mask"),
+    [
+        ("packing: best_fit", True, "packed"),
+        ("packing: none", True, "padded"),
+        ("packing: none", False, "ones"),
+    ],
+)
+def test_the_plans_rows_are_the_traces_rows(text: str, padded: bool, mask: str) -> None:
+    config = config_from_text(f"model: {{name: x}}\ndata: {{{text}}}\n", name="run")
+    assert confirm._mask(config, padded=padded) == mask
+
+
+def test_flash_attention_is_refused_where_transformers_would_take_another_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gpt-oss lists the kernels that know its sinks; flash-attn 2 is not among them."""
+    from transformers import GptOssForCausalLM
+
+    from sft_play.train import attention
+
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    config = config_from_text("model: {name: x, attn_implementation: flash_attention_2}", name="run")
+    with pytest.raises(ModelError, match="other kernels alone"):
+        choose_attention(config, GptOssForCausalLM)

@@ -1,0 +1,184 @@
+"""What the plan promises without a trace: reserved bytes from what passes in a step, against measured runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.closed_form import predicted, setting_of
+from benchmarks.reserved import PRECISION, needed
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, stays
+from sft_play.trace.closed import NoClosedForm, closed_form
+from sft_play.trace.published import PublishedRun, read_runs
+from sft_play.trace.replay import BIRTH, DEATH, Event, replay
+from sft_play.trace.score import Promise, Scored, score
+from sft_play.trace.settings import Device, StepSettings
+from tests.conftest import ROOT, shared
+from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
+
+LORA = {"peft_type": "LORA", "r": 8, "target_modules": "all-linear"}
+TERMS = {"weights": 1000, "adapters": 20, "optimizer": 40, "gradients": 80, "activations": 400, "loss_head": 200}
+
+
+def scored() -> list[Scored]:
+    """The shared rows with a closed form and a measured figure; no trace is made."""
+    found = []
+    for run in read_runs(shared("published_peaks.csv")):
+        if run.settings is None or not (run.measured_reserved or run.measured_allocated):
+            continue
+        try:
+            found.append(Scored(run, 0, 0, closed_form(run.settings)))
+        except NoClosedForm:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Scored]:
+    return scored()
+
+
+def test_what_stays_is_packed_and_what_passes_leaves_holes() -> None:
+    assert stays(TERMS) == 1060
+    found = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
+    assert found == sum(TERMS.values()) + PASSING_SLACK["fused"] * 600 + GRADIENT_SLACK * 80
+    assert reserved_bytes(dict.fromkeys(STAYS, 1 << 30), attention="eager", layout=SINGLE) == len(STAYS) << 30
+
+
+@pytest.mark.parametrize(("attention", "layout"), [("eager", SINGLE), ("sdpa", Layout("ddp", 2))])
+def test_squares_and_gathered_units_leave_more(attention: str, layout: Layout) -> None:
+    least = reserved_bytes(TERMS, attention="sdpa", layout=SINGLE)
+    assert reserved_bytes(TERMS, attention=attention, layout=layout) > least
+    assert reserved_bytes(TERMS, attention="flash_attention_2", layout=SINGLE) == least
+
+
+@pytest.mark.parametrize("group", ["all", "qlora", "lora", "eager", "sdpa"])
+def test_at_most_one_measured_run_in_twenty_reserved_more_than_was_promised(rows: list[Scored], group: str) -> None:
+    """Repeats of one setting count once, by their largest."""
+    chosen = [row for row in rows if row.run.measured_reserved and group in ("all", row.run.mode, row.run.attention)]
+    largest: dict[str, Scored] = {}
+    for row in chosen:
+        key = row.run.settings.as_json() if row.run.settings else ""
+        if key not in largest or (row.run.measured_reserved or 0) > (largest[key].run.measured_reserved or 0):
+            largest[key] = row
+    promise = Promise.of(largest.values())
+    assert promise.n >= 10
+    assert len(promise.short) <= 0.05 * promise.n
+    assert promise.median_over is not None
+    assert promise.median_over < 0.30
+
+
+def test_replays_stay_within_the_promise() -> None:
+    """Steps of one length (closed_form.json) and of changing ones (reserved.json, models of a few layers)."""
+    fixed_runs = json.loads((ROOT / "benchmarks" / "closed_form.json").read_text())["runs"]
+    short = [line for line, run in fixed_runs.items() if promised_to(line, layers=None) < run["traced_reserved"]]
+    assert len(short) <= 1
+    changing = json.loads((ROOT / "benchmarks" / "reserved.json").read_text())
+    for line, run in changing["runs"].items():
+        assert run["allocated"] <= run["needed"] <= run["reserved"] <= promised_to(line, layers=changing["layers"]), (
+            line
+        )
+
+
+def promised_to(line: str, *, layers: int | None) -> int:
+    """Reserved bytes and margin of a benchmark's row; of a model cut to `layers`."""
+    setting = setting_of(line)
+    model = json.loads(shared(f"model_configs/{setting.model}/config.json").read_text())
+    model |= {"num_hidden_layers": layers} if layers else {}
+    found = predicted(setting, model)
+    return found.reserved + found.margin
+
+
+def test_the_smallest_card_on_which_steps_go_through_is_found() -> None:
+    """Two tensors of 64 MiB after one of 48: what is free of the first segment is given back."""
+    mib = 1 << 20
+    events: list[Event] = [(BIRTH, 1, 48 * mib, 0), (DEATH, 1, 0, 0), (BIRTH, 2, 64 * mib, 0), (BIRTH, 3, 64 * mib, 0)]
+    peaks = replay(events, count_from="start")
+    assert (peaks.allocated, peaks.reserved) == (128 * mib, 176 * mib)
+    assert 128 * mib <= needed(events, peaks.allocated, peaks.reserved) <= 128 * mib + PRECISION
+
+
+def test_few_measured_runs_would_have_been_refused(rows: list[Scored]) -> None:
+    """Most of those had filled nine tenths of their card: a search for the largest batch that runs."""
+    promise = Promise.of(rows)
+    assert promise.ran >= 50
+    assert len(promise.refused) <= 0.10 * promise.ran
+
+
+def test_the_closed_form_meets_measured_allocated_bytes(rows: list[Scored]) -> None:
+    """One GPU and fused attention, whatever the script: the error's median is under 2%."""
+    errors = sorted(
+        abs(row.closed_allocated_error or 0)
+        for row in rows
+        if row.run.strategy == "single" and row.run.attention == "sdpa" and row.closed_allocated_error is not None
+    )
+    assert len(errors) >= 40
+    assert errors[len(errors) // 2] < 0.02
+
+
+def plain(**changes: object) -> StepSettings:
+    return dataclasses.replace(settings_of(), **changes)  # type: ignore[arg-type]
+
+
+def test_outputs_that_a_script_holds_are_counted() -> None:
+    base = closed_form(plain(loss="logits", holds_outputs=False))
+    held = closed_form(plain(loss="logits", holds_outputs=True))
+    assert held.allocated - base.allocated == 2 * 64 * LLAMA["vocab_size"] * 2
+    assert held.reserved > base.reserved
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"peft": {"peft_type": "IA3"}}, "adapters of another kind (IA3)"),
+        ({"peft": {**LORA, "target_modules": ".*q_proj"}}, "a pattern"),
+        ({"optimizer": "lora_fa"}, "the optimizer lora_fa"),
+        ({"strategy": "fsdp1", "world": 2}, "the first FSDP"),
+        ({"fp32_norms": True}, "norms in fp32"),
+        ({"loss": "logits_shifted_half"}, "half precision"),
+        ({"experts": "loop"}, "experts"),
+    ],
+)
+def test_what_the_closed_form_has_no_words_for_is_said(changes: dict[str, object], part: str) -> None:
+    with pytest.raises(NoClosedForm) as why:
+        closed_form(plain(**changes))
+    assert part in str(why.value)
+
+
+def test_a_promise_counts_rows_settings_and_refusals() -> None:
+    settings = plain(device=Device(capability=(8, 0), capacity=2**30))
+    closed = closed_form(settings)
+    promised = closed.reserved + closed.margin
+
+    def row(name: str, measured: int | None) -> Scored:
+        run = PublishedRun(name, "A", "s", "lora", "single", None, measured, settings)
+        return Scored(run, 0, 0, closed)
+
+    found = Promise.of([row("exact", promised), row("short", promised + 1), row("unknown", None)])
+    assert (found.n, found.settings, found.short) == (2, 1, ("short",))
+    assert (found.ran, found.refused) == (2, ("exact", "short") if closed.required > 2**30 else ())
+    assert Promise.of([]).median_over is None
+
+
+def test_the_score_holds_the_closed_form_beside_the_trace(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "peaks.csv", [ROW, {**ROW, "id": "again"}, {**ROW, "id": "fa", "optimizer": "LoRA-FA AdamW"}]
+    )
+    report = score(path, tmp_path / "score.json", trace=fixed, config_of=config_of)
+    answer = json.loads((tmp_path / "score.json").read_text())
+    first = answer["rows"][0]
+    assert first["closed_promised_bytes"] > first["closed_reserved_bytes"] >= first["closed_allocated_bytes"] > 0
+    assert answer["summary"]["class A"]["closed_form"]["promise"]["n"] >= 2
+    assert answer["summary"]["class A"]["settings"] < answer["summary"]["class A"]["n"]
+    assert "would have been refused" in "\n".join(report.table_lines())
+
+
+def test_selective_checkpointing_is_refused_and_not_read_as_full(tmp_path: Path) -> None:
+    path = write(tmp_path / "peaks.csv", [{**ROW, "gradient_checkpointing": "selective"}])
+    report = score(path, trace=fixed, config_of=config_of)
+    assert not report.rows
+    assert next(iter(report.not_expressible)).startswith("selective checkpointing")
