@@ -149,6 +149,8 @@ bench-data: setup ## Rows per second and memory of data preparation beside TRL's
 	@$(PATHS) && exec "$(PY)" benchmarks/data.py
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/speed.py
+mutation-score: setup ## How many changed decisions the tests find (MUTANTS=200 SEED=0 OUT=FILE)
+	@$(PATHS) && exec "$(PY)" -m benchmarks.mutation_score
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -166,6 +168,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: FORCE=1                 process, style, dapt-docx, render, preview: write over files that were edited by hand
 #: TEMPLATES=FOLDER  TOKENIZER=FOLDER   mask-score: chat templates, and the tokenizer to score them with
 #: ROWS=10000,1000000      bench-data: how many rows
+#: MUTANTS=200  SEED=0     mutation-score: how many, and which sample
 #: YES=1                   tb-clean: remove without asking
 #: ACCELERATE_CONFIG=FILE  your accelerate configuration
 #: RUN=NAME                the run that resume continues, or that consolidate writes out
@@ -190,4 +193,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging bench-data benchmark-speed clean
+.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging bench-data benchmark-speed mutation-score clean

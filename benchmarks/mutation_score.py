@@ -4,8 +4,9 @@
 
 A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
 larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are the
-test files that import its module, or else the nearest ones above it; slow tests stay out, and so do files that fail
-without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
+test files that import its module, or else the nearest ones above it, and of these the tests that execute its lines
+(all, where none is seen to: subprocesses are not watched); slow tests stay out, and so do files that fail without a
+mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
 cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision hangs.
 
 Works on copies of the tracked files; the working tree is never changed.
@@ -17,6 +18,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -93,10 +95,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
             before = data[start:end].decode()
-            with contextlib.suppress(SyntaxError):
-                mutant = Mutant(path, node.lineno, kind, before, after, start, end)
-                ast.parse(mutant.apply(data))
-                found.append(mutant)
+            found.append(Mutant(path, node.lineno, kind, before, after, start, end))
     return found
 
 
@@ -236,16 +235,17 @@ def copy_of_tree(parent: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, file: str, *, timeout_s: float) -> tuple[bool, float]:
-    """Whether a test file passes in `tree`, and the seconds it took; one that does not end does not pass.
+def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, seen: Path | None = None) -> tuple[bool, float]:
+    """Whether tests pass in `tree`, and the seconds they took; those that do not end do not pass.
 
-    It runs in a fork of this process, which has imported the large libraries but nothing of the package.
+    They run in a fork of this process, which has imported the large libraries but nothing of the package. `seen`: where
+    coverage's data go, with the test that executed each line.
     """
     started = time.monotonic()
     shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
     child = os.fork()
     if child == 0:
-        _pytest_and_exit(tree, file)
+        _pytest_and_exit(tree, tests, seen)
     while time.monotonic() - started < timeout_s:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -256,7 +256,7 @@ def run_tests(tree: Path, file: str, *, timeout_s: float) -> tuple[bool, float]:
     return False, time.monotonic() - started
 
 
-def _pytest_and_exit(tree: Path, file: str) -> None:
+def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> None:
     """In the fork: the tests, with their words thrown away."""
     code = 3
     try:
@@ -270,11 +270,30 @@ def _pytest_and_exit(tree: Path, file: str) -> None:
         sys.path[:] = [str(tree), *(part for part in sys.path if Path(part).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
             del sys.modules[name]
-        import pytest
+        with _watched(tree, seen):
+            import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"tests/{file}"]))
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
     finally:
         os._exit(code)
+
+
+@contextlib.contextmanager
+def _watched(tree: Path, seen: Path | None) -> Iterator[None]:
+    """Which test executes which line, kept in `seen`."""
+    if seen is None:
+        yield
+        return
+    import coverage
+
+    watch = coverage.Coverage(data_file=str(seen), source=[str(tree / PACKAGE)], config_file=False)
+    watch.set_option("run:dynamic_context", "test_function")
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+        watch.save()
 
 
 def _leave_with(parent: int) -> None:
@@ -291,46 +310,75 @@ def _preload() -> None:
             __import__(name)
 
 
+class Worker:
+    """Judges mutants in a copy of its own."""
+
+    def __init__(self, parent: Path) -> None:
+        self._parent, self._tree = parent, copy_of_tree(parent)
+        self._usual: dict[str, float | None] = {}
+        """Seconds of a test file without a mutant; None where it fails."""
+
+    def judge(self, mutant: Mutant) -> Verdict:
+        """What the mutant's own tests say, those of the quickest file first."""
+        files = own_tests(module_of(mutant.path))
+        for file in files:
+            if file not in self._usual:
+                self._measure(file)
+        target, seconds = self._tree / mutant.path, 0.0
+        source = target.read_bytes()
+        for before, file in sorted((before, file) for file in files if (before := self._usual[file]) is not None):
+            tests = self._executing(file, mutant, source)
+            try:
+                target.write_bytes(mutant.apply(source))
+                passed, took = run_tests(self._tree, tests, timeout_s=SECONDS_MORE + 5 * before)
+            finally:
+                target.write_bytes(source)
+            seconds += took
+            if not passed:
+                return Verdict(mutant, "killed", file, seconds)
+        return Verdict(mutant, "survived" if files else "no tests", "", seconds)
+
+    def _measure(self, file: str) -> None:
+        passed, took = run_tests(self._tree, [f"tests/{file}"], timeout_s=1800, seen=self._seen(file))
+        self._usual[file] = took if passed else None
+        sys.stderr.write(f"{file}: {took:.0f} s without a mutant\n")
+        if not passed:
+            sys.stderr.write(f"{file} fails without a mutant and is not counted\n")
+
+    def _seen(self, file: str) -> Path:
+        return self._parent / f"{file}.coverage"
+
+    def _executing(self, file: str, mutant: Mutant, source: bytes) -> list[str]:
+        """The tests of a file that execute the mutant's lines; the whole file where that is not known."""
+        import coverage
+
+        data = coverage.CoverageData(basename=str(self._seen(file)))
+        data.read()
+        by_line = data.contexts_by_lineno(str(self._tree / mutant.path))
+        last = mutant.line + source[mutant.start : mutant.end].count(b"\n")
+        contexts = {name for line in range(mutant.line, last + 1) for name in by_line.get(line, ())}
+        names = sorted({name.rpartition(".")[2] for name in contexts})
+        if not names or "" in names:  # executed by no test, while a module is imported, or by a fixture
+            return [f"tests/{file}"]
+        return [f"tests/{file}::{name}" for name in names]
+
+
 def _work(job: tuple[int, list[Mutant]]) -> list[Verdict]:
-    """One worker: its mutants, in a copy of its own."""
+    """One worker: its mutants."""
     number, mutants = job
     _leave_with(os.getppid())
     _preload()
-    usual: dict[str, float | None] = {}
     verdicts = []
     with tempfile.TemporaryDirectory(prefix=f"mutants-{number}-") as parent:
-        tree = copy_of_tree(Path(parent))
+        worker = Worker(Path(parent))
         for count, mutant in enumerate(mutants, 1):
-            verdict = _judge(tree, mutant, usual)
+            verdict = worker.judge(mutant)
             verdicts.append(verdict)
             sys.stderr.write(
                 f"[{number}: {count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:"
                 f"{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())[:70]} -> {mutant.after[:70]}\n"
             )
     return verdicts
-
-
-def _judge(tree: Path, mutant: Mutant, usual: dict[str, float | None]) -> Verdict:
-    """What the mutant's own test files say, the quickest first."""
-    files = own_tests(module_of(mutant.path))
-    for file in files:
-        if file not in usual:
-            passed, took = run_tests(tree, file, timeout_s=1800)
-            usual[file] = took if passed else None
-            if not passed:
-                sys.stderr.write(f"{file} fails without a mutant and is not counted\n")
-    target, seconds = tree / mutant.path, 0.0
-    source = target.read_bytes()
-    for before, file in sorted((before, file) for file in files if (before := usual[file]) is not None):
-        try:
-            target.write_bytes(mutant.apply(source))
-            passed, took = run_tests(tree, file, timeout_s=SECONDS_MORE + 5 * before)
-        finally:
-            target.write_bytes(source)
-        seconds += took
-        if not passed:
-            return Verdict(mutant, "killed", file, seconds)
-    return Verdict(mutant, "survived" if files else "no tests", "", seconds)
 
 
 def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
@@ -341,6 +389,15 @@ def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
         for path in sorted((ROOT / PACKAGE / room).rglob("*.py"))
         for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     ]
+
+
+def _is_code(mutant: Mutant) -> bool:
+    """Whether the changed file can be read at all."""
+    try:
+        ast.parse(mutant.apply((ROOT / mutant.path).read_bytes()))
+    except SyntaxError:
+        return False
+    return True
 
 
 def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -369,7 +426,8 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     everything = [mutant for mutant in all_mutants(options.rooms.split(",")) if options.only in mutant.path]
-    drawn = random.Random(options.seed).sample(everything, min(options.count, len(everything)))
+    random.Random(options.seed).shuffle(everything)
+    drawn = list(itertools.islice(filter(_is_code, everything), options.count))
     drawn.sort(key=lambda mutant: mutant.path)  # tests of one module after each other
     shares = [(number, drawn[number :: options.workers]) for number in range(options.workers)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:

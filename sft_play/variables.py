@@ -24,7 +24,9 @@ _CONFIGURED = (
     *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
     *_DATA,
 )
-_BENCHMARKS = ("benchmark", "benchmark-engines", "benchmark-logging", "bench-data", "benchmark-speed")
+_BENCHMARKS = (
+    *("benchmark", "benchmark-engines", "benchmark-logging", "bench-data", "benchmark-speed", "mutation-score"),
+)
 _ANSWERING = (
     *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "memory-check", "mask-score"),
     *_DATA,
@@ -100,6 +102,8 @@ VARIABLES: Dict[str, Variable] = {
     "SMALL": Variable(("benchmark", "benchmark-engines"), kind="switch", has_flag=False),
     "ROWS": Variable(("bench-data",), has_flag=False),
     "TRL_ROWS": Variable(("bench-data",), has_flag=False),
+    "MUTANTS": Variable(("mutation-score",), has_flag=False),
+    "SEED": Variable(("mutation-score",), has_flag=False),
     "TESTS": Variable(("test",), kind="list", has_flag=False),
     "TORCH": Variable(("lock",), has_flag=False),
     "PYTHON": Variable(_ANYWHERE, has_flag=False),
