@@ -1,7 +1,7 @@
 """Loss masks: what is trained of a row, judged by a check of its own, over templates written to break it.
 
 The judge asks transformers for the text and for every prompt. A trained span must begin where the prompt of its turn
-ends, and end with the first end of turn behind the turn's own text; anything else must be refused, or left out and
+ends (a turn that nobody asked for: what stands behind a question's prompt when one is asked), and end with the first end of turn behind the turn's own text; anything else must be refused, or left out and
 counted.
 """
 
@@ -160,7 +160,7 @@ def judge(tokenizer, chat: Chat, row: Rendered, ends: tuple[str, ...], words: An
             index
             for index, message in enumerate(chat.messages)
             if index > last and message["role"] == "assistant" and message.get("train") is not False
-            and written(tokenizer, messages[:index], chat.tools, prompt=True) == row.text[:start]
+            and begins(tokenizer, messages, index, chat.tools, row.text, (start, end))
         ]  # fmt: skip
         if not turns:
             return f"nothing is generated behind {row.text[:start]!r}"
@@ -169,6 +169,24 @@ def judge(tokenizer, chat: Chat, row: Rendered, ends: tuple[str, ...], words: An
         if problem:
             return f"messages[{last}]: {problem}"
     return ""
+
+
+def begins(tokenizer, messages: list[Message], index: int, tools: Any, text: str, span: tuple[int, int]) -> bool:
+    """Whether a span begins where its turn is generated: behind the prompt of what stands before it. A turn that nobody
+    asked for is what would be generated if somebody had: its span is what stands behind a question's prompt then."""
+    start, end = span
+    before = messages[:index]
+    if before and before[-1]["role"] in ("user", "tool"):
+        return written(tokenizer, before, tools, prompt=True) == text[:start]
+    question: Any = "a question"
+    if isinstance(messages[index]["content"], list):
+        question = [{"type": "text", "text": question}]
+    asked = [*before, {"role": "user", "content": question}]
+    prompt = written(tokenizer, asked, tools, prompt=True)
+    whole = written(tokenizer, [*asked, *messages[index:]], tools)
+    if prompt is None or whole is None or not whole.startswith(prompt):
+        return False
+    return whole[len(prompt) :].startswith(text[start:end])
 
 
 def span_problem(text: str, start: int, end: int, own: list[str], ends: tuple[str, ...]) -> str:
@@ -891,13 +909,17 @@ def start_problem(tokenizer, chat: Chat, row: Rendered) -> str:
     spelled = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORED]
     if not spelled or tokenizer.decode(spelled) != "".join(row.text[start:end] for start, end in row.spans):
         return f"the labels spell {tokenizer.decode(spelled)!r}"
-    prompts = {
-        written(tokenizer, messages[:index], chat.tools, prompt=True)
+    turns = [
+        index
         for index, message in enumerate(chat.messages)
         if message["role"] == "assistant" and message.get("train") is not False
-    }
-    strange = [row.text[:start] for start, _ in row.spans if row.text[:start] not in prompts]
-    return f"nothing is generated behind {strange[0]!r}" if strange else ""
+    ]
+    strange = [
+        span
+        for span in row.spans
+        if not any(begins(tokenizer, messages, index, chat.tools, row.text, span) for index in turns)
+    ]
+    return f"nothing is generated behind {row.text[: strange[0][0]]!r}" if strange else ""
 
 
 @pytest.mark.parametrize("name", REAL)

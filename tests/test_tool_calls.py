@@ -23,6 +23,8 @@ from tests.conftest import shared
 from tests.models import CHATML, make_tokenizer
 
 NO_LIMIT = 1 << 30
+ENDLESS: dict[str, Any] = {"on_missing_end": "train"}
+"""For templates whose end of turn is no token of the tokenizer that they are tried with."""
 ODD = {"city": 'Bram "x" <b> & it\'s \\ é', "days": 3}
 TOOLS = [
     {
@@ -113,7 +115,7 @@ def small(tmp_path_factory):
 
 def renderer_of(tokenizer: Any, template: str, **data: Any) -> Renderer:
     tokenizer.chat_template = template
-    return Renderer(tokenizer, DataConfig(**data), max_seq_len=NO_LIMIT)
+    return Renderer(tokenizer, DataConfig(**{**ENDLESS, **data}), max_seq_len=NO_LIMIT)
 
 
 # The form of the arguments.
@@ -162,7 +164,12 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
         tokenizer = copy.copy(mistral)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         try:
-            renderer = Renderer(parts.with_template(tokenizer.chat_template), max_seq_len=NO_LIMIT, encoder=encoder)
+            renderer = Renderer(
+                parts.with_template(tokenizer.chat_template),
+                DataConfig(**ENDLESS),
+                max_seq_len=NO_LIMIT,
+                encoder=encoder,
+            )
             renderer.turns()
         except TokenizerError:
             continue
