@@ -1,4 +1,4 @@
-"""Memory of `make process` and `make check` against the size of a file: it stays flat.
+"""Memory of `make process`, `make check` and a training's preparation against the size of a file: it stays flat.
 
     PYTHONPATH=. python benchmarks/data_memory.py --out data_memory.json --sizes 8,64,256
 
@@ -129,7 +129,7 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
     "lines of 1 MB": ("a.jsonl", "sft", lambda path, total: write_lines(path, total, 1_000_000)),
     "JSON list": ("a.json", "sft", write_list),
     "CSV": ("a.csv", "sft", write_csv),
-    "Parquet, one group": ("a.parquet", "sft", write_parquet),
+    "Parquet": ("a.parquet", "sft", write_parquet),
     "plain text": ("a.txt", "cpt", write_text),
     ONE_LINE: ("a.jsonl", "sft", write_one_line),
 }
@@ -165,7 +165,7 @@ class Sampler:
                 self.peak = max(self.peak, used)
 
 
-STAGES = {
+STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
         "from sft_play import pipeline; from sft_play.facts.hardware import detect; from pathlib import Path; "
@@ -173,6 +173,11 @@ STAGES = {
         "bad = [line for one in report.checks if one.state == 'problem' and one.name != 'model files' for line in "
         "one.lines()]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"
+    ),
+    "train": (
+        "from sft_play.data.dataset import build_splits; from sft_play.data.files import data_paths; "
+        "from sft_play.train.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
+        "build_splits(config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
     ),
 }
 

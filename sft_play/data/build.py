@@ -32,6 +32,7 @@ from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import AnySource, BadRow, Part, data_files, read_part, source_digest
 from sft_play.data.formats import Chat, Example, Format, Text, first_format
+from sft_play.data.heap import give_back
 from sft_play.data.process import content_digest
 from sft_play.data.render import CHAT, LOST_TO_LENGTH, TOO_LONG, Draft, Rendered, Renderer, TokenizerParts, TokenRow
 from sft_play.data.survey import BATCH_CHARS, SHOWN_BAD_ROWS, LimitCost, add_up, characters, example_of, trained_runs
@@ -400,6 +401,7 @@ class _Maker:
             for batch in self._begun(job, counts):
                 self._finish(batch, counts[batch.name], writers[batch.name])
                 gc.collect(0)
+                give_back(max(map(characters, batch.examples), default=0))
                 if news is not None:
                     news.add(len(batch.examples))
         return _Result(
@@ -534,11 +536,12 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
     batch: list[Example] = []
     chars = 0
     for example in examples:
-        batch.append(example)
-        chars += characters(example)
-        if len(batch) == BATCH_ROWS or chars >= BATCH_CHARS:
+        size = characters(example)
+        if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
+        batch.append(example)
+        chars += size
     if batch:
         yield batch
 

@@ -30,6 +30,7 @@ from sft_play.data.formats import (
     rename_columns,
     to_example,
 )
+from sft_play.data.heap import give_back
 from sft_play.data.messages import TEXT_KEYS
 from sft_play.data.process import content_digest
 from sft_play.data.render import IGNORED, LOST_TO_LENGTH, TOO_LONG, Rendered, Renderer, TokenizerParts, TokenRow
@@ -44,7 +45,7 @@ several processes read, so many fewer, but this many."""
 BATCH_ROWS = 256
 """Rows that are rendered and tokenised together."""
 BATCH_CHARS = 1 << 20
-"""Characters after which such a batch ends: tokenising takes some 140 bytes of memory for each."""
+"""Characters of such a batch, more only where it is one row: tokenising takes some 140 bytes of memory for each."""
 TEMPLATE = "template"
 """What tokens are counted under that stand in no message's text."""
 
@@ -404,17 +405,20 @@ def made_rows(
 ) -> Iterator[BadRow | Made]:
     """Numbered rows in their order, made in batches; those that cannot be read as they are."""
     waiting: list[tuple[int, Example]] = []
-    chars = 0
+    chars = longest = 0
     for number, example in rows:
-        if not isinstance(example, BadRow):
-            waiting.append((number, example))
-            chars += characters(example)
-        if len(waiting) >= BATCH_ROWS or chars >= BATCH_CHARS or isinstance(example, BadRow):
+        size = 0 if isinstance(example, BadRow) else characters(example)
+        if len(waiting) == BATCH_ROWS or chars + size > BATCH_CHARS or isinstance(example, BadRow):
             yield from maker.of(waiting, document=document)
-            waiting, chars = [], 0
+            give_back(longest)
+            waiting, chars, longest = [], 0, 0
         if isinstance(example, BadRow):
             yield example
+        else:
+            waiting.append((number, example))
+            chars, longest = chars + size, max(longest, size)
     yield from maker.of(waiting, document=document)
+    give_back(longest)
 
 
 def characters(example: Example) -> int:
