@@ -335,7 +335,8 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
     if candidate.layout.name not in BUILT:
-        return f"this version does not launch {candidate.layout.name}; predicted {speed_words(ratio)}"
+        fits = f"{_of(candidate.memory.required, candidate.room.device)}, predicted {speed_words(ratio)}"
+        return f"this version does not launch {candidate.layout.name}: {fits}"
     if candidate.layout.offloads_states and not chosen.layout.offloads_states:
         needed = f"; it needs {_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
