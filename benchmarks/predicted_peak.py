@@ -378,7 +378,7 @@ def tasks(rows: list[Row], runs: dict[str, Any]) -> Iterator[tuple[Row, str]]:
 def main() -> int:
     """Run what is missing, writing after each row."""
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    words.add_argument("--small", action="store_true", default=bool(os.environ.get("SMALL")), help="2M shape only")
+    words.add_argument("--small", action="store_true", default=os.environ.get("SMALL", "") not in ("", "0"))
     words.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "predicted_peak.json"))
     given = words.parse_args()
     runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}

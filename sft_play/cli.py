@@ -31,7 +31,7 @@ from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.launch.spread import Spread, spread_of, with_accelerate
 from sft_play.log import escape_control, one_line, output_is_lost, redact, set_up_logging
 from sft_play.plan import record, show
-from sft_play.plan.layout import BUILT, LAYOUT_NAMES
+from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
@@ -385,7 +385,8 @@ def _plan(request: Request) -> int:
     cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
         answer["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
-    largest = _largest(request.max, loaded.config, hardware) if request.max else None
+    only = (strategy,) if strategy else BUILT
+    largest = _largest(request.max, loaded.config, hardware, only) if request.max else None
     if largest is not None:
         answer["max"] = dataclasses.asdict(largest)
     if request.out is not None:
@@ -432,23 +433,24 @@ def _say_quantised(config: RunConfig) -> None:
                        "unquantised model", config.model.name, one_line(str(method)))  # fmt: skip
 
 
-def _largest(what: Question, config: RunConfig, hardware: Hardware) -> Largest:
+def _largest(what: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
     from sft_play.plan.largest import largest_that_fits
 
     earlier = [] if hardware.named else record.load()
-    return largest_that_fits(what, config, shape_for(config), hardware, has_eval=has_eval(config), earlier=earlier)
+    return largest_that_fits(
+        what, config, shape_for(config), hardware, only=only, has_eval=has_eval(config), earlier=earlier
+    )
 
 
 def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:
-    """How to start what was planned; a layout that cannot be launched says so."""
+    """How to start what was planned."""
     spreads = plan.layout != "single"
     words = ["make", "train-distributed" if spreads else "train", f"CONFIG={loaded.path}"]
     if spreads:
         words.append(f"STRATEGY={plan.layout}")
     if loaded.overrides:
         words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
-    command = shlex.join(words)
-    return command if plan.layout in BUILT else f"{command} (this version does not launch {plan.layout})"
+    return shlex.join(words)
 
 
 def _setting(word: str) -> str:

@@ -237,6 +237,16 @@ def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
     assert "the plan counts on 80.0 GiB" in warning  # 60 are free, 6 held
 
 
+@pytest.mark.parametrize(("save", "wanted"), [(0, 80), (10, 70), (40, None)])
+def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machine, tmp_path):
+    folder = run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
+    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
+    found = look(machine(*seen, group=group), {}).warnings
+    assert len(found) == (wanted is not None)  # 60 are free, 6 held
+    assert all(f"the plan counts on {wanted}.0 GiB for the ranks" in warning for warning in found)
+
+
 # --- which run --------------------------------------------------------------------------------------------------------
 
 

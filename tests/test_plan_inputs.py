@@ -19,7 +19,7 @@ from sft_play.facts.hardware import named
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.plan.candidates import thriftiest, weigh
 from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import layouts_for
+from sft_play.plan.layout import BUILT, layouts_for
 from sft_play.plan.plan import Plan, check_mesh, job_of, make_plan
 from sft_play.plan.show import choice_line, detected_lines, speed_lines, table_lines, way_lines
 from sft_play.plan.whatif import grid
@@ -79,7 +79,7 @@ def broken(plan: Plan, effective: int) -> list[str]:
     found += [f"a number in: {reason}" for reason in reasons if not any(letter.isdigit() for letter in reason)]
     if not answer["fits"] and not answer["ways_out"]:
         found.append("ways out where nothing fits")
-    if not answer["fits"] and any(one["fits"] for one in answer["candidates"]):
+    if not answer["fits"] and any(one["fits"] and one["layout"] in BUILT for one in answer["candidates"]):
         found.append("nothing fits where a candidate does")
     return found
 

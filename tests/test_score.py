@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -491,3 +492,15 @@ def test_a_shared_row_is_met_by_the_tracer(tmp_path: Path, monkeypatch: pytest.M
     assert len(report.rows) == len(rows) > 0
     assert report.groups["class A"].allocated is not None
     assert report.groups["class A"].allocated.median_abs_error < 0.003
+
+
+@pytest.mark.parametrize(("module", "rows"), [("predicted_peak", "grid"), ("engines", "rows_of")])
+@pytest.mark.parametrize(("value", "is_on"), [("", False), ("0", False), ("1", True)])
+def test_a_benchmark_is_small_where_its_switch_is_on(module, rows, value, is_on, monkeypatch, tmp_path):
+    asked = []
+    benchmark = importlib.import_module(f"benchmarks.{module}")
+    monkeypatch.setattr(benchmark, rows, lambda small: asked.append(small) or [])
+    monkeypatch.setattr("sys.argv", ["benchmark", "--out", str(tmp_path / "out.json")])
+    monkeypatch.setenv("SMALL", value)
+    benchmark.main()
+    assert asked == [is_on]

@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.batching import BatchPlan, splits
-from sft_play.plan.layout import SIMPLICITY, Layout
+from sft_play.plan.layout import BUILT, SIMPLICITY, Layout
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
 from sft_play.plan.record import Correction, Raw
@@ -255,19 +255,25 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate to take among those that fit, or None.
+    """The candidate to take among those that fit and can be launched, or None.
 
     Offload is taken only where nothing else fits: its speed hangs on the host, of which little is known here.
     """
+    candidates = launchable(candidates)
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
     equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
     return min(equal, key=_preference, default=None)
 
 
+def launchable(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those in a layout that this version launches; all of them where there is no such one, as for a lone layout."""
+    return [one for one in candidates if one.layout.name in BUILT] or candidates
+
+
 def fastest(candidates: Sequence[Candidate]) -> float:
-    """Tokens per second of the fastest candidate that fits; 0 where none does."""
-    return max((candidate.speed.tokens_per_s for candidate in candidates if candidate.fits), default=0.0)
+    """Tokens per second of the fastest candidate that fits and can be launched; 0 where none does."""
+    return max((one.speed.tokens_per_s for one in launchable(candidates) if one.fits), default=0.0)
 
 
 def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
@@ -278,7 +284,7 @@ def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
 
 def least(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is nearest to fitting, for a plan in which nothing fits."""
-    return min(candidates, key=lambda candidate: (candidate.overload, candidate.memory.required))
+    return min(launchable(candidates), key=lambda candidate: (candidate.overload, candidate.memory.required))
 
 
 def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
@@ -328,6 +334,9 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
 
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
+    if candidate.layout.name not in BUILT:
+        fits = f"{_of(candidate.memory.required, candidate.room.device)}, predicted {speed_words(ratio)}"
+        return f"this version does not launch {candidate.layout.name}: {fits}"
     if candidate.layout.offloads_states and not chosen.layout.offloads_states:
         needed = f"; it needs {_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_fits_at(job, chosen)}{needed}"

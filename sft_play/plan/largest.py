@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import SftPlayError
+from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.architecture import ModelShape, shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.plan.batching import BatchPlan
 from sft_play.plan.candidates import Candidate, Job, candidate_of, least
-from sft_play.plan.layout import Layout, layouts_for
+from sft_play.plan.layout import BUILT, Layout, LayoutName, layouts_for
 from sft_play.plan.plan import check_targets, job_of
 from sft_play.plan.record import Measured
 from sft_play.plan.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
@@ -28,15 +28,25 @@ def largest_that_fits(
     shape: ModelShape,
     hardware: Hardware,
     *,
+    only: Sequence[LayoutName] = BUILT,
     has_eval: bool = True,
     earlier: Sequence[Measured] = (),
 ) -> Largest:
-    """The largest that fits in any layout with the most thrifty settings that the config leaves open: checkpointing
-    of every layer and one row a pass, unless it says otherwise. `earlier`: runs measured on this machine."""
+    """The largest that fits in any layout of `only`, those that can be launched, with the most thrifty settings that
+    the config leaves open: checkpointing of every layer and one row a pass, unless it says otherwise. `earlier`: runs
+    measured on this machine.
+
+    Raises:
+        ConfigError: none of the layouts can run the job.
+    """
     if question == "model":
-        return _model(config, hardware, has_eval, earlier)
+        return _model(config, hardware, only, has_eval, earlier)
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
-    layouts, _ = layouts_for(config, shape, hardware)
+    layouts = _layouts(config, shape, hardware, only)
+    if not layouts:
+        raise ConfigError(
+            f"MAX={question}: this job runs in no layout of {', '.join(only)} on {hardware.ranks} rank(s)"
+        )
     if question == "batch":
         rows = largest(lambda rows: _nearest(job, layouts, rows, job.seq_len).fits, step=1, most=MOST_ROWS)
         how = _how(_nearest(job, layouts, rows or 1, job.seq_len))
@@ -47,6 +57,13 @@ def largest_that_fits(
     how = _how(_nearest(job, layouts, micro, length or SEQ_STEP))
     end = f"the model's {positions} positions; " if length == positions else ""
     return Largest("seq_len", length, f"{end}micro-batch {micro}, {how}")
+
+
+def _layouts(
+    config: RunConfig, shape: ModelShape, hardware: Hardware, only: Sequence[LayoutName]
+) -> tuple[Layout, ...]:
+    possible, _ = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
+    return tuple(layout for layout in possible if layout.name in only)
 
 
 def _micro(config: RunConfig) -> int:
@@ -78,7 +95,13 @@ def _how(found: Candidate) -> str:
     return f"{found.layout.name} {found.verdict}{left_out}"
 
 
-def _model(config: RunConfig, hardware: Hardware, has_eval: bool, earlier: Sequence[Measured]) -> Largest:
+def _model(
+    config: RunConfig,
+    hardware: Hardware,
+    only: Sequence[LayoutName],
+    has_eval: bool,
+    earlier: Sequence[Measured],
+) -> Largest:
     """The largest model of the table that has room for the sequences, looked for from the top."""
     shapes: dict[int, ModelShape] = {}
     for name in KNOWN_MODELS:
@@ -94,7 +117,10 @@ def _model(config: RunConfig, hardware: Hardware, has_eval: bool, earlier: Seque
         shape = shapes[params]
         named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
         job = job_of(named, shape, hardware, has_eval=has_eval, earlier=earlier)
-        found = _nearest(job, layouts_for(config, shape, hardware)[0], _micro(config), job.seq_len)
+        layouts = _layouts(named, shape, hardware, only)
+        if not layouts:
+            continue
+        found = _nearest(job, layouts, _micro(config), job.seq_len)
         if found.fits:
             return Largest("model", shape.name, f"{params / 1e9:.1f} B parameters, {_how(found)}")
         how = f"not even {shape.name}: {_how(found)}"

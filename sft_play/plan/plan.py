@@ -24,6 +24,7 @@ from sft_play.plan.candidates import (
     Job,
     choose,
     eval_batch,
+    launchable,
     least,
     needs_words,
     shown,
@@ -357,7 +358,7 @@ def _trace_words(candidate: Candidate, traced: Traced) -> str:
 
 def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
     """The choice, its arithmetic and what it assumes."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
+    fitting = [candidate for candidate in launchable(candidates) if candidate.fits]
     found = [arithmetic(job.config.train, chosen.batch)]
     if fitting:
         same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]

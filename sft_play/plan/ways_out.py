@@ -17,7 +17,7 @@ from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan.candidates import Candidate, least, thriftiest
 from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName, layouts_for
+from sft_play.plan.layout import BUILT, LayoutName, layouts_for
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import WayOut, job_of, make_plan
 from sft_play.plan.record import Measured
@@ -41,12 +41,13 @@ def ways_out(
     shape: ModelShape,
     hardware: Hardware,
     *,
-    only: Sequence[LayoutName] = LAYOUT_NAMES,
+    only: Sequence[LayoutName] = BUILT,
     has_eval: bool = True,
     earlier: Sequence[Measured] = (),
 ) -> Iterator[WayOut]:
     """Changes that need less memory or find more of it, those that are not enough among them; the last one adds up
-    changes until they fit."""
+    changes until they fit. All of them in layouts that can be launched."""
+    only = [name for name in only if name in BUILT] or only
 
     def known(machine: Hardware) -> Sequence[Measured]:
         """Runs of the present machine say nothing of another."""
@@ -92,32 +93,38 @@ def ways_out(
                 fitted = True
                 words = " ".join(settings.values())
                 yield _way(words, both, setting=words)
-    left_out = [name for name in LAYOUT_NAMES if name not in only]
+    left_out = [name for name in BUILT if name not in only]
     if left_out:
-        found = choice(config, layouts=LAYOUT_NAMES)
+        found = choice(config, layouts=BUILT)
         if found is not None and found.fits:
             fitted = True
             name = found.layout.name
-            how = f"make train-distributed STRATEGY={name}" if name in BUILT else "which this version does not launch"
-            yield _way(f"layout {name} ({how})", found)
+            yield _way(f"layout {name} (make train-distributed STRATEGY={name})", found)
     for machine, words in _machines(config, hardware, look):
-        found = choice(config, machine, LAYOUT_NAMES)
+        found = choice(config, machine, BUILT)
         if found is not None and found.fits:
             fitted = True
             yield _way(f"{words} ({found.layout.name})", found, hardware=_name_of(machine))
     if not fitted:
-        yield from _smaller_model(config, shape, hardware, has_eval=has_eval, earlier=earlier)
+        yield from _smaller_model(config, shape, hardware, only, has_eval=has_eval, earlier=earlier)
 
 
 def _smaller_model(
-    config: RunConfig, shape: ModelShape, hardware: Hardware, *, has_eval: bool, earlier: Sequence[Measured]
+    config: RunConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    only: Sequence[LayoutName],
+    *,
+    has_eval: bool,
+    earlier: Sequence[Measured],
 ) -> Iterator[WayOut]:
     """The largest known model that fits with the same settings, where nothing keeps the model."""
-    name = largest_that_fits("model", config, shape, hardware, has_eval=has_eval, earlier=earlier).value
+    name = largest_that_fits("model", config, shape, hardware, only=only, has_eval=has_eval, earlier=earlier).value
     if isinstance(name, str):
         setting = f"model.name={name}"
+        changed = _apply(config, setting)
         plan = make_plan(
-            _apply(config, setting), shape_of(name), hardware, has_eval=has_eval, earlier=earlier, with_ways_out=False
+            changed, shape_of(name), hardware, only=only, has_eval=has_eval, earlier=earlier, with_ways_out=False
         )
         yield _way(setting, plan.choice, setting=setting)
 
@@ -191,7 +198,7 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
         if more <= count:
             continue
         machine = _with_gpus(hardware, hardware.gpus[0], more)
-        if _fits(look(config, machine, LAYOUT_NAMES)):
+        if _fits(look(config, machine, BUILT)):
             yield machine, f"{more} of these GPUs"
             break
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
@@ -202,14 +209,14 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
         if entry.memory_bytes <= needed.get(entry.capability, 0):
             continue
         machine = _with_entry(hardware, entry, max(1, count))
-        found = look(config, machine, LAYOUT_NAMES)
+        found = look(config, machine, BUILT)
         if _fits(found):
             yield machine, _name_of(machine).partition(",")[0]
             return
         needed[entry.capability] = max(entry.memory_bytes, found.memory.required - 1 if found else 0)
     for more in MORE_GPUS if larger else ():
         machine = _with_entry(hardware, larger[-1], more)
-        if more > count and _fits(look(config, machine, LAYOUT_NAMES)):
+        if more > count and _fits(look(config, machine, BUILT)):
             yield machine, _name_of(machine).partition(",")[0]
             return
 
@@ -218,9 +225,7 @@ def _with_more_ram(config: RunConfig, hardware: Hardware, look: Look) -> Iterato
     """The same GPUs in a host with as much RAM as the job would need, where RAM is all that it lacks."""
     if not hardware.gpus or not hardware.ram_given:
         return
-    found = look(
-        config, replace(_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus)), ram_given=False), LAYOUT_NAMES
-    )
+    found = look(config, replace(_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus)), ram_given=False), BUILT)
     if found is None or not found.fits or found.host_required <= hardware.ram_free_bytes:
         return
     ram = -(-found.host_required // RAM_STEP) * RAM_STEP

@@ -37,7 +37,8 @@ BIG_OTHERS = 3
 @dataclass(frozen=True)
 class Prediction:
     """A plan's peak of one rank, in bytes; `terms` add up to `allocated`. On a CPU `reserved` is what a rank is
-    predicted to hold beyond what it holds after its imports."""
+    predicted to hold beyond what it holds after its imports. `host` is RAM beside a GPU, of which one rank alone needs
+    `host_save`, to write a checkpoint."""
 
     terms: Mapping[str, int]
     allocated: int
@@ -46,6 +47,7 @@ class Prediction:
     outside_allocator: int
     required: int
     host: int
+    host_save: int
     on_gpu: bool
     layout: str
     ranks: int
@@ -252,6 +254,7 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
             outside_allocator=int(peak["outside_allocator"]),
             required=int(peak["required"]),
             host=int(peak["host"]),
+            host_save=int(peak.get("host_save_bytes", 0)),
             on_gpu=bool(plan["hardware"]["gpus"]),
             layout=str(plan["layout"]),
             ranks=int(plan["ranks"]),
@@ -380,7 +383,7 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         for use in gpus:
             if use.ranks or use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
-        wanted = prediction.host * len(group.ranks)
+        wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
         if wanted > ram.free_bytes + ram.run_bytes:
             yield (
                 f"RAM: the plan counts on {gib(wanted)} GiB for the ranks of this machine, and {gib(ram.free_bytes)} "

@@ -162,11 +162,9 @@ def _where(config: RunConfig) -> str:
 
 def _whole_config(config: RunConfig) -> Any:
     """The config as it was published: an image-text model's holds the language model's as its text config."""
-    model = config.model
+    model, where = config.model, _where(config)
     try:
-        return AutoConfig.from_pretrained(
-            _where(config), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
 
@@ -349,9 +347,10 @@ def load_model(
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or on_gpu):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+    where = _where(config)
     try:
         with _no_load_report():
-            model, info = AutoModelForCausalLM.from_pretrained(_where(config), **options)
+            model, info = AutoModelForCausalLM.from_pretrained(where, **options)
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
