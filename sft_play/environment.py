@@ -1,4 +1,4 @@
-"""The variables that belong to one command: what a process that it starts for another purpose must not inherit."""
+"""Variables of the environment: those that a process started for another purpose must not inherit, and OpenMP's."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
     package = str(Path(__file__).resolve().parents[1])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     return kept
+
+
+HOW_THREADS_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+"""OpenMP's threads sleep while they wait, GNU's (in torch's wheels) after 1,000 turns of a loop, some 20 microseconds.
+
+By default they spin for milliseconds, which takes the cores from the very thread that they wait for as soon as anything
+else runs: `make benchmark-threads` measures it, benchmarks/README.md has the figures. Fewer threads would round
+otherwise; how they wait changes no number.
+"""
+_SAYS_HOW_THREADS_WAIT = {*HOW_THREADS_WAIT, "KMP_BLOCKTIME"}
+
+
+def waiting_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment says it."""
+    return {} if _SAYS_HOW_THREADS_WAIT & set(environment) else dict(HOW_THREADS_WAIT)

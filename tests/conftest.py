@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.environment import waiting_threads
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 
+os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
