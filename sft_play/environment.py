@@ -14,15 +14,16 @@ OF_MAKE = (
 """What make passes to a command."""
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS"),
+    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     "TORCHELASTIC_USE_AGENT_STORE",
 )
-"""What a launcher tells its ranks."""
+"""What a launcher tells its ranks; and OMP_NUM_THREADS, which without a launcher is the user's own word."""
 
 
 def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run that this one starts beside itself: this package first, this run's place left out."""
-    kept = {name: value for name, value in environment.items() if name not in {*OF_MAKE, *OF_LAUNCHERS}}
+    left_out = {*OF_MAKE, *OF_LAUNCHERS, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
+    kept = {name: value for name, value in environment.items() if name not in left_out}
     package = str(Path(__file__).resolve().parents[1])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     return kept

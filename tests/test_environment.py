@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sft_play.environment import HOW_THREADS_WAIT, waiting_threads
+from sft_play.environment import HOW_THREADS_WAIT, for_another_run, waiting_threads
 from tests.conftest import ROOT
 
 
@@ -46,3 +46,8 @@ def test_any_word_of_the_user_about_waiting_leaves_all_to_the_user(name):
 def test_no_command_loads_torch_before_it_has_said_how_threads_wait():
     code = "import sys, sft_play.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_the_users_number_of_threads_reaches_other_runs_and_a_launchers_does_not():
+    assert for_another_run({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in for_another_run({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"})
