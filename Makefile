@@ -145,6 +145,10 @@ benchmark-engines: setup ## Predicted against real peaks of each engine with one
 	@$(PATHS) && exec "$(PY)" benchmarks/engines.py
 benchmark-logging: setup ## What logging costs: steps with it and without, in turns (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/logging_cost.py
+benchmark-threads: setup ## How OpenMP's threads should wait: training alone and beside busy processes (OUT=FILE)
+	@$(PATHS) && exec "$(PY)" -m benchmarks.threads
+benchmark-starter: setup ## Exact match of the starter over seeds and threads, and the worst (OUT=FILE)
+	@$(PATHS) && exec "$(PY)" -m benchmarks.starter
 bench-data: setup ## Rows per second and memory of data preparation beside TRL's (OUT=FILE ROWS=10000,1000000)
 	@$(PATHS) && exec "$(PY)" benchmarks/data.py
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
@@ -193,4 +197,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging bench-data benchmark-speed mutation-score clean
+.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean

@@ -22,6 +22,7 @@ from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.doctor.check import Planned, examine
+from sft_play.environment import waiting_threads
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
@@ -344,6 +345,7 @@ def _price(text: str | None) -> float | None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 done, 2 for the user to mend, 3 does not fit, 130 stopped)."""
     words = sys.argv[1:] if words is None else words
+    os.environ.update(waiting_threads(os.environ))  # OpenMP reads them once, when torch is loaded
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
     failures.begin_process()

@@ -25,7 +25,8 @@ _CONFIGURED = (
     *_DATA,
 )
 _BENCHMARKS = (
-    *("benchmark", "benchmark-engines", "benchmark-logging", "bench-data", "benchmark-speed", "mutation-score"),
+    *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
+    *("bench-data", "benchmark-speed", "mutation-score"),
 )
 _ANSWERING = (
     *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "memory-check", "mask-score"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.environment import OF_MAKE
+from sft_play.environment import OF_MAKE, waiting_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
@@ -19,6 +19,7 @@ SHARED = ROOT.parent / "shared" / "data"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background with Ctrl-C ignored, which every process of a test would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 

@@ -20,7 +20,7 @@ NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
-    *("benchmark-logging", "gpu-info", "memory-check"),
+    *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data", "mutation-score"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
 ]

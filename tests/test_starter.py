@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.starter.files import FOLDER, texts
-from sft_play.starter.language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
+from sft_play.starter.language import DEFAULT_SEED, VALUES, chat_rows, corpus_documents, normalised
 from tests.conftest import ROOT, shared
 
 
@@ -66,6 +67,19 @@ def test_no_action_name_stands_in_the_corpus(rows):
         assert action not in corpus
 
 
+def test_values_are_also_noted_where_no_wording_tells_what_they_are():
+    """Copying is learned slot by slot: two slots of nine were not yet copied where sentences alone taught it."""
+    loose = Counter()
+    for text in corpus_documents(seed=DEFAULT_SEED):
+        if (found := re.search(r"user\nsort (.*)<\|im_end\|>\n.*\nnote (.*)<", text)) is not None:
+            noted = found[2].split()
+            assert sorted(found[1].split()) == sorted(noted[1::2])
+            loose.update(noted[::2])
+    assert set(loose) == set(VALUES)
+    assert min(loose.values()) > 2000
+    assert min(loose.values()) > 0.9 * max(loose.values())
+
+
 def test_always_giving_the_most_frequent_answer_scores_under_ten_percent(rows):
     answers = Counter(row["messages"][1]["content"] for row in rows["test"])
     assert max(answers.values()) / len(rows["test"]) < 0.10
@@ -87,6 +101,29 @@ def train(cache: Path, out: Path, *overrides: str) -> str:
     return answer.stdout
 
 
+def assert_the_base_copies_every_slot(folder: Path) -> None:
+    """What fine-tuning builds on: a base that copies eight slots of nine falls below 95% whatever follows."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    notes = re.compile(r"<\|im_start\|>user\n[^<]*<\|im_end\|>\n<\|im_start\|>assistant\nnote [^<]*<\|im_end\|>\n")
+    chats = [text for text in corpus_documents(seed=99, count=400) if notes.fullmatch(text)]
+    slots = {tokenizer(f" {slot}").input_ids[0]: slot for slot in VALUES}
+    right, asked = Counter(), Counter()
+    for chat in chats:
+        ids = tokenizer(chat).input_ids
+        with torch.no_grad():
+            said = model(input_ids=torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        answer = [place for place, token in enumerate(ids) if token == ids[0]][1]
+        for place in range(answer, len(ids) - 1):
+            if ids[place] in slots:
+                asked[slots[ids[place]]] += 1
+                right[slots[ids[place]]] += said[place] == ids[place + 1]
+    assert min(asked.values()) > 20
+    assert {slot: right[slot] / asked[slot] for slot in VALUES if right[slot] < 0.95 * asked[slot]} == {}
+
+
 @pytest.mark.story
 def test_make_train_without_a_config_really_learns(cache, tmp_path):
     printed = train(cache, tmp_path, "output.name=starter")
@@ -94,7 +131,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.60
+    assert summary["after"]["exact_match"] >= 0.95
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0
@@ -102,6 +139,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     assert sum("Evaluation on test: 300 rows, with 300 answers generated" in line for line in lines) == 2
     assert sum("Asked:" in line for line in lines) == 3
     assert sum("before:" in line for line in lines) == 3
+    assert_the_base_copies_every_slot(next((cache / "starter").glob("base-*")) / "model")
     for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory:", "tokens/s in training", "Try next:"):
         assert part in printed
 

@@ -13,8 +13,9 @@ million parameters can be pre-trained in a minute or two and then fine-tuned in 
 
 Two million parameters and under a million tokens learn to copy only if the text makes it easy. Three choices
 below do: a value always follows a space, so that it is the same token wherever it stands; the name of a slot
-stands directly before its value, so that this one token says what to look for; and every slot is practised
-about equally often.
+stands directly before its value, so that this one token says what to look for; and some chats hold loose
+values alone, every slot equally often. Copying is learned slot by slot, each at a sudden: from sentences,
+whose wording gives the place away, two slots of nine were not yet copied when the 700,000 tokens were over.
 
 What is held out is new: no validation or test prompt repeats the wording and values of a training row behind
 another "please", some wordings occur in validation and test only, and the corpus is written from other
@@ -285,8 +286,8 @@ def normalised(text: str) -> str:
 def corpus_documents(*, seed: int, count: int = 20_000) -> list[str]:
     """The documents of the pre-training corpus; chats are written out with the special tokens."""
     rng = random.Random(f"corpus {seed}")
-    writers = (_diary, _repeat_chat, _question_chat, _note_chat)
-    return [writer(rng) for writer in rng.choices(writers, weights=(45, 5, 15, 35), k=count)]
+    writers = (_diary, _repeat_chat, _question_chat, _note_chat, _sorting_chat)
+    return [writer(rng) for writer in rng.choices(writers, weights=(30, 5, 10, 30, 25), k=count)]
 
 
 def chat_rows(*, seed: int) -> dict[str, list[Row]]:
@@ -337,6 +338,12 @@ def _note_chat(rng: random.Random) -> str:
     """A chat in which the assistant notes the values of a fact."""
     fact, values = _fact(rng)
     return _chat([(fact, f"note {_note(values)}")])
+
+
+def _sorting_chat(rng: random.Random) -> str:
+    """A chat in which the assistant notes loose values, each behind the name of its slot."""
+    values = {slot: rng.choice(VALUES[slot]) for slot in rng.sample(list(VALUES), k=rng.randint(4, 6))}
+    return _chat([(f"sort {' '.join(values.values())}", f"note {_note(values)}")])
 
 
 def _chat(turns: Sequence[tuple[str, str]]) -> str:
