@@ -3,10 +3,9 @@
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
 A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
-larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are the
-test files that import its module, or else the nearest ones above it, and of these the tests that execute its lines
-(all, where none is seen to: subprocesses are not watched); slow tests stay out, and so do files that fail without a
-mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
+larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are those
+of its room that execute its lines (subprocesses are not watched); slow tests stay out, and so do files that fail without
+a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
 cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision hangs.
 
 Works on copies of the tracked files; the working tree is never changed.
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import functools
 import itertools
 import multiprocessing
 import os
@@ -163,45 +161,18 @@ def _text(node: ast.AST) -> str:
     return f"({ast.unparse(node)})"
 
 
-# --- which tests are a module's own -----------------------------------------------------------------------------------
+OWN_TESTS = {
+    "plan": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
+    "launch": "decisions launch_files nodes tensorboard",
+    "data": "masks tool_calls ends mask_score template preview check rows words splits files formats process data "
+    "data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs",
+}
+"""The test files of each room: those that mutants of it are run against, as far as they execute the mutant's line."""
 
 
-def module_of(path: str) -> str:
-    """The dotted name of a file of the package."""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, wherever in it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in names if name.startswith(PACKAGE)}
-
-
-@functools.cache
-def _import_table() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """(what each test file imports, what each module of the package imports)."""
-    tests = {path.name: _imported(path) for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    package = {
-        module_of(str(path.relative_to(ROOT))): _imported(path) for path in sorted((ROOT / PACKAGE).rglob("*.py"))
-    }
-    return tests, package
-
-
-def own_tests(module: str) -> tuple[str, ...]:
-    """Test files that import a module; where there are none, those that import a module which imports it, and so on."""
-    tests, package = _import_table()
-    wanted = {module}
-    while True:
-        found = tuple(name for name, imports in tests.items() if imports & wanted)
-        wider = wanted | {name for name, imports in package.items() if imports & wanted}
-        if found or wider == wanted:
-            return found
-        wanted = wider
+def own_tests(path: str) -> list[str]:
+    """The test files of a module's room."""
+    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -319,24 +290,26 @@ class Worker:
         """Seconds of a test file without a mutant; None where it fails."""
 
     def judge(self, mutant: Mutant) -> Verdict:
-        """What the mutant's own tests say, those of the quickest file first."""
-        files = own_tests(module_of(mutant.path))
-        for file in files:
+        """What the tests say that execute the mutant's line, those of the quickest file first."""
+        for file in own_tests(mutant.path):
             if file not in self._usual:
                 self._measure(file)
-        target, seconds = self._tree / mutant.path, 0.0
+        target, seconds, asked = self._tree / mutant.path, 0.0, 0
         source = target.read_bytes()
-        for before, file in sorted((before, file) for file in files if (before := self._usual[file]) is not None):
+        timed = [(took, file) for file in own_tests(mutant.path) if (took := self._usual[file]) is not None]
+        for before, file in sorted(timed):
             tests = self._executing(file, mutant, source)
+            if not tests:
+                continue
             try:
                 target.write_bytes(mutant.apply(source))
                 passed, took = run_tests(self._tree, tests, timeout_s=SECONDS_MORE + 5 * before)
             finally:
                 target.write_bytes(source)
-            seconds += took
+            seconds, asked = seconds + took, asked + 1
             if not passed:
                 return Verdict(mutant, "killed", file, seconds)
-        return Verdict(mutant, "survived" if files else "no tests", "", seconds)
+        return Verdict(mutant, "survived" if asked else "no tests", "", seconds)
 
     def _measure(self, file: str) -> None:
         passed, took = run_tests(self._tree, [f"tests/{file}"], timeout_s=1800, seen=self._seen(file))
@@ -349,7 +322,8 @@ class Worker:
         return self._parent / f"{file}.coverage"
 
     def _executing(self, file: str, mutant: Mutant, source: bytes) -> list[str]:
-        """The tests of a file that execute the mutant's lines; the whole file where that is not known."""
+        """The tests of a file that execute the mutant's lines; the whole file where they run outside of a test: while the
+        module is imported, or in a fixture."""
         import coverage
 
         data = coverage.CoverageData(basename=str(self._seen(file)))
@@ -358,9 +332,9 @@ class Worker:
         last = mutant.line + source[mutant.start : mutant.end].count(b"\n")
         contexts = {name for line in range(mutant.line, last + 1) for name in by_line.get(line, ())}
         names = sorted({name.rpartition(".")[2] for name in contexts})
-        if not names or "" in names:  # executed by no test, while a module is imported, or by a fixture
+        if names == [""]:
             return [f"tests/{file}"]
-        return [f"tests/{file}::{name}" for name in names]
+        return [f"tests/{file}::{name}" for name in names if name]
 
 
 def _work(job: tuple[int, list[Mutant]]) -> list[Verdict]:
