@@ -19,7 +19,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data import json_rows, raw, tables
+from sft_play.data import heap, json_rows, raw, survey, tables
 from sft_play.data import process as process_module
 from sft_play.data.files import BadRow, RawRow, read_rows
 from sft_play.data.formats import NOTE_PIECE, Text
@@ -210,6 +210,22 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
     assert "".join(json.loads(line)["text"] for line in written) == path.read_text()
 
 
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, column):
+    monkeypatch.setattr(raw, "TEXT_CHARS", 1_000)
+    text = "".join(f"Line {number} of words.\n\n" for number in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({column: one, "id": 7}) + "\n" for one in ("short", text)))
+    of_file = [row.data["text"] for row in read_rows(tmp_path / "a.txt", split="train", text_wanted=True)]
+    rows = list(read_rows(tmp_path / "a.jsonl", split="train", text_wanted=True))
+    assert len(of_file) > 5
+    assert [row.data for row in rows] == [{column: one, "id": 7} for one in ("short", *of_file)]
+    assert [row.is_piece for row in rows] == [False, *(True for _ in of_file)]
+    assert [row.where.partition(":")[2] for row in rows[:3]] == ["1", "2 piece 1", "2 piece 2"]
+    whole = list(read_rows(tmp_path / "a.jsonl", split="train"))
+    assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained
+
+
 def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch):
     """Behind paragraphs the tokens of the pieces are those of the whole text."""
     from transformers import AutoTokenizer
@@ -257,7 +273,30 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
     texts = (Text("f", "x" * 300_000) for _ in range(50))
     made = list(made_rows(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
     assert made == list(range(1, 51))
-    assert max(batches) < BATCH_CHARS + 300_000
+    assert max(batches) <= BATCH_CHARS
+
+
+def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
+    """Without it the memory of check grew by 25 bytes a byte of plain text."""
+    trimmed: list[int] = []
+    monkeypatch.setattr(heap, "_trim", lambda: trimmed.append)
+    for longest in (0, heap.LONG_CHARS, heap.LONG_CHARS + 1, 10 * heap.LONG_CHARS):
+        heap.give_back(longest)
+    assert trimmed == [0, 0]
+
+
+def test_every_batch_of_long_texts_gives_memory_back(monkeypatch):
+    told: list[int] = []
+    monkeypatch.setattr(survey, "give_back", told.append)
+
+    class Maker:
+        def of(self, examples: Any, *, document: bool) -> list[Any]:
+            return [number for number, _ in examples]
+
+    sizes = [10, 900_000, 800_000, 20]
+    made = list(made_rows(enumerate((Text("f", "x" * size) for size in sizes), start=1), Maker()))  # type: ignore[arg-type]
+    assert made == [1, 2, 3, 4]
+    assert told == [900_000, 800_000]
 
 
 def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):

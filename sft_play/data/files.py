@@ -28,6 +28,8 @@ from sft_play.data.raw import (
     blocks,
     head,
     is_gzipped,
+    is_long,
+    pieces_of,
     require_file,
     text_pieces,
     wide_encoding,
@@ -238,7 +240,7 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
     given = str(source)
     if given.startswith(tables.HUB):
         tables.hub_parts(given)
-        return [Part(given, "hub", split)]
+        return [Part(given, "hub", split, text_wanted)]
     path = source if isinstance(source, Path) else _existing(given)
     if path is not None:
         return _files_at(path, split, text_wanted)
@@ -295,11 +297,27 @@ def suffix_of(path: Path) -> str:
 
 
 def read_part(part: Part) -> Iterator[RawRow | BadRow]:
-    """The rows of a part in their order.
+    """The rows of a part in their order; where plain text is wanted, one with a long text as the rows of its pieces.
 
     Raises:
         DataError: the file cannot be read.
     """
+    rows = _whole_rows(part)
+    return itertools.chain.from_iterable(map(_in_pieces, rows)) if part.text_wanted else rows
+
+
+def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
+    """The row, or as many as its one long text has pieces, which tokenised whole would take gigabytes."""
+    long = [] if isinstance(row, BadRow) else [key for key, value in row.data.items() if is_long(value)]
+    if isinstance(row, BadRow) or len(long) != 1:
+        yield row
+        return
+    for number, piece in enumerate(pieces_of(row.data[long[0]]), start=1):
+        data = {**row.data, long[0]: piece}
+        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, is_piece=True)
+
+
+def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
     kind = part.kind if part.kind != "auto" else kind_of(part.path, text_wanted=part.text_wanted)
     name, path = one_line(part.name, limit=4_000), part.path
     if kind == "lines":

@@ -379,6 +379,7 @@ def is_spread_out(path: Path) -> bool:
         window.value()
     except RefusedJson:
         pass
-    except DataError:
-        return opens_alone
+    except DataError:  # no JSON, or no end of it within the limit of a row
+        is_cut = len(window.text) - window.position > MAX_ROW_BYTES
+        return opens_alone or (is_cut and "\n" in window.text[window.position :])
     return window.place()[0] > first_line

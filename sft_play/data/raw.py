@@ -247,6 +247,22 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
         yield line, buffer
 
 
+def is_long(value: object) -> bool:
+    """Whether a value is a text that is read in pieces."""
+    return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A text in hand, cut where `text_pieces` would cut one of a file; those of white space are left out."""
+    while is_long(text):
+        cut = piece_end(text[: TEXT_CHARS + 1], TEXT_CHARS)
+        if text[:cut].strip():
+            yield text[:cut]
+        text = text[cut:]
+    if text.strip():
+        yield text
+
+
 _PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")
 _LINE_END = re.compile(r"\n\s*(?=\S)")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
