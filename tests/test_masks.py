@@ -1,7 +1,8 @@
 """Loss masks: what is trained of a row, judged by a check of its own, over templates written to break it.
 
 The judge asks transformers for the text and for every prompt. A trained span must begin where the prompt of its turn
-ends (a turn that nobody asked for: what stands behind a question's prompt when one is asked), and end with the first end of turn behind the turn's own text; anything else must be refused, or left out and
+ends (a turn that nobody asked for: what stands behind a question's prompt when one is asked), and end
+with the first end of turn behind the turn's own text; anything else must be refused, or left out and
 counted.
 """
 
