@@ -257,7 +257,8 @@ class _Judge:
         if plain is None or prompt is None or not prompt.startswith(plain):
             return ""
         if prompt == plain:  # it writes the next header always: what opened the question opens the answer
-            before, _, behind = plain.rpartition(max(_words(self._question["content"]), key=len))
+            alone = self._renderings.text([self._question]) or ""
+            before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
             tokens = (found.group() for found in self._control.finditer(before))
             return next((token for token in tokens if token in behind), "")
         found = self._control.match(prompt[len(plain) :].lstrip())
