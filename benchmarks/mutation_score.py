@@ -3,9 +3,9 @@
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
 A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
-larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are those
-of its room that execute its lines (subprocesses are not watched); slow tests stay out, and so do files that fail without
-a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
+larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are
+those of its room that execute its lines (subprocesses are not watched); slow tests stay out, and so do files that fail
+without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
 cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision hangs.
 
 Works on copies of the tracked files; the working tree is never changed.
@@ -322,8 +322,8 @@ class Worker:
         return self._parent / f"{file}.coverage"
 
     def _executing(self, file: str, mutant: Mutant, source: bytes) -> list[str]:
-        """The tests of a file that execute the mutant's lines; the whole file where they run outside of a test: while the
-        module is imported, or in a fixture."""
+        """The tests of a file that execute the mutant's lines; the whole file where they run outside of a test, while
+        the module is imported or in a fixture."""
         import coverage
 
         data = coverage.CoverageData(basename=str(self._seen(file)))

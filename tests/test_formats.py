@@ -24,7 +24,7 @@ from sft_play.data.formats import (
     to_example,
     unknown_format,
 )
-from sft_play.data.messages import NOTE_ENCODED_TWICE, ROLES, merge_turns
+from sft_play.data.messages import GIVEN, NOTE_ENCODED_TWICE, ROLES, merge_turns
 from sft_play.errors import DataError
 from sft_play.log import escape_control
 from tests.conftest import chat, shared
@@ -194,7 +194,8 @@ class TestMessages:
     def test_results_of_functions_are_tool_turns(self):
         row = chat("q", "a")
         row["messages"].insert(1, {"role": "function", "name": "f", "content": "42"})
-        assert example(row).messages[1] == {"role": "tool", "content": "42", "name": "f"}
+        given = row["messages"][1]
+        assert example(row).messages[1] == {"role": "tool", "content": "42", "name": "f", GIVEN: given}
         row["messages"][1] = {"role": "tool", "content": {"temp": 3}}
         assert example(row).messages[1]["content"] == '{"temp": 3}'
         del row["messages"][1]["content"]

@@ -256,6 +256,11 @@ class _Judge:
         plain, prompt = self._renderings.text(asked), self._renderings.text(asked, prompt=True)
         if plain is None or prompt is None or not prompt.startswith(plain):
             return ""
+        if prompt == plain:  # it writes the next header always: what opened the question opens the answer
+            alone = self._renderings.text([self._question]) or ""
+            before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
+            tokens = (found.group() for found in self._control.finditer(before))
+            return next((token for token in tokens if token in behind), "")
         found = self._control.match(prompt[len(plain) :].lstrip())
         return found.group() if found else ""
 
@@ -315,6 +320,10 @@ _CONTROL = (
     r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
     r"|</?[A-Za-z_][^<>\s]{0,60}>"
 )
+
+
+def _words(content: Any) -> list[str]:
+    return str(content if isinstance(content, str) else content[0]["text"]).split()
 
 
 def _closes_part(token: str, before: str) -> bool:

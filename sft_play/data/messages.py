@@ -45,6 +45,9 @@ TEXT_KEYS = ("reasoning_content", "tool_plan", "content")
 """Keys of a message whose texts a template may write: think text, what Cohere's models say before they call, and what
 is said."""
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where the think text of a message may stand."""
+
 UNKNOWN_ROLE = "unknown role"
 NO_SPEAKERS = "a list of texts that does not say whose they are"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
@@ -151,7 +154,9 @@ def _plain(item: Any) -> Message | None:
         return None
     given, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
     role = _PLAIN_ROLES.get(given) if type(given) is str else None
-    return {"role": role, "content": content} if role is not None and type(content) is str else None
+    if role is None or type(content) is not str or (role != given and "role" in item):
+        return None
+    return {"role": role, "content": content}
 
 
 def _messages(item: Any, index: int) -> list[Message]:
@@ -203,10 +208,39 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
         message["train"] = False
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
+    if role_key == "role" and "content" in item:
+        own = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
+        if any(value != message.get(key) for key, value in own.items()):
+            message[GIVEN] = own
     return message
 
 
+GIVEN = "_given"
+"""Key of a message under which its author's own stands, as `apply_chat_template` would be given it, where the two
+differ: another name of the role, content in parts, further keys."""
 _TRAIN_KEYS = ("train", "training", "loss", "weight", "loss_weight")
+
+
+def as_given(message: Message) -> Message:
+    """The message as its author wrote it, in which form files are written: read again it is the same."""
+    if GIVEN not in message:
+        return message
+    return {**message[GIVEN], **({"train": False} if message.get("train") is False else {})}
+
+
+def without_given(messages: Iterable[Message]) -> list[Message]:
+    """The messages alone: what their content is known by."""
+    return [{key: message[key] for key in message if key != GIVEN} if GIVEN in message else message
+            for message in messages]  # fmt: skip
+
+
+def _is_json(value: Any) -> bool:
+    """Whether it can be written as JSON: cells of tables may hold dates and bytes, which no template reads."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, (str, bool, int, float))
 
 
 def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
@@ -301,8 +335,10 @@ def _parts_of(value: Any, kinds: frozenset[str]) -> list[dict[str, Any]]:
 
 def _reasoning_of(item: Mapping[str, Any], content: Any) -> str:
     """Think text that stands beside the answer; empty where there is none."""
-    given = _first(item, "reasoning_content", "reasoning", "thinking")
+    given = _first(item, *REASONING_KEYS)
     if isinstance(given, str):
+        if any(item.get(key) not in (None, given) for key in REASONING_KEYS):
+            raise Unusable("a message has two different think texts", f"under {', '.join(REASONING_KEYS)}")
         return given
     parts = [_first(part, "text", "value", "thinking", "reasoning") for part in _parts_of(content, _REASONING_PARTS)]
     if not all(isinstance(part, str) for part in parts):
@@ -411,6 +447,7 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
         if not alike or message["role"] == "tool":
             merged.append(dict(message))
             continue
+        last.pop(GIVEN, None)
         for key in TEXT_KEYS:
             both = [part for part in (last.get(key), message.get(key)) if part]
             if both:

@@ -41,7 +41,7 @@ from sft_play.data.formats import (
     to_example,
     unused_columns,
 )
-from sft_play.data.messages import TEXT_KEYS, roles_said
+from sft_play.data.messages import TEXT_KEYS, as_given, roles_said, without_given
 from sft_play.data.raw import MAX_ROW_BYTES, piece_end, too_large
 from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.tables import split_of_name
@@ -274,7 +274,7 @@ def _histogram(split: SplitReport) -> str:
 
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
-    content: Any = example.text if isinstance(example, Text) else [example.messages, example.tools]
+    content: Any = example.text if isinstance(example, Text) else [without_given(example.messages), example.tools]
     return hashlib.sha256(_CANONICAL.encode(content).encode("utf-8", "replace")).digest()
 
 
@@ -576,7 +576,7 @@ def as_row(example: Example, digest: bytes) -> dict[str, Any]:
     if isinstance(example, Text):
         content: dict[str, Any] = {"text": example.text}
     else:
-        content = {"messages": list(example.messages)}
+        content = {"messages": [as_given(message) for message in example.messages]}
         if example.tools:
             content["tools"] = list(example.tools)
     return {**content, "source": example.where, "id": digest.hex()[:32]}

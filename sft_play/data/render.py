@@ -21,7 +21,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow
 from sft_play.data.formats import Chat, Example, Text
-from sft_play.data.messages import TEXT_KEYS, merge_turns
+from sft_play.data.messages import GIVEN, TEXT_KEYS, merge_turns
 from sft_play.data.template import ChatTemplate, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.data.turns import OTHER_PROMPT, REFUSED, Found, Inexact, Turns
@@ -460,6 +460,7 @@ class Renderer:
         if first is None:
             raise Inexact("there is no user turn to put the system prompt before")
         first["content"] = f"{system}\n\n{first['content']}"
+        first.pop(GIVEN, None)
         return rest
 
     def _wanted(self, found: Found, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
@@ -640,9 +641,16 @@ def _texts(messages: Sequence[Message]) -> Iterable[str]:
         for key in TEXT_KEYS:
             if isinstance(message.get(key), str):
                 yield message[key]
+        if len(message) > 2 or not isinstance(message.get("content"), str):
+            for key, value in message.items():
+                if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):
+                    yield from _strings(value)
         for call in message.get("tool_calls") or ():
             yield call["function"]["name"]
             yield from _strings(call["function"]["arguments"])
+
+
+_NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -120,7 +120,7 @@ class _Styler:
         if prompt is None or not prompt.strip():
             return row, "left"
         first = messages[0]
-        if first.get("role") != "system":
+        if first.get("role") not in ("system", "developer"):
             return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
         there = first.get("content")
         if self._how == "keep" or not isinstance(there, str):

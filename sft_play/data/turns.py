@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.messages import TEXT_KEYS
+from sft_play.data.messages import GIVEN, REASONING_KEYS, TEXT_KEYS, without_given
 from sft_play.data.template import ChatTemplate, Endless, Message, RenderError
 from sft_play.data.template_limits import Span
 from sft_play.errors import TokenizerError
@@ -129,6 +129,8 @@ OBJECT_FOR_TEXT = (
 )
 NOTE_CONTENT = "a turn that only calls tools is given to the chat template with its content empty, or without one"
 NOTE_TYPED = "a tool call without a type is given to the chat template with type: function, which it asks for"
+NOTE_ROLE = "a role is given to the chat template under its usual name (system, user, assistant, tool)"
+NOTE_PARTS = "content in parts is given to the chat template as one text, which it takes"
 NOTE_SHORT_IDS = "ids of tool calls are given to the chat template as nine letters and digits, which it asks for"
 
 
@@ -263,6 +265,8 @@ class Turns:
         self._split = _splitter(template.tested)
         self._asked = _splitter(template.tested | {_SALT, _OTHER_SALT}) or re.compile("(?!)")
         self._shapes: dict[Any, Skeleton | None] = {}
+        self._taken: dict[tuple[str, ...], bool] = {}
+        self._names = frozenset(re.findall(r"\w+", template.source))
         self._openers: frozenset[str] = frozenset()
         self._history_ends: frozenset[str] = frozenset()
         self.habits = Habits()
@@ -514,7 +518,14 @@ class Turns:
         return self._fitted(messages, tools, self.habits)
 
     def _fitted(self, messages: Sequence[Message], tools: Sequence[Any], habits: Habits) -> Fitted:
-        if not any("tool_calls" in message or message["role"] == "tool" for message in messages):
+        if any(GIVEN in message for message in messages):
+            own = self._as_its_author_wrote_it(messages, tools)
+            fitted = self._fitted(own.messages, tools, habits)
+            fitted = Fitted(fitted.messages, (*own.notes, *fitted.notes))
+            if not fitted.notes:
+                self._check_own(messages, fitted.messages, tools)
+            return fitted
+        if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             return Fitted(messages)
         given = messages if habits.arguments == "own" else _with_form(messages, habits.arguments)
         tried: list[Sequence[Message]] = []
@@ -536,6 +547,69 @@ class Turns:
         if not tried:
             raise Inexact(REFUSED, refused)
         return _told(messages, tried[0])
+
+    def _as_its_author_wrote_it(self, messages: Sequence[Message], tools: Sequence[Any]) -> Fitted:
+        """The messages with what their author wrote, as far as the template takes it: roles, parts, further keys.
+
+        Keys that the template has no name for are left out where the text is the same without them.
+        """
+        notes: dict[str, None] = {}
+        whole = [self._with_own(message, notes) if GIVEN in message else message for message in messages]
+        slim = [
+            {key: value for key, value in message.items() if key in _KNOWN_KEYS or key in self._names}
+            for message in whole
+        ]
+        if slim != whole and self._rendered_or_nothing(slim, tools) != self._rendered_or_nothing(whole, tools):
+            return Fitted(whole, tuple(notes))
+        return Fitted(slim, tuple(notes))
+
+    def _check_own(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
+        """Raise Inexact where a row of which nothing is noted is written otherwise than its author's own messages."""
+        own = [message.get(GIVEN, message) for message in messages]
+        if any((given.get("tool_calls") or None) != message.get("tool_calls")
+               for given, message in zip(own, messages, strict=True)):  # fmt: skip
+            return  # calls in a form of their own are noted where rows are read
+        wanted, text = self._rendered_or_nothing(own, tools), self._rendered_or_nothing(fitted, tools)
+        if wanted and wanted != text:
+            raise Inexact(_NOT_ITS_OWN, _first_difference(wanted, text))
+
+    def _with_own(self, message: Message, notes: dict[str, None]) -> Message:
+        """A message with its author's role, content and keys; what cannot be kept is noted."""
+        given = message[GIVEN]
+        made = without_given([message])[0]
+        if given["role"] != made["role"]:
+            if made["role"] == "system" and self._takes(given["role"]):
+                made["role"] = given["role"]
+            else:
+                notes[NOTE_ROLE] = None
+        if not isinstance(given["content"], (str, type(None))):
+            kinds = _kinds_of_parts(given["content"])
+            if kinds and self._takes(made["role"], *kinds):
+                made["content"] = given["content"]
+                if not any(given.get(key) for key in REASONING_KEYS):
+                    made.pop("reasoning_content", None)
+            else:
+                notes[NOTE_PARTS] = None
+        is_thought = "reasoning_content" in made
+        said = {*(REASONING_KEYS if is_thought else ()), *(_CALL_KEYS if made.get("tool_calls") else ())}
+        made |= {key: value for key, value in given.items() if key not in {*made, *said} and value is not None}
+        return made
+
+    def _takes(self, role: str, *kinds: str) -> bool:
+        """Whether the template writes a message of this role, with content in parts of these types."""
+        asked = (role, *kinds)
+        if asked not in self._taken:
+            words = [f"part{number}q" for number in range(len(kinds))] or ["part0q"]
+            parts = [_part(kind, word) for kind, word in zip(kinds, words, strict=False)]
+            message = {"role": role, "content": parts or words[0]}
+            question, reply = _PLAIN
+            before: list[Message] = {"assistant": [question], "tool": [*_CALLING[:2]]}.get(role, [])
+            after: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*_PLAIN])
+            turns = [*before, {**_CALLING[2], **message} if role == "tool" else message, *after]
+            with contextlib.suppress(RenderError, Inexact):
+                text = self._render(self.habits, self._fitted(turns, (), self.habits).messages)
+                self._taken[asked] = all(word in text for word in words) and not _PART_KEY.search(text)
+        return self._taken.setdefault(asked, False)
 
     def _writes_names(self, habits: Habits, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether the names of all calls are written, seen by marks on them; raises RenderError."""
@@ -759,7 +833,7 @@ class Turns:
         return tuple(stripped)
 
     def _dropped(self, role: str) -> str:
-        if role == "system":
+        if role in ("system", "developer"):
             return (
                 "the chat template drops the system prompt (data.system_into_user=true puts it before the first "
                 "user turn)"
@@ -916,7 +990,13 @@ def _shared(own: str, following: str, special: Sequence[str]) -> str:
     return own[:size]
 
 
-_A = {"system": "a system prompt's", "user": "a user turn's", "assistant": "an assistant's", "tool": "a tool's"}
+_A = {
+    **dict.fromkeys(("system", "developer"), "a system prompt's"),
+    "user": "a user turn's",
+    "assistant": "an assistant's",
+    "tool": "a tool's",
+}
+_NOT_ITS_OWN = "the row is rendered otherwise than apply_chat_template renders its own messages"
 _ENTITIES = "the chat template writes HTML entities in an assistant's turn"
 _NO_END = "the chat template writes no end of turn behind a turn"
 _MAX_SHAPES = 20_000
@@ -1063,12 +1143,43 @@ def _first_sentinel(found: re.Match[str]) -> str:
     return _SALT + (found.group(1) + found.group(2)).translate(_FROM_OTHER)
 
 
+_CALL_KEYS = ("tool_calls", "function_call")
+_KNOWN_KEYS = frozenset({"role", "tool_calls", "name", "tool_call_id", "call_id", "train", *TEXT_KEYS})
+_PART_TEXTS = ("text", *REASONING_KEYS)
+"""Keys of a part of content under which its text stands."""
+
+
+def _kinds_of_parts(content: Any) -> list[str]:
+    """The types of a list of parts that are text or think text; empty for anything else."""
+    parts = content if isinstance(content, list) else []
+    kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
+    plain = all(
+        kind in ("text", "thinking", "reasoning") and isinstance(part.get("text" if kind == "text" else kind), str)
+        for kind, part in zip(kinds, parts, strict=True)
+    )
+    return kinds if plain else []
+
+
+def _part(kind: str, text: str) -> dict[str, str]:
+    return {"type": kind, kind: text}
+
+
+def _mapped_part(part: dict[str, Any], index: int, change: Callable[[str, int, Kind], str]) -> dict[str, Any]:
+    kinds: dict[str, Kind] = {key: "content" if key == "text" else "reasoning" for key in _PART_TEXTS}
+    return {
+        key: change(value, index, kinds[key]) if key in kinds and isinstance(value, str) else value
+        for key, value in part.items()
+    }
+
+
 def _mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]) -> Message:
     """A copy of the message with every text changed, think text before content, calls last."""
     made = dict(message)
     for key in TEXT_KEYS:
         if isinstance(made.get(key), str):
             made[key] = change(made[key], index, "content" if key == "content" else "reasoning")
+    if isinstance(made.get("content"), list):
+        made["content"] = [_mapped_part(part, index, change) for part in made["content"]]
     if made.get("tool_calls"):
         made["tool_calls"] = [_mapped_call(call, index, change) for call in made["tool_calls"]]
     return made

@@ -1,0 +1,145 @@
+"""Rows given as messages are rendered as transformers renders them, or what was changed is said and counted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from sft_play.config.schema import DataConfig
+from sft_play.data import turns
+from sft_play.data.files import BadRow, RawRow
+from sft_play.data.formats import recognise, to_example
+from sft_play.data.process import as_row, content_digest
+from sft_play.data.render import Encoder, Rendered, Renderer, TokenizerParts
+from tests.conftest import shared
+from tests.models import CHATML, make_tokenizer
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if not loop.first %}|{% endif %}{{ p.text if p.type == 'text' else "
+    "'<think>' + p.thinking + '</think>' }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+KEYS = CHATML.replace("<|im_end|>", "{% if m.mood %} ({{ m.mood }}){% endif %}<|im_end|>", 1)
+DUMPS = CHATML.replace("<|im_end|>", "{{ m.items()|list|length }}<|im_end|>", 1)
+STRICT = (
+    "{% for m in messages %}{{ raise_exception('role') if m.role not in ['system', 'user', 'assistant'] }}{% endfor %}"
+)
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "plain": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    "developer": [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ],
+    "keys": [
+        {"role": "user", "content": "q", "mood": "glad", "id": 7},
+        {"role": "assistant", "content": "a", "mood": "calm <|im_end|>", "at": "2020"},
+    ],
+    "parts": [
+        {"role": "user", "content": [{"type": "text", "text": "q1"}, {"type": "text", "text": "q2"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a1"}, {"type": "text", "text": " a2"}]},
+    ],
+    "think parts": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]},
+    ],
+    "other names": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}],
+    "empty calls": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": []}],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def example_of(messages: Any) -> Any:
+    data = {"messages": copy.deepcopy(messages)}
+    return to_example(RawRow("f:1", data), recognise(data))
+
+
+def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[Rendered | BadRow, str | None]:
+    """What a row becomes, and what transformers renders of it."""
+    parts = TokenizerParts.of(tokenizer).with_template(template)
+    options = DataConfig(on_missing_end="train")
+    renderer = Renderer(parts, options, max_seq_len=1 << 30, encoder=Encoder(parts))
+    made = renderer.render(example_of(messages))
+    try:
+        own = tokenizer.apply_chat_template(copy.deepcopy(messages), chat_template=template, tokenize=False)
+    except Exception:  # whatever a template raises
+        own = None
+    return made, own
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("template", [CHATML, PARTS, KEYS, DUMPS, STRICT + CHATML])
+def test_a_row_is_what_transformers_renders_or_what_was_changed_is_said(tokenizer, template, name):
+    made, own = rendered(tokenizer, template, ROWS[name])
+    assert isinstance(made, Rendered), made
+    assert (made.text == own) != bool(made.notes)
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "notes"),
+    [
+        (CHATML, "developer", ()),
+        (STRICT + CHATML, "developer", (turns.NOTE_ROLE,)),
+        (KEYS, "keys", ()),
+        (CHATML, "keys", ()),
+        (PARTS, "parts", ()),
+        (CHATML, "parts", (turns.NOTE_PARTS,)),
+        (PARTS, "think parts", ()),
+        (CHATML, "other names", (turns.NOTE_ROLE,)),
+    ],
+)
+def test_what_the_template_takes_is_kept_and_the_rest_is_named(tokenizer, template, name, notes):
+    made, own = rendered(tokenizer, template, ROWS[name])
+    assert isinstance(made, Rendered), made
+    assert made.notes == notes
+    assert (made.text == own) == (notes == ())
+
+
+def test_a_special_token_in_a_key_that_the_template_reads_is_text(tokenizer):
+    made, own = rendered(tokenizer, KEYS, ROWS["keys"])
+    assert isinstance(made, Rendered)
+    assert made.text == own
+    assert made.special_in_text == 1
+    assert made.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+def test_two_different_think_texts_in_a_message_are_refused():
+    found = example_of(
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "thinking": "x", "reasoning": "y"}]
+    )
+    assert isinstance(found, BadRow)
+    assert found.reason == "a message has two different think texts"
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_processed_row_is_read_as_the_row_itself(name):
+    chat = example_of(ROWS[name])
+    written = json.loads(json.dumps(as_row(chat, content_digest(chat))))
+    again = to_example(RawRow("f:1", written), recognise(written))
+    assert again == chat
+    assert content_digest(again) == content_digest(chat)
+
+
+REAL = ("trl/qwen3", "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "mistral-common/v13_think", "trl/gptoss",
+        "llama.cpp/GLM-4.6", "llama.cpp/google-gemma-2-2b-it")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_templates_too(tokenizer, name):
+    template = shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    for messages in ROWS.values():
+        made, own = rendered(tokenizer, template, messages)
+        if isinstance(made, Rendered):
+            assert made.text.removesuffix(made.added_end) == own or made.notes, messages
