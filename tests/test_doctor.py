@@ -743,9 +743,23 @@ def test_two_nodes_on_loopback_reduce_together(world):
 
 
 @pytest.mark.build
-def test_a_rank_that_stops_is_named_and_no_process_is_left(world):
-    """Rank 1 is held by SIGSTOP as soon as it is there; the limit ends the wait."""
+def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
+    """Rank 1 is held by SIGSTOP as soon as it is there; the limit comes once rank 0 waits for it."""
     held: list[psutil.Process] = []
+
+    class Launcher(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != 120:
+                return super().wait(timeout)
+            note = Path(self.args[self.args.index("--out") + 1]) / "rank-0.json"  # type: ignore[union-attr,index]
+            for _ in range(1200):
+                if held and (ranks._read(note) or {}).get("stage") == "device":
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return super().wait(0.1)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", Launcher)
 
     def hold() -> None:
         for _ in range(600):
@@ -759,12 +773,12 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = ranks.run_ranks(CPU, Spread(), limit_s=8.0, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    got = ranks.run_ranks(CPU, Spread(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     thread.join(timeout=30)
     (found,) = judge(got, ON_CPU, Nodes())
     assert found.verdict == "FAIL"
     assert re.search(
-        r"not through after 8 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
+        r"not through after 120 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
     )
     assert len(held) == 1
     with contextlib.suppress(psutil.NoSuchProcess):

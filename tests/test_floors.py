@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ LIGHT_ROOMS = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -74,13 +76,19 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports(path: Path, *, only_at_load: bool = False) -> set[str]:
     """Full names of imported modules; with `only_at_load`, those inside functions left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     inner = {
         id(node)
         for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if only_at_load and isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         for node in ast.walk(function)
     }
     found: set[str] = set()
@@ -142,7 +150,7 @@ def test_planning_loads_no_torch():
 
 def test_nothing_prints_and_entry_points_are_thin():
     for name, path in modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
         assert not [call for call in calls if call.func.id == "print"], f"{name} prints"
     scripts = [ROOT / "scripts" / f"{name}.py" for name in ("train", "resume", "plan")]
@@ -155,7 +163,7 @@ def test_the_owner_of_an_option_reads_it(path):
     leaf = leaves()[path]
     source = PACKAGE / (leaf.owner.replace(".", "/") + ".py")
     assert source.exists(), f"{path}: its owner {leaf.owner} does not exist"
-    tree = ast.parse(source.read_text(encoding="utf-8"))
+    tree = tree_of(source)
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert path.rpartition(".")[2] in read, f"{path}: {leaf.owner} never reads it"
 
@@ -163,7 +171,7 @@ def test_the_owner_of_an_option_reads_it(path):
 def test_every_public_function_has_a_docstring():
     missing = []
     for name, path in modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         holders = [
             tree,
             *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")),

@@ -320,13 +320,13 @@ def test_command_lines_that_train_are_known(words, command):
 
 
 PROGRAM = """
-import fcntl, os, sys, time
+import json, os, sys, time
+from pathlib import Path
+from sft_play import runs
 folder, forks = sys.argv[1:3]
-file = open(os.path.join(folder, "train.log"), "a")
 if os.environ.get("RANK", "0") == "0":
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-else:
-    file.close()
+    file = open(os.path.join(folder, "train.log"), "a")
+    held = runs.lock(runs.RunFolder(Path(folder)), by=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
     if os.fork() == 0:
         time.sleep(60)
@@ -348,8 +348,8 @@ def training(tmp_path) -> Iterator[Any]:
         def begin(folder: RunFolder, *, forks: int = 0, **environment: str) -> subprocess.Popen[str]:
             kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
             words = [sys.executable, str(script), str(folder.path), str(forks)]
-            started = subprocess.Popen(words, env=kept | environment, stdout=subprocess.PIPE, text=True,
-                                       start_new_session=True)  # fmt: skip
+            environ = {**kept, **environment, "PYTHONPATH": str(ROOT)}
+            started = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
             stack.callback(end, started)
             assert started.stdout is not None
             assert started.stdout.readline() == "ready\n"
@@ -405,8 +405,8 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
 
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     folder = run_folder(tmp_path / "out", "locked")
-    assert lock_holder(folder) is None  # no log yet
-    folder.log_path.touch()
+    assert lock_holder(folder) is None  # no lock yet
+    (folder.path / runs.LOCK).touch()
     assert lock_holder(folder) is None
     process = training(folder)
     assert lock_holder(folder) == process.pid
@@ -414,6 +414,13 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
         runs.lock(folder)
     end(process)
     assert lock_holder(folder) is None
+    launcher = training(folder, PART=str(runs.LAUNCHER))
+    assert lock_holder(folder) == launcher.pid
+    writer = training(folder, PART=str(runs.WRITER))
+    assert lock_holder(folder) == writer.pid
+    end(launcher)
+    assert lock_holder(folder) == writer.pid
+    end(writer)
     runs.lock(folder).close()
 
 

@@ -221,14 +221,16 @@ def test_a_word_that_cannot_be_meant_is_answered_by_its_own_name(words, message,
     assert message in said
 
 
-def test_a_grid_of_200_plans_that_do_not_fit_is_answered_in_time(command: Command):
-    cells = "model.max_seq_len=" + ",".join(str(64 * count) for count in range(1, 41)) + " tuning.lora.r=8,16,32,64,128"
-    assert len(grid(cells.split())) == 200
+def test_a_grid_of_50_plans_that_do_not_fit_is_answered_in_time(command: Command):
+    cells = (
+        "model.max_seq_len=" + ",".join(str(256 * count) for count in range(1, 11)) + " tuning.lora.r=8,16,32,64,128"
+    )
+    assert len(grid(cells.split())) == 50
     start = time.process_time()
     code, said = command("plan", "--config", LORA, "--hardware", "1xRTX3060,ram=8GiB", "--json", "--whatif", cells)
-    assert time.process_time() - start < 25
+    assert time.process_time() - start < 7
     assert code == 3
-    assert len(json.loads(said)["whatif"]) == 200
+    assert len(json.loads(said)["whatif"]) == 50
 
 
 @pytest.mark.parametrize(

@@ -604,7 +604,7 @@ def test_the_text_tower_of_an_image_text_model_is_trained(train, tmp_path):
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_other_architectures_train(train, tmp_path, name):
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -627,7 +627,10 @@ def test_other_architectures_train(train, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512", "data.max_lost_fraction=1.0")),
+        pytest.param(
+            "gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512", "data.max_lost_fraction=1.0"),
+            marks=pytest.mark.slow,
+        ),
         ("identity", ("data.train_path={sft/llamafactory/identity.json}", "model.max_seq_len=512")),
         ("toy", ("data.train_path={sft/openai_cookbook/toy_chat_fine_tuning.jsonl}", "model.max_seq_len=512",
                  "data.val_fraction=0.0", "train.effective_batch_size=2", "data.max_lost_fraction=1.0")),

@@ -1,6 +1,6 @@
 """Which processes of this machine train, in which run folder, and what they hold of its memory.
 
-A manifest that says `running` is no proof: a run that was killed leaves it so. Proof is the lock on `train.log`, which
+A manifest that says `running` is no proof: a run that was killed leaves it so. Proof is the lock on `run.lock`, which
 the kernel takes back when its holder ends, and processes that live: ranks whose environment names the folder
 (`SFT_PLAY_RUN`), children of one launcher, or a single `sft_play train` that has the folder's log open. Only processes
 of this user can be read.
@@ -16,11 +16,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from sft_play.failures import RUN_VARIABLE
-from sft_play.runs import RunFolder
+from sft_play.runs import LOCK, WRITER, RunFolder
 
 _TRAINING = ("train", "resume", "train-distributed", "train-deepspeed")
 _SCRIPTS = {"train.py": "train", "resume.py": "resume"}
@@ -250,18 +251,25 @@ _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 def lock_holder(folder: RunFolder) -> int | None:
     """The process that writes a run: its pid, 0 where it is not of this machine or container, None where nobody does.
 
-    The lock is asked about, never taken: a run that starts at this moment must not find it held.
+    Of the command that started the ranks and the rank that writes it is the rank. The lock is asked about, never taken:
+    a run that starts at this moment must not find it held.
     """
     try:
-        with folder.log_path.open("rb") as file:
-            if sys.platform == "darwin":
-                asked = struct.pack(_LOCK_BSD, 0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
-                _, _, pid, kind, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-            else:
-                asked = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                kind, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        with (folder.path / LOCK).open("rb") as file:
+            pid = next((pid for start, length in ((WRITER, 1), (0, 0)) if (pid := _locked_by(file, start, length))), 0)
     except (OSError, struct.error):
         return None
-    if kind == fcntl.F_UNLCK:
+    if not pid:
         return None
-    return int(pid) if pid > 0 and psutil.pid_exists(pid) else 0
+    return pid if pid > 0 and psutil.pid_exists(pid) else 0
+
+
+def _locked_by(file: IO[bytes], start: int, length: int) -> int:
+    """The process that has these bytes locked (0 bytes: all that follow); 0 where nobody has, -1 on another machine."""
+    if sys.platform == "darwin":
+        asked = struct.pack(_LOCK_BSD, start, length, 0, fcntl.F_WRLCK, os.SEEK_SET)
+        _, _, pid, kind, _ = struct.unpack(_LOCK_BSD, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    else:
+        asked = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        kind, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else int(pid) or -1
