@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.threads import processor
 from sft_play.environment import for_another_run, waiting_threads
 from sft_play.facts.hardware import detect
 from sft_play.runs import versions, write_json
@@ -68,7 +67,7 @@ def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
         "base_s": based - began,
         "fine_tuning_s": time.monotonic() - based,
         "load": os.getloadavg()[0],
-        "processor": processor(),
+        "processor": detect().cpu_name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -24,19 +24,20 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.environment import HOW_THREADS_WAIT
+from sft_play.environment import SLEEPING, SPINNING
 from sft_play.facts.hardware import detect
 from sft_play.runs import versions, write_json
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SETTINGS: dict[str, dict[str, str]] = {
     "torch's own": {},
-    "shipped": HOW_THREADS_WAIT,
-    "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "busy: passive": SLEEPING,
+    "quiet: spin 10,000": SPINNING,
+    "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
     "spin 3,000": {"GOMP_SPINCOUNT": "3000"},
-    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
+"""torch's own, what a command sets where it finds the machine busy or quiet, and others."""
 TOKENS = 4 * 128
 
 
@@ -102,6 +103,13 @@ def busy_seconds() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
+def wait_for_quiet(quiet: float, patience: float) -> None:
+    """Wait, for a while at most, until everything on the machine takes less than `quiet` cores."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end and psutil.cpu_percent(0.3) / 100 * (os.cpu_count() or 1) > quiet:
+        pass
+
+
 def turn(
     setting: str, process: subprocess.Popen[str], number: int, loops: list[psutil.Process], seconds: float
 ) -> Turn:
@@ -139,12 +147,6 @@ def summary(turns: list[Turn], *, quiet: float) -> dict[str, dict[str, dict[str,
     return made
 
 
-def processor() -> str:
-    """The processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
 def main() -> None:
     """Take turns, and write what they gave."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--busy", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.15)
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet machine")
     given = parser.parse_args()
     if given.work:
         work()
@@ -167,6 +170,8 @@ def main() -> None:
                 loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
                 watched = [psutil.Process(loop.pid) for loop in loops]
                 for setting in SETTINGS if number % 2 else reversed(SETTINGS):
+                    if not count:
+                        wait_for_quiet(given.quiet, given.patience)
                     turns.append(turn(setting, processes[setting], number, watched, given.seconds))
                     sys.stdout.write(f"{json.dumps(asdict(turns[-1]))}\n")
                     sys.stdout.flush()
@@ -179,7 +184,6 @@ def main() -> None:
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect().as_json(),
-        "processor": processor(),
         "versions": versions(),
         "settings": SETTINGS,
         "summary": summary(turns, quiet=given.quiet),

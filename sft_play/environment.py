@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import psutil
 
 from sft_play.variables import VARIABLES
 
@@ -27,16 +29,29 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-HOW_THREADS_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-"""OpenMP's threads sleep while they wait, GNU's (in torch's wheels) after 1,000 turns of a loop, some 20 microseconds.
+SPINNING = {"GOMP_SPINCOUNT": "10000"}
+"""On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
 
-By default they spin for milliseconds, which takes the cores from the very thread that they wait for as soon as anything
-else runs: `make benchmark-threads` measures it, benchmarks/README.md has the figures. Fewer threads would round
-otherwise; how they wait changes no number.
+That is as quick as the milliseconds of the default, and what comes to run beside it later costs less.
 """
-_SAYS_HOW_THREADS_WAIT = {*HOW_THREADS_WAIT, "KMP_BLOCKTIME"}
+SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""On a busy machine they sleep at once: spinning takes the cores from the very threads that are waited for.
+
+Fewer threads would round otherwise; how they wait changes no number. Figures: benchmarks/README.md.
+"""
+_SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
+_BUSY_CORES = 0.5
+"""From so many cores taken by others the machine counts as busy: with a thread a core, one busy core holds up all."""
 
 
-def waiting_threads(environment: Mapping[str, str]) -> dict[str, str]:
+def busy_cores(*, seconds: float = 0.1) -> float:
+    """How many cores the machine was busy with for so long, while this process slept."""
+    share: float = psutil.cpu_percent(seconds) / 100
+    return share * (psutil.cpu_count() or 1)
+
+
+def waiting_threads(environment: Mapping[str, str], *, measured: Callable[[], float] = busy_cores) -> dict[str, str]:
     """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment says it."""
-    return {} if _SAYS_HOW_THREADS_WAIT & set(environment) else dict(HOW_THREADS_WAIT)
+    if _SAYS_HOW_THREADS_WAIT & set(environment):
+        return {}
+    return dict(SLEEPING if measured() > _BUSY_CORES else SPINNING)

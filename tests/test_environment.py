@@ -8,39 +8,49 @@ import sys
 
 import pytest
 
-from sft_play.environment import HOW_THREADS_WAIT, for_another_run, waiting_threads
+from sft_play.environment import SLEEPING, SPINNING, for_another_run, waiting_threads
 from tests.conftest import ROOT
 
+ABOUT_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
-def openmp_says(*words: str, **given: str) -> str:
+
+def openmp_says(busy_cores: float, **given: str) -> str:
     """What GNU's OpenMP says of itself (OMP_DISPLAY_ENV) when torch is loaded behind a command of ours."""
-    code = f"from sft_play.cli import main; main({list(words)!r}); import torch"
-    kept = {name: value for name, value in os.environ.items() if name not in (*HOW_THREADS_WAIT, "KMP_BLOCKTIME")}
+    code = (
+        f"import psutil; psutil.cpu_percent = lambda *_: 100 * {busy_cores} / psutil.cpu_count(); "
+        "from sft_play.cli import main; main(['no-such-command']); import torch"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in ABOUT_WAITING}
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**kept, "OMP_DISPLAY_ENV": "VERBOSE", **given},
     )  # fmt: skip
-    if "libgomp" not in answer.stderr and "GOMP_SPINCOUNT" not in answer.stderr:
+    if "GOMP_SPINCOUNT" not in answer.stderr:
         pytest.skip("torch is linked with another OpenMP than GNU's")
     return answer.stderr
 
 
-def test_the_openmp_that_torch_loads_sleeps_while_it_waits():
-    said = openmp_says("no-such-command")
-    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
-    assert "GOMP_SPINCOUNT = '1000'" in said
+def test_the_openmp_that_torch_loads_sleeps_while_it_waits_on_a_busy_machine():
+    assert "GOMP_SPINCOUNT = '0'" in openmp_says(2.0)
+
+
+def test_it_spins_for_a_bounded_time_on_a_quiet_machine():
+    assert "GOMP_SPINCOUNT = '10000'" in openmp_says(0.1)
 
 
 def test_what_the_user_exported_about_waiting_stands():
-    said = openmp_says("no-such-command", OMP_WAIT_POLICY="ACTIVE")
-    assert "OMP_WAIT_POLICY = 'ACTIVE'" in said
-    assert "GOMP_SPINCOUNT = '1000'" not in said
+    assert "GOMP_SPINCOUNT = '77'" in openmp_says(2.0, GOMP_SPINCOUNT="77")
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+@pytest.mark.parametrize("name", ABOUT_WAITING)
 def test_any_word_of_the_user_about_waiting_leaves_all_to_the_user(name):
-    assert waiting_threads({name: ""}) == {}
-    assert waiting_threads({"OMP_NUM_THREADS": "4"}) == HOW_THREADS_WAIT
+    assert waiting_threads({name: ""}, measured=lambda: 2.0) == {}
+
+
+def test_one_busy_core_of_many_is_a_busy_machine():
+    """Torch has a thread a core: each piece of work waits for the one thread that shares its core."""
+    assert waiting_threads({"OMP_NUM_THREADS": "4"}, measured=lambda: 1.0) == SLEEPING
+    assert waiting_threads({}, measured=lambda: 0.2) == SPINNING
 
 
 def test_no_command_loads_torch_before_it_has_said_how_threads_wait():

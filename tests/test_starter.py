@@ -175,3 +175,23 @@ def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
         monkeypatch.setenv(name, "1")
     kept = for_another_run(os.environ)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "SFT_PLAY_RUN", "STRATEGY", "SET"} & set(kept)
+
+
+def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
+    """As plain text each `<|im_start|>` is five tokens, and the base never sees the one that every chat begins with."""
+    from sft_play.config.load import load_config
+    from sft_play.data.dataset import build_splits
+    from sft_play.data.files import data_paths
+    from sft_play.train.rows import to_dataset
+    from sft_play.train.starter_base import make_tokenizer
+
+    documents = corpus_documents(seed=DEFAULT_SEED, count=300)
+    tokenizer = make_tokenizer(documents)
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    recipe = ROOT / "sft_play" / "starter" / "base.yaml"
+    config = load_config(recipe, overrides=[f"data.train_path={tmp_path}/corpus.jsonl"]).config
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=128)
+    stream = [token for block in to_dataset(splits.train.rows)["input_ids"] for token in block]
+    wanted = [token for text in documents for token in [*tokenizer(text).input_ids, tokenizer.pad_token_id]]
+    assert stream == wanted[: len(stream)]
+    assert stream.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) > 100
