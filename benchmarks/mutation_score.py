@@ -402,7 +402,6 @@ def main() -> int:
     everything = [mutant for mutant in all_mutants(options.rooms.split(",")) if options.only in mutant.path]
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
-    drawn.sort(key=lambda mutant: mutant.path)  # tests of one module after each other
     shares = [(number, drawn[number :: options.workers]) for number in range(options.workers)]
     with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
         verdicts = [verdict for part in pool.map(_work, shares, chunksize=1) for verdict in part]

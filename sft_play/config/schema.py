@@ -105,7 +105,7 @@ class TuningConfig(Section):
     """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels where they can run."""
 
     backend_fallback: Literal["bnb"] | None = leaf(None, owner="train.model")
-    """Backend to take, aloud and recorded, when the one that was asked for cannot run; null stops instead."""
+    """Backend to fall back to, logged and recorded, when the one that was asked for cannot run; null stops instead."""
 
     lora: LoraConfig = LoraConfig()
     """The adapters."""
