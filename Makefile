@@ -10,7 +10,7 @@ override .SHELLFLAGS := -c
 
 # A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
 # that of the defaults. Python words it (sft_play/variables.py has the table); without variables none is started.
-override GIVEN := $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v)))
+override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v))))
 override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
 ifneq ($(GIVEN),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
