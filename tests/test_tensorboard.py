@@ -468,8 +468,11 @@ def test_clean_without_a_yes_removes_nothing(several, caplog):
 
 
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog):
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    words = [sys.executable, "-c", hold, str(several / "finished" / "train.log")]
+    hold = (
+        "import sys; from pathlib import Path; from sft_play import runs; "
+        "held = runs.lock(runs.RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
+    )
+    words = [sys.executable, "-c", hold, str(several / "finished")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
