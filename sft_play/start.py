@@ -351,7 +351,7 @@ def plan_ranks(
 
     Raises:
         ConfigError: the strategy cannot run the job, or DeepSpeed's config is another one's.
-        RunFolderError: the run that is gone on with cannot be, in this layout or over these ranks.
+        RunFolderError: the run cannot be resumed in this layout or over these ranks.
         DoesNotFit: nothing fits, and the batch was left to the plan.
     """
     stopped = stopped_run(going_on) if going_on else None
@@ -721,7 +721,7 @@ def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunCo
 
 
 def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
-    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be gone on with so."""
+    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed so."""
     because = stopped.cannot_become(layout, ranks) if stopped else None
     if because is None or stopped is None:
         return
@@ -730,6 +730,6 @@ def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutN
     if last_complete(folder.checkpoints) is None:
         return  # it starts again from the first step
     raise RunFolderError(
-        f"{folder.path} cannot be gone on with: {because}; go on with NPROC={stopped.ranks} STRATEGY={stopped.layout}, "
+        f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.ranks} STRATEGY={stopped.layout}, "
         f"or write out what it has learned so far: make consolidate RUN={folder.path}"
     )

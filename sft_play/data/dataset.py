@@ -291,7 +291,7 @@ class _Builder:
         return _Made(rows.remove_columns("chat"), counts, source, chats, built.digests(name))
 
     def _held_out(self, source: AnySource | None, split: SplitName) -> _Made | None:
-        """A held-out file's rows; None, said aloud, where plain text is trained and the file holds chats."""
+        """A held-out file's rows; None, which is logged, where plain text is trained and the file holds chats."""
         if source is None:
             return None
         if self._is_text and self._holds_chats(source, split):

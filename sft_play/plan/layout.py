@@ -103,7 +103,7 @@ class Stopped:
         return self.micro_batch * self.grad_accum * self.ranks
 
     def cannot_become(self, layout: LayoutName, ranks: int) -> str | None:
-        """Why the run's checkpoint cannot be gone on with in another layout or over other ranks; None where it can.
+        """Why the run's checkpoint cannot be resumed in another layout or over other ranks; None where it can.
 
         One process, DDP and FSDP write the same whole files. DeepSpeed writes each rank's part of its own layout, and
         its ZeRO optimizers read only as many parts as there are ranks.

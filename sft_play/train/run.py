@@ -192,7 +192,7 @@ def _out_of_memory_message(job: Job, error: BaseException) -> str:
 
 
 def prepare(job: Job) -> Prepared:
-    """Tokenizer, data and the model's shapes, every choice said aloud; nothing is written."""
+    """Tokenizer, data and the model's shapes, every choice logged; nothing is written."""
     config, plan = job.loaded.config, job.plan
     backend = choose_backend(config)
     if backend.fallback_from:
