@@ -251,7 +251,8 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
     for found in (both[0, 7:16], both[1, :9]):
         assert float((found - alone).abs().max()) < 1e-5 * max(1.0, spread)
     changed = logits(model, packed([[other, second, third], [second]]))
-    assert float((changed[0, 7:] - both[0, 7:]).abs().max()) < 1e-6 * max(1.0, spread)
+    # experts multiply other chats' rows in the same matrix: CPUs round that differently by a few 1e-6
+    assert float((changed[0, 7:] - both[0, 7:]).abs().max()) < 1e-5 * max(1.0, spread)
     assert float((changed[0, :7] - both[0, :7]).abs().max()) > 0.1  # it is seen where it should be
 
 
