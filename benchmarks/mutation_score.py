@@ -17,6 +17,7 @@ import argparse
 import ast
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -281,78 +282,92 @@ def _preload() -> None:
             __import__(name)
 
 
-class Worker:
-    """Judges mutants in a copy of its own."""
+@dataclass(frozen=True)
+class Baseline:
+    """A test file without a mutant: its seconds (None where it fails), and which test executed which line of `tree`."""
 
-    def __init__(self, parent: Path) -> None:
-        self._parent, self._tree = parent, copy_of_tree(parent)
-        self._usual: dict[str, float | None] = {}
-        """Seconds of a test file without a mutant; None where it fails."""
+    file: str
+    seconds: float | None
+    tree: Path
+    seen: Path
 
-    def judge(self, mutant: Mutant) -> Verdict:
-        """What the tests say that execute the mutant's line, those of the quickest file first."""
-        for file in own_tests(mutant.path):
-            if file not in self._usual:
-                self._measure(file)
-        target, seconds, asked = self._tree / mutant.path, 0.0, 0
-        source = target.read_bytes()
-        timed = [(took, file) for file in own_tests(mutant.path) if (took := self._usual[file]) is not None]
-        for before, file in sorted(timed):
-            tests = self._executing(file, mutant, source)
-            if not tests:
-                continue
-            try:
-                target.write_bytes(mutant.apply(source))
-                passed, took = run_tests(self._tree, tests, timeout_s=SECONDS_MORE + 5 * before)
-            finally:
-                target.write_bytes(source)
-            seconds, asked = seconds + took, asked + 1
-            if not passed:
-                return Verdict(mutant, "killed", file, seconds)
-        return Verdict(mutant, "survived" if asked else "no tests", "", seconds)
-
-    def _measure(self, file: str) -> None:
-        passed, took = run_tests(self._tree, [f"tests/{file}"], timeout_s=1800, seen=self._seen(file))
-        self._usual[file] = took if passed else None
-        sys.stderr.write(f"{file}: {took:.0f} s without a mutant\n")
-        if not passed:
-            sys.stderr.write(f"{file} fails without a mutant and is not counted\n")
-
-    def _seen(self, file: str) -> Path:
-        return self._parent / f"{file}.coverage"
-
-    def _executing(self, file: str, mutant: Mutant, source: bytes) -> list[str]:
-        """The tests of a file that execute the mutant's lines; the whole file where they run outside of a test, while
-        the module is imported or in a fixture."""
+    def executing(self, mutant: Mutant, source: bytes) -> list[str]:
+        """The tests that execute the mutant's lines; the whole file where they run outside of a test, while the module
+        is imported or in a fixture."""
         import coverage
 
-        data = coverage.CoverageData(basename=str(self._seen(file)))
+        data = coverage.CoverageData(basename=str(self.seen))
         data.read()
-        by_line = data.contexts_by_lineno(str(self._tree / mutant.path))
+        by_line = data.contexts_by_lineno(str(self.tree / mutant.path))
         last = mutant.line + source[mutant.start : mutant.end].count(b"\n")
         contexts = {name for line in range(mutant.line, last + 1) for name in by_line.get(line, ())}
         names = sorted({name.rpartition(".")[2] for name in contexts})
         if names == [""]:
-            return [f"tests/{file}"]
-        return [f"tests/{file}::{name}" for name in names if name]
+            return [f"tests/{self.file}"]
+        return [f"tests/{self.file}::{name}" for name in names if name]
 
 
-def _work(job: tuple[int, list[Mutant]]) -> list[Verdict]:
-    """One worker: its mutants."""
-    number, mutants = job
+_own: dict[str, Path] = {}
+"""In a worker: its folder and its copy of the tree."""
+
+
+def _start(parent: str) -> None:
+    """A worker: a copy of the tree of its own, and the large libraries."""
     _leave_with(os.getppid())
     _preload()
-    verdicts = []
-    with tempfile.TemporaryDirectory(prefix=f"mutants-{number}-") as parent:
-        worker = Worker(Path(parent))
-        for count, mutant in enumerate(mutants, 1):
-            verdict = worker.judge(mutant)
-            verdicts.append(verdict)
+    folder = Path(parent, str(os.getpid()))
+    folder.mkdir()
+    _own.update(folder=folder, tree=copy_of_tree(folder))
+
+
+def _measure(file: str) -> Baseline:
+    """In a worker: one test file without a mutant."""
+    seen = _own["folder"] / f"{file}.coverage"
+    passed, took = run_tests(_own["tree"], [f"tests/{file}"], timeout_s=1800, seen=seen)
+    return Baseline(file, took if passed else None, _own["tree"], seen)
+
+
+def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> Verdict:
+    """In a worker: what the tests say that execute the mutant's line, those of the quickest file first."""
+    mutant, baselines = job
+    target, seconds, asked = _own["tree"] / mutant.path, 0.0, 0
+    source = target.read_bytes()
+    for baseline in baselines:
+        tests = baseline.executing(mutant, source)
+        if not tests:
+            continue
+        try:
+            target.write_bytes(mutant.apply(source))
+            passed, took = run_tests(_own["tree"], tests, timeout_s=SECONDS_MORE + 5 * (baseline.seconds or 0))
+        finally:
+            target.write_bytes(source)
+        seconds, asked = seconds + took, asked + 1
+        if not passed:
+            return Verdict(mutant, "killed", baseline.file, seconds)
+    return Verdict(mutant, "survived" if asked else "no tests", "", seconds)
+
+
+def judged(mutants: Sequence[Mutant], workers: int) -> Iterator[Verdict]:
+    """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
+    files = sorted({file for mutant in mutants for file in own_tests(mutant.path)})
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as parent, context.Pool(workers, _start, (parent,)) as pool:
+        baselines = {}
+        for one in pool.imap_unordered(_measure, files):
+            baselines[one.file] = one
+            usual = f"{one.seconds:.0f} s" if one.seconds is not None else "fails: it is not counted"
+            sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
+        jobs = []
+        for mutant in mutants:
+            there = [baselines[file] for file in own_tests(mutant.path) if baselines[file].seconds is not None]
+            jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
+        for count, verdict in enumerate(pool.imap_unordered(_judge, jobs), 1):
+            mutant = verdict.mutant
             sys.stderr.write(
-                f"[{number}: {count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:"
-                f"{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())[:70]} -> {mutant.after[:70]}\n"
+                f"[{count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:{mutant.line} "
+                f"{mutant.kind}: {' '.join(mutant.before.split())[:70]} -> {mutant.after[:70]}\n"
             )
-    return verdicts
+            yield verdict
 
 
 def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
@@ -386,9 +401,37 @@ def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {**share(verdicts), "by_room": by_room}
 
 
+def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The score with its date, versions and every verdict, in the order of the code."""
+    from sft_play.runs import versions
+
+    def as_json(verdict: Verdict) -> dict[str, Any]:
+        mutant = asdict(verdict.mutant)
+        return {**mutant, "verdict": verdict.verdict, "by": verdict.by, "seconds": round(verdict.seconds, 1)}
+
+    in_order = sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions(),
+        **score(verdicts),
+        "verdicts": [as_json(verdict) for verdict in in_order],
+    }
+
+
+def killed_before(file: Path, drawn: Sequence[Mutant]) -> list[Verdict]:
+    """Those of the drawn mutants that an earlier run killed: tests that were added since cannot change that."""
+    names = Mutant.__dataclass_fields__
+    written = json.loads(file.read_text(encoding="utf-8"))["verdicts"]
+    verdicts = [
+        Verdict(Mutant(**{name: one[name] for name in names}), one["verdict"], one["by"], one["seconds"])
+        for one in written
+    ]
+    return [verdict for verdict in verdicts if verdict.verdict == "killed" and verdict.mutant in drawn]
+
+
 def main() -> int:
     """Draw, run and write the verdicts."""
-    from sft_play.runs import versions, write_json
+    from sft_play.runs import write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
@@ -396,33 +439,21 @@ def main() -> int:
     parser.add_argument("--rooms", default=",".join(ROOMS))
     parser.add_argument("--only", default="", help="mutants of files whose path holds this")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1)))
+    parser.add_argument(
+        "--again", type=Path, help="what an earlier run wrote: only mutants not killed there are judged"
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     everything = [mutant for mutant in all_mutants(options.rooms.split(",")) if options.only in mutant.path]
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
-    shares = [(number, drawn[number :: options.workers]) for number in range(options.workers)]
-    with multiprocessing.get_context("spawn").Pool(options.workers) as pool:
-        verdicts = [verdict for part in pool.map(_work, shares, chunksize=1) for verdict in part]
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "seed": options.seed,
-        "drawn_from": len(everything),
-        **score(verdicts),
-        "verdicts": [
-            {
-                **asdict(verdict.mutant),
-                "verdict": verdict.verdict,
-                "by": verdict.by,
-                "seconds": round(verdict.seconds, 1),
-            }
-            for verdict in sorted(verdicts, key=lambda verdict: (verdict.mutant.path, verdict.mutant.start))
-        ],
-    }
-    if options.out:
-        write_json(options.out, result)
+    verdicts = killed_before(options.again, drawn) if options.again else []
+    done = {verdict.mutant for verdict in verdicts}
+    for verdict in judged([mutant for mutant in drawn if mutant not in done], options.workers):
+        verdicts.append(verdict)
+        if options.out:  # after each: a run that is stopped leaves what it found
+            write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})
     for verdict in verdicts:
         if verdict.verdict != "killed":
             mutant = verdict.mutant
@@ -430,6 +461,7 @@ def main() -> int:
                 f"{verdict.verdict}: {mutant.path}:{mutant.line} {mutant.kind}: {' '.join(mutant.before.split())} -> "
                 f"{' '.join(mutant.after.split())}\n"
             )
+    result = score(verdicts)
     sys.stdout.write(f"{result['killed']} of {result['mutants']} mutants killed ({result['share']:.1%})\n")
     return 0
 
