@@ -37,7 +37,9 @@ override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTH
 override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
 # SFT_PLAY_MAKE names make's own process and the command's: one whose make is killed ends with it.
 override PROGRAM := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $$hold "$(PY)" -m sft_play
-override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", ""))))
+# All tests run in two processes, a file in one of them; chosen ones in one, where a debugger can stop.
+override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", "")) or \
+  ["-n2", "--dist=loadfile", "--no-loadscope-reorder"]))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.

@@ -166,7 +166,8 @@ OWN_TESTS = {
     "plan": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
     "data": "masks tool_calls ends mask_score template preview check rows words splits files formats process data "
-    "data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs",
+    "data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs own_messages "
+    "tokenizer",
 }
 """The test files of each room: those that mutants of it are run against, as far as they execute the mutant's line."""
 
@@ -323,7 +324,10 @@ def _start(parent: str) -> None:
 def _measure(file: str) -> Baseline:
     """In a worker: one test file without a mutant."""
     seen = _own["folder"] / f"{file}.coverage"
-    passed, took = run_tests(_own["tree"], [f"tests/{file}"], timeout_s=1800, seen=seen)
+    for _ in range(2):  # a machine that is busy for a moment costs no file
+        passed, took = run_tests(_own["tree"], [f"tests/{file}"], timeout_s=1800, seen=seen)
+        if passed:
+            break
     return Baseline(file, took if passed else None, _own["tree"], seen)
 
 

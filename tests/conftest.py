@@ -19,6 +19,8 @@ SHARED = ROOT.parent / "shared" / "data"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background with Ctrl-C ignored, which every process of a test would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share the cores
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -30,6 +32,15 @@ def shared(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"the shared material is not here: {path}")
     return path
+
+
+LONGEST_FIRST = ("test_starter", "test_distributed", "test_failures", "test_trace", "test_endings", "test_going_on")
+"""Files that take minutes: first, so that no process is left with one when the other has nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 VARIABLES = (

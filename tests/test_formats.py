@@ -409,6 +409,7 @@ OPTIONS = {"merge_consecutive": True, "drop_empty": False}
 
 @given(st.sampled_from(FORMATS), st.dictionaries(st.sampled_from(KEYS), VALUES | MESSAGES, max_size=4), st.data())
 @case(FORMATS[0], {"messages": [{"role": "user", "content": {"type": []}}]}, None)
+@case(FORMATS[0], {"messages": [{"role": "gpt", "content": ""}]}, None)
 @settings(max_examples=300, deadline=None)
 def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
     if data is not None:
@@ -422,7 +423,7 @@ def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
                 assert message["role"] in {"system", "user", "assistant", "tool"}
                 assert isinstance(message["content"], str)
                 assert set(message) <= {
-                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train"),
+                    *("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id", "train", GIVEN),
                 }
         if isinstance(found, BadRow):
             assert str(found) == escape_control(str(found)).replace("\n", " ")

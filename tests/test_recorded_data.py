@@ -7,6 +7,7 @@ are right is what the judges of masks, the comparison with transformers and the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -21,11 +22,13 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import BadRow
-from sft_play.data.formats import Chat
+from sft_play.data.dataset import build_splits
+from sft_play.data.files import BadRow, RawRow, data_paths
+from sft_play.data.formats import Chat, first_format, to_example
 from sft_play.data.packing import best_fit
 from sft_play.data.render import Encoder, Renderer, TokenizerParts
 from sft_play.errors import SftPlayError
+from sft_play.train.rows import to_dataset
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
@@ -109,19 +112,34 @@ def conversation(draw: random.Random) -> Chat:
 
 
 @cache
-def tokenizer() -> Any:
+def tokenizer(*, begins: bool = False) -> Any:
+    """A small tokenizer; `begins`: it writes a token before every text that it is asked for with special tokens."""
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
     folder = Path(tempfile.mkdtemp(prefix="recorded-"))
     make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    made = AutoTokenizer.from_pretrained(folder)
+    if begins:
+        token = ("<|endoftext|>", made.convert_tokens_to_ids("<|endoftext|>"))
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{token[0]} $A", pair=f"{token[0]} $A $B", special_tokens=[token]
+        )
+    return made
+
+
+def to_messages(draw: random.Random) -> Any:
+    """A row that somebody wrote, read."""
+    row = RawRow("f:1", written_otherwise(draw))
+    _, shape = first_format(iter([row]), DataConfig())
+    return to_example(row, shape, DataConfig()) if shape is not None else None
 
 
 def rows(template: str) -> dict[str, Any]:
-    """Counts by what became of 60 conversations, and a digest of every token row and refusal."""
-    parts = TokenizerParts.of(tokenizer())
+    """Counts by what became of conversations, and a digest of every token row and refusal."""
     draw, lines, became = random.Random(len(template)), [], Counter[str]()
     for number, options in enumerate(OPTIONS):
+        parts = TokenizerParts.of(tokenizer(begins=number % 2 == 1))
         try:
             limit, one = 24 if number > 2 else 400, parts.with_template(template)
             renderer = Renderer(one, DataConfig(**options), max_seq_len=limit, encoder=Encoder(parts))
@@ -129,8 +147,9 @@ def rows(template: str) -> dict[str, Any]:
         except SftPlayError as error:
             lines.append(str(error))
             continue
-        for _ in range(12):
-            made = renderer.render(conversation(draw))
+        own = [found for found in (to_messages(draw) for _ in range(20)) if isinstance(found, Chat)]
+        for chat in [*(conversation(draw) for _ in range(12)), *own]:
+            made = renderer.render(chat)
             if isinstance(made, BadRow):
                 became[made.reason] += 1
                 lines.append((made.reason, made.detail))
@@ -229,15 +248,31 @@ def documents(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     pieces = {
         "md": ["# Title", "A *paragraph* with [a link](http://x.y) and `code`.", "- one\n- two\n    - three",
-               "1. a\n2. b", "| a | b |\n|---|---|\n| 1 | 2 |", "```\ncode block\n```", "> quoted", "---"],
+               "1. a\n2. b", "| a | b |\n|---|---|\n| 1 | 2 |", "```\ncode block\n```", "> quoted", "---",
+               "<div>html <b>in</b> it</div>", "![an image](x.png)", "[ref]: http://x.y", "a  \nb", "Under\n=====",
+               "<style>p {}</style>", "~~~py\nx = 1\n~~~", "* [ ] todo\n* [x] done", "&amp; &lt;",
+               "term[^1]\n\n[^1]: a note",
+               "    indented code\n    more", "| a |\n|---|", "#not a title", "1) one\n2) two"],
         "html": ["<h1>Title</h1>", "<p>A <b>paragraph</b> with <a href='x'>a link</a>.</p>",
                  "<ul><li>one</li><li>two</li></ul>",
                  "<table><tr><th>a</th><td>b</td></tr><tr><td>1</td><td>2</td></tr></table>", "<script>no()</script>",
                  "<pre>kept  as\n it is</pre>", "<nav>menu</nav>", "<p>caf&eacute; &lt;x&gt;</p>",
-                 "<ol start=3><li>c</li></ol>"],
+                 "<ol start=3><li>c</li></ol>", "<textarea>in  a form</textarea>", "<p>a<br>b <img alt='seen'></p>",
+                 "<div role=navigation>more menu</div>", "<dl><dt>t</dt><dd>d</dd></dl>", "<p hidden>not seen</p>",
+                 "<table><tr><td>only layout</td></tr></table>", "<blockquote>said</blockquote>", "<h3>Deep</h3>",
+                 "<div>loose <span>text</span><div>inner</div> after</div>", "<ul><li>a<ul><li>b</li></ul></li></ul>",
+                 "<aside>beside</aside>", "<code>x = 1</code>",
+                 "<table><caption>c</caption><tr><td colspan=2>w</td></tr><tr><td>1</td><td>2</td></tr></table>",
+                 "<!-- comment -->", "<footer>foot</footer>"],
         "rst": ["Title\n=====", "A *paragraph* with ``code`` and `a link <http://x.y>`_.", "- one\n- two", "#. a\n#. b",
                 "::\n\n    literal", ".. note:: careful", "=== ===\na   b\n=== ===\n1   2\n=== ===", ".. comment",
-                "term\n  meaning"],
+                "term\n  meaning", ".. code-block:: python\n   :linenos:\n\n   x = 1",
+                ".. csv-table::\n   :header: a\n\n   1",
+                ".. csv-table:: t\n   :file: x.csv", ".. include:: other.rst", ".. figure:: x.png\n\n   a caption",
+                ".. image:: x.png\n   :alt: seen", ".. math::\n\n   a + b", ":role:`x` and |sub|",
+                "a [1]_\n\n.. [1] note",
+                "+---+---+\n| a | b |\n+---+---+", "| line\n| block", ">>> x\n1",
+                ".. list-table::\n\n   * - a\n     - b"],
         "txt": ["A line.", "Another line\nthat goes on.", "   indented", "A line.", "\t tabs", "x" * 30],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
@@ -245,7 +280,7 @@ def documents(seed: int) -> dict[str, Any]:
         (folder / "in").mkdir()
         for kind, parts in pieces.items():
             body = (
-                "\n\n".join(draw.choices(parts, k=8))
+                "\n\n".join(draw.choices(parts, k=9))
                 + "\n\n"
                 + "The end of a document, long enough to be kept here. " * 4
             )
@@ -283,6 +318,22 @@ def _word_document(path: Path, draw: random.Random) -> None:
     made.save(str(path))
 
 
+def checked(config: Path, folder: Path) -> dict[str, Any]:
+    """The exit code of `check`, and a digest of what it says of the data; what it says of the machine is left out."""
+    import contextlib
+    import io
+
+    from sft_play.cli import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        code = main(["check", "--config", str(config), "--json"])
+    checks = json.loads(out.getvalue())["checks"]
+    of_machine = ("model", "memory plan", "disk", "disk for the model")
+    said = [list(one.values()) for one in checks if one["name"] not in of_machine]
+    return {"code": code, "said": digest(json.loads(json.dumps(said).replace(str(folder), "F")))}
+
+
 def shown(seed: int) -> dict[str, Any]:
     """What check, preview and render say of a training file, and what they write."""
     from tests.models import make_llama
@@ -307,13 +358,148 @@ def shown(seed: int) -> dict[str, Any]:
         assert load_config(config).config.model.name == str(model)
         preview = answer(["preview", "--config", str(config), "--out", str(folder / "page.html"), "--n", "9"], folder)
         render = answer(["render", "--config", str(config), "--out", str(folder / "rendered")], folder)
-        check = answer(["check", "--config", str(config), "--json"], folder)
+        check = checked(config, folder)
         page = folder / "page.html"
         return {
-            "preview": preview, "render": render, "check": check["code"],
+            "preview": preview, "render": render, "check": check,
             "page": digest(page.read_text().replace(place, "F")) if page.exists() else None,
             "rendered": written(folder / "rendered"),
         }  # fmt: skip
+
+
+def read(seed: int) -> dict[str, Any]:
+    """What is read out of rows as people write them: roles, parts, calls and thoughts in every form."""
+    draw, became, lines = random.Random(seed), Counter[str](), []
+    for number in range(150):
+        row = written_otherwise(draw)
+        options = {"merge_consecutive": draw.random() < 0.3, "drop_empty": draw.random() < 0.3}
+        options["turns_without_roles"] = draw.choice(["fail", "alternate"])
+        _, shape = first_format(iter([RawRow(f"f:{number}", row)]), DataConfig(**options))
+        found = to_example(RawRow(f"f:{number}", row), shape, DataConfig(**options)) if shape else None
+        became[found.reason if isinstance(found, BadRow) else type(found).__name__] += 1
+        lines.append(dataclasses.asdict(found) if found is not None else None)
+    return {"became": dict(sorted(became.items())), "digest": digest(lines)}
+
+
+def written_otherwise(draw: random.Random) -> Any:
+    """A row of messages in one of the ways that are in use, now and then broken."""
+    role, content = draw.choice([("role", "content"), ("from", "value"), ("role", "text"), ("author", "content")])
+    names = draw.choice([("user", "assistant"), ("human", "gpt"), ("User", "ASSISTANT"), ("prompter", "model")])
+
+    def said() -> Any:
+        plain = text(draw)
+        parts = [{"type": "text", "text": plain}, {"type": "text", "text": "more"}]
+        thought = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": plain}]
+        return draw.choice([plain] * 40 + [parts, thought, None, [plain], f"<think>{plain}</think>{plain}", 7])
+
+    def called() -> Any:
+        given: Any = draw.choice([{"place": "a"}, '{"place": "a"}', "", None, "{broken", [1]])
+        function = {"name": draw.choice(["look", "look", None]), draw.choice(["arguments", "parameters"]): given}
+        call = draw.choice([{"type": "function", "function": function}, function, {"id": "x1", "function": function}])
+        return draw.choice([[call], [call, call], call, json.dumps([call]), [], None])
+
+    turns: list[Any] = []
+    for number in range(draw.choice([1, 2, 2, 4, 4, 6])):
+        turn: dict[str, Any] = {role: names[number % 2], content: said()}
+        if number % 2 and draw.random() < 0.3:
+            turn[draw.choice(["tool_calls", "function_call"])] = called()
+        if number % 2 and draw.random() < 0.2:
+            turn[draw.choice(["reasoning_content", "reasoning", "thinking"])] = draw.choice(["so", None, ""])
+        if draw.random() < 0.1:
+            turn[draw.choice(["weight", "train", "name", "loss"])] = draw.choice([0, 1, False, True, 0.5, "x", None])
+        turns.append(turn)
+    if draw.random() < 0.25:
+        turns.insert(0, {role: draw.choice(["system", "developer"]), content: "be brief"})
+    if draw.random() < 0.15:
+        turns.append({role: draw.choice(["tool", "function", "observation", "ipython"]), content: "42"})
+    row: dict[str, Any] = {draw.choice(["messages", "conversations", "conversation", "dialog"]): turns}
+    if draw.random() < 0.1:
+        row = {next(iter(row)): draw.choice([json.dumps(turns), [turns], ["a", "b"], ["a", "b", "c"], [["a", "b"]]])}
+    tool = draw.choice([list(TOOLS), json.dumps(TOOLS), [TOOLS[0]["function"]], [], "none", None])
+    more = {"tools": tool, "system": draw.choice(["s", "", None]), "id": 3, "source": "x", "images": []}
+    return {**row, **{key: more[key] for key in more if draw.random() < 0.15}}
+
+
+def split(seed: int) -> dict[str, Any]:
+    """Token rows, reports and refusals of whole runs: chats, text and both, split off, packed, cut, left out."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        chats = [{"messages": list(conversation(draw).messages)} for _ in range(draw.choice([4, 20, 60]))]
+        chats += draw.choices(chats, k=draw.choice([0, 2]))
+        texts = [
+            {"text": " ".join(text(draw) for _ in range(draw.choice([1, 30])))} for _ in range(draw.choice([1, 3, 30]))
+        ]
+        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+        (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+        words = [f"data.val_path={draw.choice(['null', f'{folder}/chats.jsonl'])}", "data.test_path=null"]
+        mode = draw.choice(["sft", "sft", "cpt", "cpt_mixed"])
+        words += [f"task_mode={mode}", f"data.train_path={folder}/{'texts' if mode == 'cpt' else 'chats'}.jsonl"]
+        if mode == "cpt":
+            words[0] = f"data.val_path={draw.choice(['null', f'{folder}/texts.jsonl'])}"
+        if mode == "cpt_mixed":
+            words += [f"data.text_path={folder}/texts.jsonl", f"data.text_fraction={draw.choice([0.1, 0.5, 0.99])}"]
+        words += [
+            f"data.val_fraction={draw.choice([0.0, 0.0, 0.2]) if 'null' in words[0] else 0.0}",
+            f"data.on_bad_row={draw.choice(['fail', 'skip', 'skip'])}", "data.on_missing_end=train",
+            f"data.max_lost_fraction={draw.choice([0.02, 1.0, 1.0])}",
+            f"data.truncate={draw.choice(['end', 'prompt', 'drop'])}",
+            f"data.special_tokens_in_text={draw.choice(['plain', 'control', 'fail'])}",
+            f"data.loss_on={draw.choice(['assistant', 'completion', 'all'])}",
+            f"data.packing={draw.choice(['none', 'best_fit']) if mode == 'sft' else 'none'}",
+        ]  # fmt: skip
+        run = config_from_text("model: {name: m}\n", name="run.yaml", overrides=words)
+        positions = draw.choice([None, 16, 4096])
+        try:
+            made = build_splits(
+                run, data_paths(run.data), tokenizer(), max_seq_len=draw.choice([16, 40, 300]), positions=positions
+            )
+        except SftPlayError as error:
+            return {"refused": digest(str(error).replace(place, "F"))}
+        found: dict[str, Any] = {"notes": digest([note.replace(place, "F") for note in made.notes])}
+        for name in ("train", "val", "test"):
+            if (part := getattr(made, name)) is not None:
+                rows_of = [[list(row[key]) for key in ("input_ids", "labels")] for row in to_dataset(part.rows)]
+                told = [line.replace(place, "F") for line in part.report.lines(name)]
+                found[name] = {"rows": len(rows_of), "digest": digest(rows_of), "told": digest(told)}
+        return found
+
+
+BODIES = (
+    "{{ 'a' * N }}", "{{ [1] * N }}", "{{ 2 ** N }}", "{{ 'ab'.center(N) }}", "{{ 'ab' | center(N) }}",
+    "{{ '\t\t'.expandtabs(N) }}", "{{ '%0Nd' % 3 }}", "{{ '{:N}'.format(3) }}",
+    "{{ ('x' * 999).replace('', 'y' * N) }}", "{{ ('y' * N).join('abcdef' * 99) }}",
+    "{{ 'abcdef' | list | join('y' * N) }}", "{{ 'a'.ljust(N) }}", "{{ 'a'.zfill(N) }}",
+    "{{ 'ab'.translate({97: 'y' * N}) }}", "{% for a in range(N) %}x{% endfor %}",
+    "{% for a in range(N) %}{% for b in range(N) %}{% endfor %}{% endfor %}", "{{ 'a b' | indent(N) }}",
+    "{{ 'a b' | wordwrap(N) | length }}", "{{ 'abc' | batch(N, 'z') | list | length }}", "{{ 'abc' | truncate(N) }}",
+    "{{ 'abc' | slice(N) | list | length }}", "{{ {'a': [N]} | tojson(indent=N) }}", "{{ 'x' ~ 'y' * N }}",
+    "{{ 10 * N * N }}", "{{ [messages] is eq [messages] }}", "{{ 'a' in messages[0].content }}", "{{ N | abs + 1 }}",
+    "{{ messages | map(attribute='role') | unique | join(',') }}", "{{ namespace(a=N).a }}",
+    "{{ dict(a=N) | length }}",
+    "{% set ns = namespace(t='a') %}{% for a in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}{{ ns.t | count }}",
+    "{{ cycler('a', 'b').next() * 2 }}", "{{ lipsum(N) }}", "{{ messages | random }}",
+    "{{ 'a,b' .split(',') | length }}", "{{ messages.__class__ }}",
+    "{{ ''.join(messages | map(attribute='content')) | length }}", "{{ raise_exception('no') }}",
+    "{{ (1, N) | sum }}", "{{ '%s' * 3 % (N, 2, 3) }}", "{{ 'b' | default('c') | upper * 2 }}",
+    "{{ N // 7 }}{{ N % 7 }}",
+)  # fmt: skip
+
+
+def bounded(number: int) -> dict[str, Any]:
+    """What templates that take much time or memory come to, from small to huge."""
+    became, parts = [], TokenizerParts.of(tokenizer())
+    for size in (0, 1, 9, 2_000, 3_000_000, 10**9, 10**15):
+        one = parts.with_template(TEMPLATES["chatml"] + BODIES[number].replace("N", str(size)))
+        try:
+            renderer = Renderer(one, DataConfig(on_missing_end="train"), max_seq_len=400, encoder=Encoder(parts))
+            text_of = renderer.rendered(
+                Chat("f:1", ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
+            )
+            became.append(text_of if len(text_of) < 200 else digest(text_of))
+        except SftPlayError as error:
+            became.append(re.sub(r"0x\w+|\d+(\.\d+)? s\b", "_", str(error)))
+    return {"digest": digest(became)}
 
 
 def packed(seed: int) -> dict[str, Any]:
@@ -327,9 +513,12 @@ def packed(seed: int) -> dict[str, Any]:
 ASKED: dict[str, tuple[Any, Any]] = {
     **{f"rows {name}": (rows, template) for name, template in TEMPLATES.items()},
     **{f"process {seed}": (processed, seed) for seed in range(24)},
-    **{f"documents {seed}": (documents, seed) for seed in range(6)},
-    **{f"shown {seed}": (shown, seed) for seed in range(4)},
+    **{f"documents {seed}": (documents, seed) for seed in range(16)},
+    **{f"shown {seed}": (shown, seed) for seed in range(9)},
     **{f"packed {seed}": (packed, seed) for seed in range(6)},
+    **{f"read {seed}": (read, seed) for seed in range(12)},
+    **{f"split {seed}": (split, seed) for seed in range(60)},
+    **{f"bounded {number}": (bounded, number) for number in range(len(BODIES))},
 }
 
 
