@@ -27,12 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+R = TypeVar("R")
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sft_play"
 ROOMS = ("plan", "launch", "data")
@@ -165,9 +168,9 @@ def _text(node: ast.AST) -> str:
 OWN_TESTS = {
     "plan": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
-    "data": "masks tool_calls ends mask_score template preview check rows words splits files formats process data "
-    "data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs own_messages "
-    "tokenizer",
+    "data": "data_decisions masks tool_calls ends mask_score template preview check rows words splits files formats "
+    "process data data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs "
+    "own_messages tokenizer",
 }
 """The test files of each room: those that mutants of it are run against, as far as they execute the mutant's line."""
 
@@ -351,13 +354,21 @@ def _judge(job: tuple[Mutant, Sequence[Baseline]]) -> Verdict:
     return Verdict(mutant, "survived" if asked else "no tests", "", seconds)
 
 
+def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Iterable[T]) -> Iterator[R]:
+    for future in as_completed([pool.submit(ask, one) for one in about]):
+        yield future.result()
+
+
 def judged(mutants: Sequence[Mutant], workers: int) -> Iterator[Verdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
     files = sorted({file for mutant in mutants for file in own_tests(mutant.path)})
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="mutants-") as parent, context.Pool(workers, _start, (parent,)) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as parent,
+        ProcessPoolExecutor(workers, context, _start, (parent,)) as pool,  # its workers may have children; Pool's not
+    ):
         baselines = {}
-        for one in pool.imap_unordered(_measure, files):
+        for one in _as_they_come(pool, _measure, files):
             baselines[one.file] = one
             usual = f"{one.seconds:.0f} s" if one.seconds is not None else "fails: it is not counted"
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
@@ -365,7 +376,7 @@ def judged(mutants: Sequence[Mutant], workers: int) -> Iterator[Verdict]:
         for mutant in mutants:
             there = [baselines[file] for file in own_tests(mutant.path) if baselines[file].seconds is not None]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
-        for count, verdict in enumerate(pool.imap_unordered(_judge, jobs), 1):
+        for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
             mutant = verdict.mutant
             sys.stderr.write(
                 f"[{count}/{len(mutants)}] {verdict.verdict} in {verdict.seconds:.0f} s: {mutant.path}:{mutant.line} "

@@ -1,0 +1,203 @@
+"""Small decisions of the data layer, each checked against the plainest way to say it, on random inputs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import DataConfig
+from sft_play.data.build import Counts
+from sft_play.data.dataset import _longer_limits, build_splits
+from sft_play.data.files import BadRow, data_paths
+from sft_play.data.preview import signs, spread_out
+from sft_play.data.raw import TEXT_CHARS, is_long, pieces_of
+from sft_play.data.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow, show_row
+from sft_play.data.template_limits import MAX_CHARS, TooMuch, _check_product
+from sft_play.errors import DataError
+from tests.models import CHATML, make_tokenizer
+
+CHAT = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is said"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.data())
+@settings(deadline=None)
+def test_the_rows_of_a_preview_are_spread_over_the_file(rows, count, data):
+    longest = data.draw(st.integers(0, rows - 1))
+    found = spread_out(rows, count, longest=longest)
+    assert found == sorted(set(found))
+    assert len(found) == min(rows, count)
+    assert set(found) <= set(range(rows))
+    assert found[0] == 0
+    if count > 1:
+        assert found[-1] == rows - 1
+    if count > 2:
+        assert longest in found
+
+
+@given(st.text(max_size=30))
+@settings(deadline=None)
+def test_signs_lose_no_character_of_a_text(text):
+    assert [kind for kind, _ in signs(text)].count("newline") == text.count("\n")
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.integers(8, 80))
+@settings(deadline=None)
+def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
+    ids = [10 + place % 80 for place in range(len(trained))]
+    row = TokenRow(
+        "f:1", ids, [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
+    )
+    whole = show_row(row, tokenizer, limit=10**6)
+    assert whole.replace("[[", "").replace("]]", "") == tokenizer.decode(ids)
+    changes = [trained[0], *(two for one, two in itertools.pairwise(trained) if one != two)]
+    assert whole.count("[[") == whole.count("]]") == sum(changes)
+    short = show_row(row, tokenizer, limit=limit)
+    assert short == whole if len(whole) <= limit else short == f"{whole[: limit // 2]} … {whole[-limit // 2 :]}"
+
+
+@given(st.integers(0, 5), st.integers(0, 25))
+def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
+    from sft_play.data.build import SHOWN_BAD_ROWS
+
+    counts = Counts()
+    for number in range(asked):
+        counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
+    rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
+    for row in rows:
+        counts.count_bad(row)
+    assert counts.first_bad == rows[:SHOWN_BAD_ROWS]
+    assert (counts.bad["bad"], counts.left_out["left out"]) == (bad, asked)
+
+
+@given(st.integers(1, 40), st.data())
+@settings(max_examples=40, deadline=None)
+def test_longer_limits_name_what_they_keep(count, data):
+    lengths = [data.draw(st.integers(10, 900)) for _ in range(count)]
+    limit = data.draw(st.integers(8, 300))
+    positions = data.draw(st.sampled_from([None, 64, 256, 512, 4096]))
+    counts = Counts(rows=count, trained=sum(min(length, limit) for length in lengths))
+    counts.lost = sum(lengths) - counts.trained
+    for length in lengths:
+        if length > limit:
+            counts.cost.add(length, [(0, length)])
+    if not counts.lost:
+        return
+    said = _longer_limits(counts, limit, positions)
+    if positions is not None and positions <= limit:
+        assert said == f"The model has {positions:,} positions: split or shorten the rows"
+        return
+    top = min(-(-max(lengths) // 64) * 64, positions or 10**9)
+    tried = sorted({min(limit * 2**power, top) for power in range(1, 9)})
+    kept = {one: sum(min(length, one) for length in lengths) / sum(lengths) for one in tried}
+    enough = [one for one in tried if kept[one] < 1] + [one for one in tried if kept[one] == 1][:1]
+    shares = [f"{one} keeps {'all' if kept[one] == 1 else f'{kept[one]:.2%}'}" for one in enough]
+    assert said == f"model.max_seq_len={', '.join(shares)}"
+
+
+@given(st.integers(0, 3), st.integers(-1, 1))
+@settings(deadline=None)
+def test_long_texts_are_cut_into_pieces_that_are_the_text(times, more):
+    size = max(0, times * TEXT_CHARS + more)
+    assert is_long("x" * size) == (size > 2 * TEXT_CHARS)
+    text = ("word " * (size // 5 + 1))[:size]
+    pieces = list(pieces_of(text))
+    assert "".join(pieces) == text if text.strip() else pieces == []
+    assert all(len(piece) <= 2 * TEXT_CHARS for piece in pieces)
+
+
+@given(st.integers(-2, 2), st.sampled_from(["x", b"x", [1], (1,)]), st.booleans())
+def test_a_product_is_bounded_by_what_it_makes(more, unit, turned):
+    each = 1 if isinstance(unit, (str, bytes)) else 8
+    times = MAX_CHARS // each + more
+    sides = (times, unit) if turned else (unit, times)
+    if each * times > MAX_CHARS:
+        with pytest.raises(TooMuch):
+            _check_product("*", *sides)
+    else:
+        _check_product("*", *sides)
+
+
+def splits_of(folder: Path, tokenizer: Any, rows: list[Any], *words: str, **more: Any) -> Any:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = config_from_text(
+        "model: {name: m}\n",
+        name="run.yaml",
+        overrides=[f"data.train_path={folder}/rows.jsonl", "data.val_path=null", "data.test_path=null", *words],
+    )
+    return build_splits(run, data_paths(run.data), tokenizer, max_seq_len=64, **more)
+
+
+def test_a_template_that_writes_the_day_is_told_today(tmp_path, tokenizer, monkeypatch):
+    dated = CHATML.replace("{% for", "{{ strftime_now('%Y-%m-%d') }}\n{% for", 1)
+    monkeypatch.setattr(tokenizer, "chat_template", dated)
+    row = splits_of(tmp_path, tokenizer, [{"messages": CHAT}]).train.first()
+    assert tokenizer.decode(row.input_ids).startswith(date.today().isoformat())
+    told = splits_of(tmp_path, tokenizer, [{"messages": CHAT}], today=date(2020, 2, 3)).train.first()
+    assert tokenizer.decode(told.input_ids).startswith("2020-02-03")
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
+def test_of_few_documents_the_ends_are_held_out_and_of_many_whole_ones(tmp_path, tokenizer, count):
+    from sft_play.data.dataset import FEW_DOCUMENTS
+
+    rows = [{"text": f"document {number}: " + "it is said again and again " * 40} for number in range(count)]
+    made = splits_of(tmp_path, tokenizer, rows, "task_mode=cpt", "data.val_fraction=0.2")
+    held = tokenizer.decode([token for row in made.val.rows for token in row["input_ids"]]) if made.val else ""
+    if count < FEW_DOCUMENTS:
+        assert made.val is not None
+        assert "document 0:" not in held
+    elif held:
+        assert held.count("document ") == sum(f"document {number}:" in held for number in range(count)) > 0
+    with_bad = [*rows, {"text": 7}]
+    with pytest.raises(DataError, match="row"):  # a bad row is judged, however few the documents are
+        splits_of(tmp_path, tokenizer, with_bad, "task_mode=cpt", "data.val_fraction=0.2")
+
+
+@given(st.integers(1, 40), st.sampled_from([0.05, 0.3, 0.5, 0.9]))
+@settings(max_examples=12, deadline=None)
+def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share):
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "texts.jsonl").write_text(json.dumps({"text": "some words of plain text " * 4000}) + "\n")
+    rows = [{"messages": [{"role": "user", "content": f"say {n}"}, CHAT[1]]} for n in range(chats)]
+    words = ["task_mode=cpt_mixed", f"data.text_path={folder}/texts.jsonl", f"data.text_fraction={share}"]
+    made = splits_of(folder, tokenizer, rows, *words)
+    sources = [row["source"] for row in made.train.rows]
+    assert sources.count(0) == chats
+    assert sources.count(1) == max(1, round(chats * share / (1 - share)))
+
+
+def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
+    """Texts are put together from known words; the first ones, and now and then one, are compared with the tokenizer."""
+    parts = TokenizerParts.of(tokenizer)
+    encoder = Encoder(parts)
+    renderer = Renderer(parts, DataConfig(), max_seq_len=64, encoder=encoder)
+    words = encoder.words
+    assert words is not None
+
+    class Wrong:
+        def masked(self, text: str, spans: Any) -> Any:
+            ids, trained = words.masked(text, spans)
+            return [*ids[:-1], ids[-1] + 1], trained
+
+    encoder.words = Wrong()
+    from sft_play.data.formats import Chat
+
+    with pytest.raises(AssertionError, match="other tokens than the text"):
+        renderer.render(Chat("f:1", tuple(CHAT)))
