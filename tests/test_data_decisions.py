@@ -184,7 +184,7 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
 
 
 def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
-    """Texts are put together from known words; the first ones, and now and then one, are compared with the tokenizer."""
+    """Texts are put together from known words; the first ones, and one of many, are compared with the tokenizer."""
     parts = TokenizerParts.of(tokenizer)
     encoder = Encoder(parts)
     renderer = Renderer(parts, DataConfig(), max_seq_len=64, encoder=encoder)
