@@ -175,9 +175,9 @@ OWN_TESTS = {
 """The test files of each room: those that mutants of it are run against, as far as they execute the mutant's line."""
 
 
-def own_tests(path: str) -> list[str]:
-    """The test files of a module's room."""
-    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split()]
+def own_tests(path: str, asked: Sequence[str] = ()) -> list[str]:
+    """The test files of a module's room; of them those that are asked, where some are."""
+    return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split() if not asked or name in asked]
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ def _as_they_come(pool: ProcessPoolExecutor, ask: Callable[[T], R], about: Itera
         yield future.result()
 
 
-def judged(mutants: Sequence[Mutant], workers: int) -> Iterator[Verdict]:
+def judged(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] = ()) -> Iterator[Verdict]:
     """The verdict of every mutant, as they come; each test file is measured once without a mutant before."""
-    files = sorted({file for mutant in mutants for file in own_tests(mutant.path)})
+    files = sorted({file for mutant in mutants for file in own_tests(mutant.path, asked)})
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as parent,
@@ -374,7 +374,7 @@ def judged(mutants: Sequence[Mutant], workers: int) -> Iterator[Verdict]:
             sys.stderr.write(f"{one.file} without a mutant: {usual}\n")
         jobs = []
         for mutant in mutants:
-            there = [baselines[file] for file in own_tests(mutant.path) if baselines[file].seconds is not None]
+            there = [baselines[file] for file in own_tests(mutant.path, asked) if baselines[file].seconds is not None]
             jobs.append((mutant, sorted(there, key=lambda one: one.seconds or 0)))
         for count, verdict in enumerate(_as_they_come(pool, _judge, jobs), 1):
             mutant = verdict.mutant
@@ -457,6 +457,7 @@ def main() -> int:
     parser.add_argument(
         "--again", type=Path, help="what an earlier run wrote: only mutants not killed there are judged"
     )
+    parser.add_argument("--tests", default="", help="only these test files, such as 'check words'")
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -465,7 +466,7 @@ def main() -> int:
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
     verdicts = killed_before(options.again, drawn) if options.again else []
     done = {verdict.mutant for verdict in verdicts}
-    for verdict in judged([mutant for mutant in drawn if mutant not in done], options.workers):
+    for verdict in judged([one for one in drawn if one not in done], options.workers, options.tests.split()):
         verdicts.append(verdict)
         if options.out:  # after each: a run that is stopped leaves what it found
             write_json(options.out, {"seed": options.seed, "drawn_from": len(everything), **report(verdicts)})

@@ -131,7 +131,8 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.60  # what is wanted is 95%: the slow test below
+    assert summary["after"]["exact_match"] >= 0.95  # the promise that `make benchmark-starter` measures over seeds
+    assert_the_base_copies_every_slot(next((cache / "starter").glob("base-*")) / "model")
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0
@@ -141,14 +142,6 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     assert sum("before:" in line for line in lines) == 3
     for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory:", "tokens/s in training", "Try next:"):
         assert part in printed
-
-
-@pytest.mark.slow
-def test_the_starter_reaches_95_percent(cache, tmp_path):
-    """The promise that `make benchmark-starter` measures over seeds and threads."""
-    train(cache, tmp_path, "output.name=starter")
-    assert_the_base_copies_every_slot(next((cache / "starter").glob("base-*")) / "model")
-    assert json.loads((tmp_path / "starter" / "summary.json").read_text())["after"]["exact_match"] >= 0.95
 
 
 @pytest.mark.slow
