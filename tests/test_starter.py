@@ -131,7 +131,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] >= 0.95  # the promise that `make benchmark-starter` measures over seeds
+    assert summary["after"]["exact_match"] >= 0.95  # as `make benchmark-starter` measures it over seeds
     assert_the_base_copies_every_slot(next((cache / "starter").glob("base-*")) / "model")
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)

@@ -15,7 +15,7 @@ Two million parameters and under a million tokens learn to copy only if the text
 below do: a value always follows a space, so that it is the same token wherever it stands; the name of a slot
 stands directly before its value, so that this one token says what to look for; and some chats hold loose
 values alone, every slot equally often. Copying is learned slot by slot, each at a sudden: from sentences,
-whose wording gives the place away, two slots of nine were not yet copied when the 700,000 tokens were over.
+whose wording gives the place away, two slots of nine were not yet copied after 700,000 tokens.
 
 What is held out is new: no validation or test prompt repeats the wording and values of a training row behind
 another "please", some wordings occur in validation and test only, and the corpus is written from other
