@@ -95,7 +95,7 @@ def train(cache: Path, out: Path, *overrides: str) -> str:
     words = [sys.executable, "-m", "sft_play", "train", f"output.dir={out}", *overrides]
     kept = {name: value for name, value in os.environ.items() if name not in ("SET", "CONFIG")}
     answer = subprocess.run(
-        words, cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache)}, capture_output=True, text=True, timeout=1200
+        words, cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache)}, capture_output=True, text=True, timeout=2400
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
