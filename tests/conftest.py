@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,3 +113,9 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return code, out + err
 
     return run
+
+
+def digest(value: Any) -> str:
+    """Sixteen characters that stand for a value; floats by six digits, which no processor rounds otherwise."""
+    plain = json.loads(json.dumps(value, default=str), parse_float=lambda text: f"{float(text):.6g}")
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build import Counts
-from sft_play.data.dataset import _longer_limits, build_splits
+from sft_play.data.build import SHOWN_BAD_ROWS, Counts
+from sft_play.data.dataset import FEW_DOCUMENTS, _longer_limits, build_splits
 from sft_play.data.files import BadRow, data_paths
+from sft_play.data.formats import Chat
 from sft_play.data.preview import signs, spread_out
 from sft_play.data.raw import TEXT_CHARS, is_long, pieces_of
 from sft_play.data.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow, show_row
@@ -74,8 +75,6 @@ def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
 
 @given(st.integers(0, 5), st.integers(0, 25))
 def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
-    from sft_play.data.build import SHOWN_BAD_ROWS
-
     counts = Counts()
     for number in range(asked):
         counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
@@ -155,8 +154,6 @@ def test_a_template_that_writes_the_day_is_told_today(tmp_path, tokenizer, monke
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 20])
 def test_of_few_documents_the_ends_are_held_out_and_of_many_whole_ones(tmp_path, tokenizer, count):
-    from sft_play.data.dataset import FEW_DOCUMENTS
-
     rows = [{"text": f"document {number}: " + "it is said again and again " * 40} for number in range(count)]
     made = splits_of(tmp_path, tokenizer, rows, "task_mode=cpt", "data.val_fraction=0.2")
     held = tokenizer.decode([token for row in made.val.rows for token in row["input_ids"]]) if made.val else ""
@@ -197,7 +194,5 @@ def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
             return [*ids[:-1], ids[-1] + 1], trained
 
     encoder.words = Wrong()
-    from sft_play.data.formats import Chat
-
     with pytest.raises(AssertionError, match="other tokens than the text"):
         renderer.render(Chat("f:1", tuple(CHAT)))

@@ -7,8 +7,9 @@ are right is what the judges of masks, the comparison with transformers and the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
+import io
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.dataset import build_splits
@@ -29,6 +31,7 @@ from sft_play.data.packing import best_fit
 from sft_play.data.render import Encoder, Renderer, TokenizerParts
 from sft_play.errors import SftPlayError
 from sft_play.train.rows import to_dataset
+from tests.conftest import digest
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
@@ -76,11 +79,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 PLAIN_WORDS = "hello there how are you light in kitchen is on 12 + 30 <|im_end|> </think> <think> é 語 yes no"
 WORDS = [*PLAIN_WORDS.split(), "\n", "\t"]
-
-
-def digest(value: Any) -> str:
-    """Sixteen characters that stand for a value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def text(draw: random.Random) -> str:
@@ -188,17 +186,18 @@ def odd_rows(draw: random.Random) -> list[Any]:
     return [*made, *draw.choices(good + bad, k=draw.randint(0, 4)), *draw.choices([shape], k=3)]
 
 
-def answer(words: list[str], folder: Path) -> dict[str, Any]:
-    """The exit code of a command and a digest of what it printed, without the folder and what a clock says."""
-    import contextlib
-    import io
-
-    from sft_play.cli import main
-
+def command(words: list[str]) -> tuple[int, str]:
+    """The exit code of a command and what it printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(words)
-    said = re.sub(r"\d+(\.\d+)? ?s\b|\d{4}-\d\d-\d\d\S*", "_", out.getvalue().replace(str(folder), "F"))
+    return code, out.getvalue()
+
+
+def answer(words: list[str], folder: Path) -> dict[str, Any]:
+    """The exit code of a command and a digest of what it printed, without the folder and what a clock says."""
+    code, printed = command(words)
+    said = re.sub(r"\d+(\.\d+)? ?s\b|\d{4}-\d\d-\d\d\S*", "_", printed.replace(str(folder), "F"))
     return {"code": code, "said": digest(said)}
 
 
@@ -320,17 +319,10 @@ def _word_document(path: Path, draw: random.Random) -> None:
 
 def checked(config: Path, folder: Path) -> dict[str, Any]:
     """The exit code of `check`, and a digest of what it says of the data; what it says of the machine is left out."""
-    import contextlib
-    import io
-
-    from sft_play.cli import main
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = main(["check", "--config", str(config), "--json"])
-    checks = json.loads(out.getvalue())["checks"]
+    code, printed = command(["check", "--config", str(config), "--json"])
+    answered = next(line for line in printed.splitlines() if line.startswith("{"))  # the log stands around it
     of_machine = ("model", "memory plan", "disk", "disk for the model")
-    said = [list(one.values()) for one in checks if one["name"] not in of_machine]
+    said = [list(one.values()) for one in json.loads(answered)["checks"] if one["name"] not in of_machine]
     return {"code": code, "said": digest(json.loads(json.dumps(said).replace(str(folder), "F")))}
 
 

@@ -7,7 +7,6 @@ moved: `python -m tests.test_recorded_plans`. Whether they are right is what the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from dataclasses import replace
@@ -24,6 +23,7 @@ from sft_play.plan.candidates import weigh
 from sft_play.plan.layout import layouts_for
 from sft_play.plan.plan import job_of, make_plan
 from sft_play.plan.show import bar_lines, plan_lines, table_lines, way_lines
+from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")
 COUNT = 100
@@ -74,11 +74,6 @@ def settings() -> dict[str, tuple[str, str, list[str], bool]]:
     return found
 
 
-def digest(text: str) -> str:
-    """Sixteen characters that stand for a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def on_no_machine(name: str) -> Hardware:
     """The named machine, with a CPU of its own instead of that of the machine that the test runs on."""
     hardware = replace(named(name), cpu_name="CPU", cpu_cores=16)
@@ -113,9 +108,9 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         "required": plan.memory.required,
         "tokens_per_s": float(f"{plan.speed.tokens_per_s:.6g}"),
         "candidates": len(candidates),
-        "digest": digest("\n".join(lines)),
-        "told": digest("\n".join(told)),
-        "json": digest(json.dumps(plan.as_json(), sort_keys=True)),
+        "digest": digest(lines),
+        "told": digest(told),
+        "json": digest(plan.as_json()),
     }
 
 

@@ -222,14 +222,6 @@ def make_plan(
     layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
     candidates = weigh(job, layouts)
     chosen, candidates, said = _confirmed(job, candidates, confirm)
-    reasons = [
-        job.precision.reason,
-        *_seq_reason(config, shape),
-        *([f"the model's shape is {shape.note}"] if shape.note else []),
-        *_why(job, candidates, chosen),
-        *said,
-        *_advice(config, job, chosen),
-    ]
     plan = Plan(
         choice=chosen,
         precision=job.precision,
@@ -238,7 +230,7 @@ def make_plan(
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
-        reasons=tuple(reasons),
+        reasons=_reasons(job, candidates, chosen, said),
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
         speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
@@ -247,9 +239,26 @@ def make_plan(
     )
     if plan.fits or not with_ways_out:
         return plan
+    return _with_ways_out(plan, config, shape, only=only, has_eval=has_eval, earlier=earlier)
+
+
+def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, said: Sequence[str]) -> tuple[str, ...]:
+    """Why the plan is as it is: precision, length, shape, layout, what the trace said, and advice."""
+    return (
+        job.precision.reason,
+        *_seq_reason(job.config, job.shape),
+        *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
+        *_why(job, candidates, chosen),
+        *said,
+        *_advice(job.config, job, chosen),
+    )
+
+
+def _with_ways_out(plan: Plan, config: RunConfig, shape: ModelShape, **asked: Any) -> Plan:
+    """A plan that does not fit, with what would; `asked` is what `ways_out` takes."""
     from sft_play.plan.ways_out import ways_out
 
-    ways = tuple(ways_out(config, shape, hardware, only=only, has_eval=has_eval, earlier=earlier))
+    ways = tuple(ways_out(config, shape, plan.hardware, **asked))
     return dataclasses.replace(
         plan,
         ways_out=tuple(way for way in ways if way.fits),

@@ -6,8 +6,9 @@ named: nothing was measured there, and layouts that offload count only where a m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -36,6 +37,46 @@ Look = Callable[[RunConfig, Hardware, Sequence[LayoutName]], Candidate | None]
 """What needs the least of a config on a machine; None where its batch does not split over the GPUs."""
 
 
+@dataclass(frozen=True)
+class _Search:
+    """The job that does not fit, and what would become of it when it is changed."""
+
+    config: RunConfig
+    shape: ModelShape
+    hardware: Hardware
+    only: Sequence[LayoutName]
+    has_eval: bool
+    earlier: Sequence[Measured]
+
+    def known(self, machine: Hardware) -> Sequence[Measured]:
+        """Runs of the present machine say nothing of another."""
+        return self.earlier if machine is self.hardware else ()
+
+    def look(self, changed: RunConfig, machine: Hardware, layouts: Sequence[LayoutName]) -> Candidate | None:
+        """The thriftiest candidate: far fewer are weighed than for a plan."""
+        possible, _ = layouts_for(changed, self.shape, machine)
+        wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
+        try:
+            job = job_of(changed, self.shape, machine, has_eval=self.has_eval, earlier=self.known(machine))
+            found = thriftiest(job, wanted)
+        except ConfigError:  # the batch that was given does not split over that many GPUs
+            return None
+        return next((candidate for candidate in found if candidate.fits), least(found))  # those that offload come last
+
+    def choice(
+        self, changed: RunConfig, machine: Hardware | None = None, layouts: Sequence[LayoutName] | None = None
+    ) -> Candidate | None:
+        """What a plan would take where something fits, else the thriftiest."""
+        machine, layouts = machine or self.hardware, layouts or self.only
+        found = self.look(changed, machine, layouts)
+        if found is None or not found.fits:
+            return found
+        return make_plan(
+            changed, self.shape, machine, only=layouts, has_eval=self.has_eval, earlier=self.known(machine),
+            with_ways_out=False,
+        ).choice  # fmt: skip
+
+
 def ways_out(
     config: RunConfig,
     shape: ModelShape,
@@ -48,37 +89,22 @@ def ways_out(
     """Changes that need less memory or find more of it, those that are not enough among them; the last one adds up
     changes until they fit. All of them in layouts that can be launched."""
     only = [name for name in only if name in BUILT] or only
-
-    def known(machine: Hardware) -> Sequence[Measured]:
-        """Runs of the present machine say nothing of another."""
-        return earlier if machine is hardware else ()
-
-    def look(changed: RunConfig, machine: Hardware, layouts: Sequence[LayoutName]) -> Candidate | None:
-        """The thriftiest candidate: far fewer are weighed than for a plan."""
-        possible, _ = layouts_for(changed, shape, machine)
-        wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
-        try:
-            found = thriftiest(job_of(changed, shape, machine, has_eval=has_eval, earlier=known(machine)), wanted)
-        except ConfigError:  # the batch that was given does not split over that many GPUs
-            return None
-        return next((candidate for candidate in found if candidate.fits), least(found))  # those that offload come last
-
-    def choice(
-        changed: RunConfig, machine: Hardware = hardware, layouts: Sequence[LayoutName] = only
-    ) -> Candidate | None:
-        """What a plan would take where something fits, else the thriftiest."""
-        found = look(changed, machine, layouts)
-        if found is None or not found.fits:
-            return found
-        return make_plan(
-            changed, shape, machine, only=layouts, has_eval=has_eval, earlier=known(machine), with_ways_out=False
-        ).choice
-
+    search = _Search(config, shape, hardware, only, has_eval, earlier)
     fitted = False
+    for way in itertools.chain(_by_settings(search), _by_layout(search), _by_machine(search)):
+        fitted = fitted or way.fits
+        yield way
+    if not fitted:
+        yield from _by_smaller_model(search)
+
+
+def _by_settings(search: _Search) -> Iterator[WayOut]:
+    """Changed settings, one after the other; added up as long as none of them is enough."""
+    config, fitted = search.config, False
     together, settings = config, dict[str, str]()
-    present = choice(config)
-    for setting, changed in _changes(config, lambda shorter: look(shorter, hardware, only)):
-        found = choice(changed)
+    present = search.choice(config)
+    for setting, changed in _changes(config, lambda shorter: search.look(shorter, search.hardware, search.only)):
+        found = search.choice(changed)
         if found is None:
             continue
         if not found.fits and present is not None and found.overload > present.overload:
@@ -88,44 +114,38 @@ def ways_out(
         together = _apply(together, setting)
         settings[setting.partition("=")[0]] = setting
         if not fitted and len(settings) > 1:
-            both = choice(together)
+            both = search.choice(together)
             if both is not None and both.fits:
                 fitted = True
                 words = " ".join(settings.values())
                 yield _way(words, both, setting=words)
-    left_out = [name for name in BUILT if name not in only]
-    if left_out:
-        found = choice(config, layouts=BUILT)
+
+
+def _by_layout(search: _Search) -> Iterator[WayOut]:
+    """The best layout of all, where STRATEGY= left some out."""
+    if set(BUILT) <= set(search.only):
+        return
+    found = search.choice(search.config, layouts=BUILT)
+    if found is not None and found.fits:
+        name = found.layout.name
+        yield _way(f"layout {name} (make train-distributed STRATEGY={name})", found)
+
+
+def _by_machine(search: _Search) -> Iterator[WayOut]:
+    """Other machines."""
+    for machine, words in _machines(search.config, search.hardware, search.look):
+        found = search.choice(search.config, machine, BUILT)
         if found is not None and found.fits:
-            fitted = True
-            name = found.layout.name
-            yield _way(f"layout {name} (make train-distributed STRATEGY={name})", found)
-    for machine, words in _machines(config, hardware, look):
-        found = choice(config, machine, BUILT)
-        if found is not None and found.fits:
-            fitted = True
             yield _way(f"{words} ({found.layout.name})", found, hardware=_name_of(machine))
-    if not fitted:
-        yield from _smaller_model(config, shape, hardware, only, has_eval=has_eval, earlier=earlier)
 
 
-def _smaller_model(
-    config: RunConfig,
-    shape: ModelShape,
-    hardware: Hardware,
-    only: Sequence[LayoutName],
-    *,
-    has_eval: bool,
-    earlier: Sequence[Measured],
-) -> Iterator[WayOut]:
+def _by_smaller_model(search: _Search) -> Iterator[WayOut]:
     """The largest known model that fits with the same settings, where nothing keeps the model."""
-    name = largest_that_fits("model", config, shape, hardware, only=only, has_eval=has_eval, earlier=earlier).value
+    asked: dict[str, Any] = {"only": search.only, "has_eval": search.has_eval, "earlier": search.earlier}
+    name = largest_that_fits("model", search.config, search.shape, search.hardware, **asked).value
     if isinstance(name, str):
         setting = f"model.name={name}"
-        changed = _apply(config, setting)
-        plan = make_plan(
-            changed, shape_of(name), hardware, only=only, has_eval=has_eval, earlier=earlier, with_ways_out=False
-        )
+        plan = make_plan(_apply(search.config, setting), shape_of(name), search.hardware, with_ways_out=False, **asked)
         yield _way(setting, plan.choice, setting=setting)
 
 

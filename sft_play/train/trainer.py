@@ -587,23 +587,13 @@ def build_trainer(
     if plan.gradient_checkpointing == "selective":
         more.append(_CheckpointFirstLayers(plan.checkpointed_layers))
     if "tensorboard" in config.train.report_to and engine_module.is_first():
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)
-        board = TensorBoardCallback(writer)
-        board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
-        hparams = hparams_of(config, plan, learning_rate=learning_rate(config))
-        more += [board, Board(writer, folder, hparams=hparams, answers=lambda: trainer.last_answers)]
+        more += _boards(config, plan, folder, resume_step=resume_step, answers=lambda: trainer.last_answers)
     window = None
     if config.train.profile_steps is not None and engine_module.is_first():
         window = ProfileWindow(folder.path / "profile", config.train.profile_steps)
         more.append(window)
     rows = to_dataset(train.rows)
-    packs = best_fit(lengths_of(rows), plan.max_seq_len) if wants_packing(config) else None
-    if packs is not None:
-        _say_packs(packs, rows=len(rows), plan=plan)
-    elif config.data.packing != "none":
-        logger.info("Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode)
+    packs = _packs_of(rows, config, plan)
     trainer = PlannedTrainer(
         model=model,
         args=arguments,
@@ -626,6 +616,30 @@ def build_trainer(
 
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _boards(
+    config: RunConfig, plan: Plan, folder: RunFolder, *, resume_step: int, answers: Callable[[], Sequence[Answer]]
+) -> list[TrainerCallback]:
+    """TensorBoard's own callback and ours, which write to one place; a resumed run drops what follows its step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)
+    board = TensorBoardCallback(writer)
+    board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
+    hparams = hparams_of(config, plan, learning_rate=learning_rate(config))
+    return [board, Board(writer, folder, hparams=hparams, answers=answers)]
+
+
+def _packs_of(rows: Any, config: RunConfig, plan: Plan) -> Packs | None:
+    """Which rows share a place in a batch; None where rows are not packed."""
+    if wants_packing(config):
+        packs = best_fit(lengths_of(rows), plan.max_seq_len)
+        _say_packs(packs, rows=len(rows), plan=plan)
+        return packs
+    if config.data.packing != "none":
+        logger.info("Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode)
+    return None
 
 
 def _say_packs(packs: Packs, *, rows: int, plan: Plan) -> None:
