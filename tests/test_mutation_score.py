@@ -1,0 +1,74 @@
+"""The tool that counts which changed decisions the tests find: what it changes, what it leaves, what it keeps."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.mutation_score import OWN_TESTS, ROOMS, Mutant, Verdict, all_mutants, killed_before, mutants_of, score
+from tests.conftest import ROOT
+
+SOURCE = '''
+"""A docstring 1 < 2."""
+LIMIT: "int < 3" = 7
+
+
+def choose(items, most):
+    """1 < 2"""
+    logger.info("%d < 2", 1 < 2)
+    if len(items) > most and not items[0]:
+        raise ValueError("1 < 2", 1 + 1)
+    return max(items) if items else most // 2
+'''
+
+
+def test_each_decision_is_changed_once_and_words_are_left():
+    found = mutants_of("sft_play/plan/x.py", SOURCE)
+    changes = {(mutant.before, mutant.after) for mutant in found}
+    assert changes == {
+        ("len(items) > most and not items[0]", "(len(items) > most or not items[0])"),
+        ("len(items) > most", "(len(items) >= most)"),
+        ("len(items) > most", "(len(items) <= most)"),
+        ("not items[0]", "(items[0])"),
+        ("0", "1"),
+        ("max(items) if items else most // 2", "(most // 2 if items else max(items))"),
+        ("max(items)", "(min(items))"),
+        ("most // 2", "(most * 2)"),
+        ("2", "3"),
+    }
+    for mutant in found:
+        changed = mutant.apply(SOURCE.encode()).decode()
+        assert changed != SOURCE
+        ast.parse(changed)
+        assert SOURCE.encode()[mutant.start : mutant.end].decode() == mutant.before
+
+
+def test_every_room_has_mutants_and_its_test_files_are_there():
+    assert set(OWN_TESTS) == set(ROOMS)
+    for room in ROOMS:
+        assert len(all_mutants([room])) > 100
+    for name in " ".join(OWN_TESTS.values()).split():
+        assert (ROOT / "tests" / f"test_{name}.py").is_file(), name
+
+
+@pytest.mark.parametrize("killed", [0, 1, 3])
+def test_what_was_killed_stays_killed_and_the_rest_is_judged_again(tmp_path, killed):
+    drawn = mutants_of("sft_play/plan/x.py", SOURCE)
+    verdicts = [Verdict(one, "killed" if place < killed else "survived", "t") for place, one in enumerate(drawn)]
+    gone = Mutant("sft_play/plan/gone.py", 1, "constant", "0", "1", 0, 1)
+    written = [{**asdict(one.mutant), **asdict(one)} for one in [*verdicts, Verdict(gone, "killed", "t")]]
+    (tmp_path / "first.json").write_text(json.dumps({"verdicts": written}))
+    assert [one.mutant for one in killed_before(tmp_path / "first.json", drawn)] == drawn[:killed]
+    assert (score(verdicts)["killed"], score(verdicts)["mutants"]) == (killed, len(drawn))
+
+
+def test_the_kept_score_is_that_of_its_verdicts_and_of_the_docs():
+    kept = json.loads((ROOT / "benchmarks" / "mutation_score.json").read_text(encoding="utf-8"))
+    killed = sum(one["verdict"] == "killed" for one in kept["verdicts"])
+    assert (kept["killed"], kept["mutants"]) == (killed, len(kept["verdicts"]))
+    assert killed >= 0.85 * kept["mutants"]
+    said = " ".join((ROOT / "docs" / "testing.md").read_text(encoding="utf-8").split())
+    assert f"{kept['killed']} are killed, {kept['share']:.1%}" in said
