@@ -216,6 +216,7 @@ def test_an_open_quote_in_set_is_named():
         ("data: {text_path: x.txt}", "read by task_mode: cpt_mixed only"),
         ("train: {bf16: true, fp16: true}", "choose one"),
         ("train: {early_stopping_patience: 2}", "needs train.load_best_model_at_end"),
+        ("train: {optim: adafactor, adam_beta2: 0.95}", "is AdamW's, and train.optim is adafactor"),
         ("train: {load_best_model_at_end: true}\neval: {steps: 0}", "never evaluates"),
         ("train: {metric_for_best_model: exact_match}", "needs eval.generate_rows"),
         ("tuning: {backend_fallback: bnb}", "is the backend itself"),

@@ -557,6 +557,7 @@ PROBES: list[tuple[str, Probe]] = [
     ),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
     one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
+    one(arguments, "train.adam_beta2", 0.95, "adam_beta2", 0.95),
     one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(
         one(arguments, "train.optim", name, "optim", name)

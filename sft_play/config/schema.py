@@ -316,6 +316,9 @@ class TrainConfig(Section):
     weight_decay: float = leaf(0.0, owner="train.trainer", ge=0.0)
     """AdamW's decay of weights (norms and biases left out)."""
 
+    adam_beta2: float = leaf(0.999, owner="train.trainer", ge=0.0, lt=1.0)
+    """Decay of AdamW's average of squared gradients; smaller forgets sooner, as short pre-training wants it (0.95)."""
+
     max_grad_norm: float = leaf(1.0, owner="train.trainer", ge=0.0)
     """Gradients are scaled down to this norm; 0 leaves them."""
 

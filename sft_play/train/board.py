@@ -55,6 +55,7 @@ def hparams_of(config: RunConfig, plan: Plan, *, learning_rate: float) -> dict[s
         "lr_scheduler_type": config.train.lr_scheduler_type,
         "warmup_steps": config.train.warmup_steps,
         "weight_decay": config.train.weight_decay,
+        "adam_beta2": config.train.adam_beta2,
         "optim": config.train.optim,
         "precision": plan.precision.compute,
         "seed": config.train.seed,

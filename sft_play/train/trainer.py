@@ -101,6 +101,7 @@ def training_arguments(
         lr_scheduler_type=train.lr_scheduler_type,
         warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay,
+        adam_beta2=train.adam_beta2,
         max_grad_norm=train.max_grad_norm,
         optim=train.optim,
         bf16=plan.precision.compute == "bfloat16",
