@@ -27,9 +27,10 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch import accelerate_config, board_commands
+from sft_play.launch.exported import node_variables, rank_variables, refuse_tasks, refuse_too_few
 from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.launch.spread import DEFAULT_PORT, NODE_VARIABLES, Spread, spread_of, with_accelerate
 from sft_play.launch.spread import VARIABLES as spread_variables
-from sft_play.launch.spread import Spread, spread_of, with_accelerate
 from sft_play.log import escape_control, one_line, output_is_lost, redact, set_up_logging
 from sft_play.plan import record, show
 from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
@@ -81,6 +82,9 @@ SHORT_FLAGS = {
     "--output": "output.dir",
 }
 """Flags that people know from other tools, and the keys that they mean."""
+FIRST_NODE = "NODE0"
+"""Stands for an address that a plan cannot know."""
+MOST_NODES_SHOWN = 2
 RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 """Packages that every rank imports: a parent that lacks one says so before it starts any."""
 
@@ -196,10 +200,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
 
     out = value(given.out, "OUT")
     overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
-    spreading = [name for name in spread_variables if given.command in flag_commands(name)]
-    asked = {name: value(getattr(given, name.lower(), None), name) or "" for name in spreading}
-    if given.command == "train":  # of a rank, whose words say what its parent's environment said
-        asked["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
+    asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)
     request = Request(
         command=given.command,
@@ -232,10 +233,34 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
             asked,
             deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
             board=bool(given.tensorboard),
+            notes=notes,
         ),
     )
     _refuse_no_config(request, environment)
     return request
+
+
+def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """How the run is to be spread, by flags, by make's variables and by what a scheduler exported; lines on the last.
+
+    `train` takes the nodes too where the environment names several: each of them was told to train.
+    """
+    command = given.command
+    found = {
+        name: getattr(given, name.lower(), None) or environment.get(name) or ""
+        for name in spread_variables
+        if command in flag_commands(name)
+    }
+    if command == "train":  # of a rank, whose words say what its parent's environment said
+        found["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
+    if command not in (*TRAINING, "doctor") or rank_variables(environment):
+        return found, ()
+    exported, notes = node_variables(environment)
+    if command == "train":
+        names = (*NODE_VARIABLES, "NPROC")
+        of_nodes = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
+        return (found | of_nodes, notes) if of_nodes["NNODES"] not in ("", "1") else (found, ())
+    return found | {name: text for name, text in exported.items() if not found.get(name)}, notes
 
 
 def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
@@ -396,7 +421,8 @@ def _plan(request: Request) -> int:
     if request.json:
         sys.stdout.write(json.dumps(answer) + "\n")
         return 0 if plan.fits else DoesNotFit.exit_code
-    for line in show.plan_lines(plan, loaded.config, command=_launch_command(plan, loaded)):
+    by_node = _launches_by_node(plan, loaded)
+    for line in show.plan_lines(plan, loaded.config, command=_launch_command(plan, loaded), by_node=by_node):
         logger.info("%s", line)
     for line in [*show.grid_lines(cells), *([show.largest_line(largest)] if largest else [])]:
         logger.info("%s", line)
@@ -444,15 +470,30 @@ def _largest(what: Question, config: RunConfig, hardware: Hardware, only: Sequen
     )
 
 
-def _launch_command(plan: Plan, loaded: LoadedConfig) -> str:
-    """How to start what was planned."""
+def _launch_command(plan: Plan, loaded: LoadedConfig, *, node: int = 0) -> str:
+    """How to start what was planned, on one of its nodes."""
     spreads = plan.layout != "single"
     words = ["make", "train-distributed" if spreads else "train", f"CONFIG={loaded.path}"]
     if spreads:
         words.append(f"STRATEGY={plan.layout}")
+    if plan.hardware.nodes > 1:
+        words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
+        words.append(f"MASTER_PORT={DEFAULT_PORT}")
     if loaded.overrides:
         words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
     return shlex.join(words)
+
+
+def _launches_by_node(plan: Plan, loaded: LoadedConfig) -> list[str]:
+    """What is typed on each of several nodes."""
+    nodes, shown = plan.hardware.nodes, min(plan.hardware.nodes, MOST_NODES_SHOWN)
+    if nodes == 1:
+        return []
+    head = f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
+    lines = [f"{head}scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):"]
+    lines += [f"  on node {node}: {_launch_command(plan, loaded, node=node)}" for node in range(shown)]
+    rest = f"{shown} to {nodes - 1}" if nodes - 1 > shown else f"{shown}"
+    return lines + [f"  on node {rest}: the same with NODE_RANK={rest}"] * (nodes > shown)
 
 
 def _setting(word: str) -> str:
@@ -499,7 +540,7 @@ def _doctor(request: Request) -> int:
     _refuse_hardware(request)
     spread, file = request.spread, accelerate_config.find_config(os.environ)
     if file is not None:
-        spread = with_accelerate(spread, accelerate_config.read_config(file))
+        spread = with_accelerate(spread, accelerate_config.read_found(file, os.environ)[0])
 
     def planner(machine: Hardware) -> Planned:
         config = load_config(request.config, overrides=request.overrides).config
@@ -624,6 +665,8 @@ def _train(request: Request) -> int:
 
         return start_rank(loaded, ranks, request.spread, find=find)
     _refuse_spread(request)
+    if request.spread.nodes.count > 1 or _accelerate_names_machines():
+        return launch(loaded, request.spread)
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = runs.goes_on(folder, output)
     if resume and runs.is_finished(folder):
@@ -631,10 +674,39 @@ def _train(request: Request) -> int:
     return start_here(loaded, folder, resume=resume, board=request.spread.board)
 
 
+def _accelerate_names_machines() -> bool:
+    """Whether the accelerate configuration that a launch would read is one of several machines.
+
+    One that cannot be read is a launch's to refuse: one process needs nothing from it.
+    """
+    file = accelerate_config.find_config(os.environ)
+    if file is None:
+        return False
+    try:
+        return accelerate_config.read_config(file).num_machines > 1
+    except ConfigError as error:
+        logger.warning("%s; it is not needed for one process", error)
+        return False
+
+
 def _launched(request: Request) -> Ranks | None:
-    """This process's place among the ranks that a launcher started; None where it is the only process."""
-    ranks = ranks_of(os.environ)
-    if ranks is None or (ranks.world_size == 1 and ranks.folder is None and not request.spread.deepspeed):
+    """This process's place among the ranks that a launcher started; None where it is the only process.
+
+    Raises:
+        ConfigError: the launcher was asked for several processes and started one, or started a run for each of them.
+    """
+    refuse_too_few(os.environ)
+    refuse_tasks(os.environ, nodes=request.spread.nodes.count)
+    ranks, spread = ranks_of(os.environ), request.spread
+    if ranks is None:
+        return None
+    if spread.processes not in (None, ranks.local_world_size):
+        raise ConfigError(
+            f"NPROC={spread.processes} asks for {spread.processes} processes on this node, and the launcher started "
+            f"{ranks.local_world_size}: give the number to one of them"
+        )
+    wants_engine = spread.deepspeed or spread.strategy not in (None, "single")
+    if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
         return None
     set_up_logging(request.command, rank=ranks.rank)
     return ranks
@@ -645,6 +717,10 @@ def _launch(request: Request) -> int:
     for package in RANKS_NEED:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    if request.command != "launch-command" and ranks_of(os.environ) is not None:
+        return _train(request)  # under another launcher, whose ranks these are
+    refuse_too_few(os.environ)
+    refuse_tasks(os.environ, nodes=request.spread.nodes.count)
     loaded = load_config(request.config, overrides=request.overrides)
     return launch(loaded, dataclasses.replace(request.spread, show_only=request.command == "launch-command"))
 

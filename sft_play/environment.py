@@ -15,15 +15,20 @@ OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV"))
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
-    "TORCHELASTIC_USE_AGENT_STORE",
+    *("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID"),
 )
 """What a launcher tells its ranks; and OMP_NUM_THREADS, which without a launcher is the user's own word."""
+FAMILIES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
+"""How other launchers' names of the same things begin."""
 
 
 def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a run that this one starts beside itself: this package first, this run's place left out."""
     left_out = {*OF_MAKE, *OF_LAUNCHERS, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
-    kept = {name: value for name, value in environment.items() if name not in left_out}
+    kept = {
+        name: value for name, value in environment.items() if name not in left_out and not name.startswith(FAMILIES)
+    }
+    kept["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
     package = str(Path(__file__).resolve().parents[1])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     return kept

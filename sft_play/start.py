@@ -31,9 +31,11 @@ from sft_play.facts.architecture import (
 )
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
+from sft_play.launch.accelerate_config import AccelerateConfig
 from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import Launch, require_free_port, torchrun
-from sft_play.launch.meeting import card_of, choose_interface, meet
+from sft_play.launch.exported import accelerate_choices, drop_accelerate, rank_variables
+from sft_play.launch.meeting import card_of, choose_interface, meet, refuse_lone_node
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
@@ -149,6 +151,7 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     resume = mark is not None
     buffer = start_log_buffer()
     _say_base(loaded)
+    choices = _choices_of_accelerate()
     loaded = with_curves(loaded) if board else loaded
     whole = detect()
     hardware = _one_gpu(whole)
@@ -161,6 +164,8 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     from sft_play.data.files import data_paths
 
     _say_plan(plan, planned)
+    if choices is not None:
+        _say_choices(choices, plan)
     paths = data_paths(loaded.config.data)
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, hardware)
@@ -248,6 +253,10 @@ def start_rank(
     """
     buffer = start_log_buffer() if ranks.is_first else None
     _say_base(loaded)
+    os.environ.update(rank_variables(os.environ))  # torch reads torchrun's names
+    choices = _choices_of_accelerate()
+    if choices is not None and ranks.folder is None:  # below a parent of ours they are somebody else's, left over
+        spread = with_accelerate(spread, choices)
     choose_interface(ranks, os.environ)
     loaded = with_curves(loaded) if spread.board else loaded
     handed = _handed(loaded, ranks, spread, find)
@@ -256,6 +265,8 @@ def start_rank(
     planned, loaded = loaded.config, _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
     plan = plan_from_json(handed.plan)
+    if choices is not None and ranks.is_first and ranks.folder is None:
+        _say_choices(choices, plan)
     _check_gpu(plan, ranks)
     from sft_play.data.files import data_paths
     from sft_play.train.run import Job, run
@@ -272,6 +283,30 @@ def start_rank(
     if ranks.is_first:
         _remember(planned, plan, summary)
     return 0
+
+
+def _choices_of_accelerate() -> AccelerateConfig | None:
+    """What `accelerate launch` told this process, taken out of its environment: every engine and precision is reached
+    through the Trainer's arguments, and accelerate would act on its variables beside them."""
+    choices = accelerate_choices(os.environ)
+    drop_accelerate(os.environ)
+    return choices
+
+
+def _say_choices(choices: AccelerateConfig, plan: Plan) -> None:
+    """Where the plan and the run YAML win over what `accelerate launch` said."""
+    for line in accelerate_config.choice_differences(
+        choices,
+        mixed_precision=_word_of(plan),
+        grad_accum=plan.batch.grad_accum,
+        has_gpus=bool(plan.hardware.gpus),
+    ):
+        logger.info("%s", line)
+
+
+def _word_of(plan: Plan) -> str:
+    """The plan's precision as accelerate calls it."""
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
 
 
 def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
@@ -303,7 +338,11 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
 
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
-    hardware = _spread_over(detect(), ranks.world_size, ranks.nodes)
+    here = detect()
+    hardware = _spread_over(here, ranks.world_size, ranks.nodes)
+    if hardware.gpus and ranks.local_world_size < len(here.gpus):
+        logger.warning("%d of this node's %d GPUs stay idle: start %d processes on it (--nproc-per-node) to use all",
+                       len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
     folder, resume = find()
     place = str(folder.path.absolute())
     if resume and runs.is_finished(folder):
@@ -431,11 +470,17 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
+    for note in spread.notes:
+        logger.info("%s", note)
     file = accelerate_config.find_config(os.environ)
     if file is not None:
-        accelerate = accelerate_config.read_config(file)
+        accelerate, notes = accelerate_config.read_found(file, os.environ)
+        for note in notes:
+            logger.info("%s", note)
         spread = with_accelerate(spread, accelerate)
+    refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
+    _say_idle(hardware, spread, file)
     here_alone = spread.nodes.count == 1
     folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if here_alone else None)
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
@@ -445,9 +490,11 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
         held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if file is not None:
-        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no")
         for line in accelerate_config.differences(
-            accelerate, mixed_precision=precision, grad_accum=plan.batch.grad_accum, has_gpus=bool(hardware.gpus)
+            accelerate,
+            mixed_precision=_word_of(plan),
+            grad_accum=plan.batch.grad_accum,
+            has_gpus=bool(hardware.gpus),
         ):
             logger.info("%s", line)
     from sft_play.data.files import data_paths
@@ -483,6 +530,16 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
             raise
         _settle(folder, code)
         return code
+
+
+def _say_idle(hardware: Hardware, spread: Spread, file: Path | None) -> None:
+    """Says which GPUs of this node stay idle because a number of processes was given, and what would use them all."""
+    there, used = len(detect().gpus), hardware.gpus_per_node
+    if not hardware.gpus or spread.gpus or used >= there:
+        return
+    in_file = f", or num_processes: {there * spread.nodes.count} in {one_line(str(file))}," if file else ""
+    logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
+                   there - used, there, "stay" if there - used > 1 else "stays", there, in_file)  # fmt: skip
 
 
 def _settle(folder: RunFolder, code: int) -> None:
@@ -559,7 +616,8 @@ def _run_ranks(made: Launch, folder: RunFolder | None) -> int:
     """
     require_free_port(made)
     seen: list[int] = []
-    environment = endings.ends_with_me({**os.environ, **made.environment}, number=signal.SIGTERM)
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
+    environment = endings.ends_with_me({**kept, **made.environment}, number=signal.SIGTERM)
     process = subprocess.Popen(made.watched, env=environment, start_new_session=True)
 
     def pass_on(number: int) -> None:

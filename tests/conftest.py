@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 VARIABLES = (
     *(name for name in OF_MAKE if name not in ("TESTS", "TORCH")),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE"),
     *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "SFT_PLAY_MAKE", "TORCHELASTIC_ERROR_FILE"),
     "GLOO_SOCKET_IFNAME",
 )
@@ -62,9 +62,10 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests leave the user's cache alone: neither its base model nor its record of runs is theirs."""
+    """Tests leave the user's caches alone: neither base model, record of runs nor accelerate's answers are theirs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
         yield
 
 

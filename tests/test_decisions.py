@@ -377,7 +377,8 @@ def test_a_rank_knows_its_place_or_the_contradiction_is_named(rank, world, local
 def test_no_launcher_means_no_rank_and_half_a_launcher_is_an_error():
     assert ranks_of({}) is None
     assert ranks_of({"LOCAL_RANK": "1"}) is None
-    for given_one in ({"RANK": "0"}, {"WORLD_SIZE": "1"}):
+    for given_one in ({"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": "0", "LOCAL_RANK": "0"}):
         with pytest.raises(ConfigError, match="a launcher sets all"):
             ranks_of(given_one)
-    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4"}) == Ranks(3, 3, 4, 4)
+    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4"}) is None  # a node's number: tests/test_ways_in.py
+    assert ranks_of({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Ranks(3, 1, 4, 4)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -91,8 +92,21 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def train(cache: Path, out: Path, *overrides: str) -> str:
-    words = [sys.executable, "-m", "sft_play", "train", f"output.dir={out}", *overrides]
+SHORTLY = """
+import sys
+from sft_play.entry import main
+from sft_play.train import starter_base
+whole = starter_base._recipe()
+short = whole.replace("max_steps: 1200", "max_steps: 300").replace("save_steps: 1200", "save_steps: 300")
+assert short.count("300") == 2, whole
+starter_base._recipe = lambda: short
+sys.exit(main())
+"""
+"""The program with a base of a quarter of its steps, which copies some slots and not others."""
+
+
+def train(cache: Path, out: Path, *overrides: str, program: Sequence[str] = ("-m", "sft_play")) -> str:
+    words = [sys.executable, *program, "train", f"output.dir={out}", *overrides]
     kept = {name: value for name, value in os.environ.items() if name not in ("SET", "CONFIG")}
     answer = subprocess.run(
         words, cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache)}, capture_output=True, text=True, timeout=2400
@@ -126,12 +140,13 @@ def assert_the_base_copies_every_slot(folder: Path) -> None:
 
 @pytest.mark.story
 def test_make_train_without_a_config_really_learns(cache, tmp_path):
-    printed = train(cache, tmp_path, "output.name=starter")
+    """Shortened; the whole run, and what README says that it reaches, are in the slow test below."""
+    printed = train(cache, tmp_path, "output.name=starter", "train.epochs=1.5", program=("-c", SHORTLY))
     assert "training it from scratch, once" in printed
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.80  # one slot that is not copied costs 8%; 95% is the slow test's
+    assert summary["after"]["exact_match"] > 0.5  # 0.83 was measured; a slot that is not copied costs 8%
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,10 @@ DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 Precision = Literal["no", "fp16", "bf16"]
 
 PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
-"""Where the configuration lies when `ACCELERATE_CONFIG` names no other: inside the project. accelerate's own place
-(`~/.cache/huggingface/accelerate/default_config.yaml`) belongs to all of a user's projects and is neither written nor
-read unless it is named."""
+"""Where the configuration is written when `ACCELERATE_CONFIG` names no other: inside the project. accelerate's own
+place belongs to all of a user's projects: it is read where this file is missing, and never written."""
+NO_FILE = "none"
+"""`ACCELERATE_CONFIG=none`: no configuration is read."""
 DEFAULT_PORT = 29500
 """torch.distributed's and accelerate's default port of the main process."""
 WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
@@ -44,13 +46,39 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 def config_path(environment: Mapping[str, str]) -> Path:
     """Where the configuration is, or would be written: `ACCELERATE_CONFIG`, else `PROJECT_FILE`."""
     given = environment.get("ACCELERATE_CONFIG", "").strip()
-    return Path(given).expanduser() if given else PROJECT_FILE
+    return Path(given).expanduser() if given and given != NO_FILE else PROJECT_FILE
+
+
+def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
+    """Where `accelerate config` writes its answers when it is not told where (`accelerate/commands/config`)."""
+    environment = os.environ if environment is None else environment
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def find_config(environment: Mapping[str, str]) -> Path | None:
-    """The configuration that a launch reads: the one that is named, else the project's where there is one."""
+    """The configuration that a launch reads: the one that is named, else the project's, else accelerate's own."""
     given = environment.get("ACCELERATE_CONFIG", "").strip()
-    return config_path(environment) if given or PROJECT_FILE.is_file() else None
+    if given:
+        return None if given == NO_FILE else config_path(environment)
+    return next((path for path in (PROJECT_FILE, accelerate_place(environment)) if path.is_file()), None)
+
+
+def read_found(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
+    """A configuration that `find_config` found, and a line that says so where nobody named it.
+
+    Raises:
+        ConfigError: as `read_config`; of accelerate's own file, with how to leave it out.
+    """
+    if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
+        return read_config(path), ()
+    without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
+    try:
+        found = read_config(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {without}") from None
+    return found, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
 
 
 # --- several machines -------------------------------------------------------------------------------------------------
@@ -569,8 +597,26 @@ def differences(
 
     `mixed_precision` is the run's (`no`, `fp16`, `bf16`); None compares nothing.
     """
-    name = accelerate.path.name
-    lines = _count_lines(accelerate, name)
+    lines = _count_lines(accelerate, accelerate.path.name)
+    return lines + choice_differences(
+        accelerate,
+        mixed_precision=mixed_precision,
+        grad_accum=grad_accum,
+        max_grad_norm=max_grad_norm,
+        has_gpus=has_gpus,
+    )
+
+
+def choice_differences(
+    accelerate: AccelerateConfig,
+    *,
+    mixed_precision: str,
+    grad_accum: int | None = None,
+    max_grad_norm: float | None = None,
+    has_gpus: bool = True,
+) -> list[str]:
+    """The same without the process count: what a rank of `accelerate launch` can say."""
+    name, lines = accelerate.path.name, []
     theirs = accelerate.mixed_precision
     if theirs is not None and theirs != mixed_precision:
         lines.append(f"{name} says mixed_precision: {theirs}, the run YAML means {mixed_precision}: the run YAML wins")

@@ -201,10 +201,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 def _require_ours(nodes: Nodes, addresses: list[str]) -> None:
     """Raises ConfigError where node 0 is told to listen at an address that another machine has."""
-    for address in addresses:
-        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return
+    if any(_is_ours(address) for address in addresses):
+        return
     own = sorted(
         _plain(item.address)
         for held in psutil.net_if_addrs().values()
@@ -216,6 +214,33 @@ def _require_ours(nodes: Nodes, addresses: list[str]) -> None:
         f"({', '.join(own) or 'none but the loopback'}): give this machine a NODE_RANK= of its own (1 to "
         f"{nodes.count - 1}), or MASTER_ADDR= an address of it on all nodes"
     )
+
+
+def refuse_lone_node(nodes: Nodes) -> None:
+    """Raises ConfigError where an address says that nodes are to meet, and nothing says how many; on the machine that
+    has the address, where it may have been exported for one node alone, a line says so."""
+    if nodes.count > 1 or nodes.address is None:
+        return
+    given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
+    with contextlib.suppress(ConfigError, OSError):
+        addresses = addresses_of(nodes.address, 0)
+        if all(_is_loopback(address) for address in addresses):
+            return
+        if any(_is_ours(address) for address in addresses):
+            logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
+            return
+    raise ConfigError(
+        f"{given} is another machine, and neither {how}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
+        "NODE_RANK=0), or NNODES=1 for this machine alone"
+    )
+
+
+def _is_ours(address: str) -> bool:
+    """Whether this machine can listen at an address."""
+    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
 
 
 def _place(nodes: Nodes) -> str:

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, as launchers say it; torchrun, accelerate and deepspeed agree."""
+"""Which rank of how many this process is, as launchers say it: torchrun, accelerate, deepspeed and MPI."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sft_play.errors import ConfigError
 from sft_play.failures import RUN_VARIABLE
+from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -37,19 +38,23 @@ class Ranks:
 def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     """The place that a launcher gave this process; None where nothing launched it.
 
+    `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`exported.node_variables`).
+
     Raises:
         ConfigError: the variables contradict each other or are no numbers.
     """
-    if "WORLD_SIZE" not in environment and "RANK" not in environment:
-        return None
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
-    if missing:
+    found = rank_variables(environment)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **found}]
+    if len(missing) == 1:
         raise ConfigError(
             f"the environment sets {_shown(environment)} but not {', '.join(missing)}; a launcher sets all"
         )
+    if missing or not found:
+        return None
+    environment = {**environment, **found}
     rank = _number(environment, "RANK")
     world = _number(environment, "WORLD_SIZE")
-    local = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
+    local = _number(environment, "LOCAL_RANK")
     on_node = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
     if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
         raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")

@@ -15,6 +15,7 @@ from sft_play.plan.layout import BUILT, LayoutName
 
 VARIABLES = ("STRATEGY", "NPROC", "GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_CONFIG")
 """What make passes; each is a flag of the program too."""
+NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_PORT = 29500
 
 
@@ -37,14 +38,25 @@ class Spread:
     deepspeed: DeepspeedWish | None = None
     board: bool = False
     show_only: bool = False
+    notes: tuple[str, ...] = ()
+    """Lines that say where this comes from, where nobody typed it."""
 
 
-def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool = False) -> Spread:
-    """What the variables ask for.
+def spread_of(
+    values: Mapping[str, str], *, deepspeed: bool = False, board: bool = False, notes: tuple[str, ...] = ()
+) -> Spread:
+    """What the variables ask for; `notes` say where values come from that nobody typed.
 
     Raises:
         ConfigError: one of them is no number, out of range, or an unknown strategy.
     """
+    try:
+        return _spread_of(values, deepspeed=deepspeed, board=board, notes=notes)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({'; '.join(notes)})") from None if notes else error
+
+
+def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> Spread:
     count = _number(values, "NNODES", least=1) or 1
     rank = _number(values, "NODE_RANK", least=0)
     port = _number(values, "MASTER_PORT", least=1)
@@ -65,7 +77,10 @@ def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool
             f"MASTER_ADDR={one_line(address)} is no host name and no IP address; the port goes into MASTER_PORT="
         )
     file = values.get("DEEPSPEED_CONFIG")
-    nodes = Nodes(count, rank or 0, address, port or DEFAULT_PORT) if count > 1 else Nodes()
+    is_open = not values.get("NNODES", "").strip()
+    nodes = Nodes(1, 0, address or None, port) if is_open else Nodes()
+    if count > 1:
+        nodes = Nodes(count, rank or 0, address, port or DEFAULT_PORT)
     return Spread(
         strategy=_strategy(values.get("STRATEGY")),
         processes=_number(values, "NPROC", least=1),
@@ -73,6 +88,7 @@ def spread_of(values: Mapping[str, str], *, deepspeed: bool = False, board: bool
         nodes=nodes,
         deepspeed=DeepspeedWish(Path(file).expanduser() if file else None) if deepspeed or file else None,
         board=board,
+        notes=notes,
     )
 
 
@@ -84,13 +100,14 @@ def with_accelerate(spread: Spread, accelerate: AccelerateConfig) -> Spread:
     """
     nodes = spread.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
-        if accelerate.main_ip is None:
+        address = nodes.address or accelerate.main_ip
+        if address is None:
             raise ConfigError(
                 f"{one_line(str(accelerate.path))}: num_machines: {accelerate.num_machines} needs main_process_ip, the "
                 "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
             )
-        port = accelerate.main_port or DEFAULT_PORT
-        nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, accelerate.main_ip, port)
+        port = nodes.port or accelerate.main_port or DEFAULT_PORT
+        nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     wish = spread.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
     layout = accelerate.layout if accelerate.layout in BUILT else None

@@ -222,9 +222,9 @@ def precision_name(plan: Plan) -> str:
     return SHORT[plan.precision.compute]
 
 
-def plan_lines(plan: Plan, config: RunConfig, *, command: str) -> list[str]:
+def plan_lines(plan: Plan, config: RunConfig, *, command: str, by_node: Sequence[str] = ()) -> list[str]:
     """Everything that `make plan` says: machine, choice, arithmetic, bar, table, and then speed and command of what
-    fits, or the ways out of what does not."""
+    fits (`by_node`: lines with that of each node), or the ways out of what does not."""
     return [
         *detected_lines(plan.hardware),
         choice_line(plan),
@@ -233,7 +233,7 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str) -> list[str]:
         *(speed_lines(plan) if plan.fits else []),
         "Candidates:",
         *table_lines(plan),
-        *([f"Launch: {command}"] if plan.fits else way_lines(plan)),
+        *((by_node or [f"Launch: {command}"]) if plan.fits else way_lines(plan)),
     ]
 
 

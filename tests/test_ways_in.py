@@ -1,0 +1,534 @@
+"""Launches as people type them elsewhere: variables that schedulers export, accelerate's own file, other launchers.
+
+The recipes are run on CPU ranks with the text that people type; what decides is tried on random environments."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play import cli, start
+from sft_play.environment import for_another_run
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import named
+from sft_play.launch import exported, meeting
+from sft_play.launch.accelerate_config import accelerate_place, find_config, read_config, read_found
+from sft_play.launch.command import Nodes
+from sft_play.launch.exported import node_variables, rank_variables, refuse_tasks, refuse_too_few
+from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.launch.spread import Spread, spread_of, with_accelerate
+from tests.conftest import ROOT, VARIABLES, Command
+from tests.models import uneven_run
+
+BIN = Path(sys.executable).parent
+build = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+QUICK = settings(max_examples=150, deadline=None)
+DDP = "ddp proved: the model is a DistributedDataParallel over 2 ranks"
+BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
+
+
+# --- who this process is ----------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    rank=st.integers(0, 9), more=st.integers(1, 9), local=st.integers(0, 3), family=st.integers(0, 2),
+    has_size=st.booleans(), own=st.booleans(),
+)  # fmt: skip
+def test_mpis_words_are_ranks_of_several_processes_and_torchruns_win(rank, more, local, family, has_size, own):
+    world, local = rank + more, min(local, rank)
+    on_node = local + 1
+    names = exported._MPI[family]
+    environment = dict(zip(names, map(str, (rank, world, local, on_node)), strict=True))
+    if not has_size:
+        del environment[names[3]]
+    if own:
+        environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    place = ranks_of(environment)
+    if own:
+        assert place == Ranks(0, 0, 1, 1)
+    elif world == 1:
+        assert place is None
+    else:
+        assert place == Ranks(rank, local, world, on_node if has_size else world)
+    assert ranks_of({name: text for name, text in environment.items() if name != names[2]} if not own else {}) is None
+
+
+@QUICK
+@given(rank=st.integers(0, 5), more=st.integers(1, 5), local=st.one_of(st.none(), st.integers(0, 5)))
+def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more, local):
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(rank + more), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    if local is not None:
+        environment["LOCAL_RANK"] = str(min(local, rank))
+        assert node_variables(environment) == ({}, ())
+        assert rank_variables(environment)
+        return
+    assert ranks_of(environment) is None
+    found, lines = node_variables(environment)
+    assert found == {"NODE_RANK": str(rank), "NNODES": str(rank + more)}
+    assert len(lines) == (rank + more > 1)
+    for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
+        spread = cli.read_request([command, "--config", "x.yaml"], environment).spread
+        several = Nodes(rank + more, rank, "10.0.0.1", 1234)
+        assert spread.nodes == (several if rank + more > 1 else Nodes())
+        assert bool(spread.notes) == (rank + more > 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "nodes", "processes"),
+    [
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "5", "RANK": "1",
+             "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"},
+            Nodes(2, 1, "a", 5), 8,
+        ),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC_PER_NODE": "4"}, Nodes(2, 1, "a", 29_500), 4),
+        ({"NNODES": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, Nodes(), None),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0", "MASTER_ADDR": "a"}, Nodes(), None),
+        ({"MASTER_ADDR": "a", "PET_NPROC_PER_NODE": "gpu"}, Nodes(1, 0, "a", None), None),
+        ({"NPROC_PER_NODE": "4", "NPROC": "2"}, Nodes(), 2),
+    ],
+)  # fmt: skip
+def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, nodes, processes):
+    spread = cli.read_request(["train-distributed", "--config", "x.yaml"], environment).spread
+    assert (spread.nodes, spread.processes) == (nodes, processes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, r"NODE_RANK=2 is not one of NNODES=2.*\(RANK=2 and"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
+        ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "a"}, "NNODES=x is not a whole number"),
+        ({"PET_NNODES": "1:4", "MASTER_ADDR": "a"}, "PET_NNODES=1:4 is a range"),
+    ],
+)
+def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, message):
+    for command in ("train-distributed", "train"):
+        with pytest.raises(ConfigError, match=message):
+            cli.read_request([command, "--config", "x.yaml"], environment)
+
+
+def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
+    exported_ones = {
+        "PET_NNODES": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMI_RANK": "1",
+        "NPROC_PER_NODE": "4",
+        "RANK": "1",
+    }
+    kept = for_another_run({**exported_ones, "WORLD_SIZE": "2", "NNODES": "2", "HF_HOME": "here"})
+    assert not set(exported_ones) & set(kept)
+    assert kept["HF_HOME"] == "here"
+    assert find_config(kept) is None
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("tasks", [None, "1", "4"])
+@pytest.mark.parametrize("local", [None, "0"])
+def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local):
+    environment = {"SLURM_PROCID": "0"} | ({"SLURM_STEP_NUM_TASKS": tasks} if tasks else {})
+    environment |= {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": local} if local else {}
+    if tasks == "4" and nodes == 1 and local is None:
+        with pytest.raises(ConfigError, match="srun started this command 4 times"):
+            refuse_tasks(environment, nodes=nodes)
+    else:
+        refuse_tasks(environment, nodes=nodes)
+
+
+# --- an address without a number of nodes -----------------------------------------------------------------------------
+
+
+def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
+    for nodes in (Nodes(), Nodes(1, 0, "127.0.0.1", None), Nodes(1, 0, "localhost", 5), Nodes(2, 1, "192.0.2.1", 5)):
+        meeting.refuse_lone_node(nodes)
+    for address in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
+            meeting.refuse_lone_node(Nodes(1, 0, address, None))
+
+
+def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(meeting, "_is_ours", lambda address: address == "192.0.2.7")
+    with caplog.at_level("WARNING"):
+        meeting.refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
+    assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
+
+
+# --- accelerate's own file --------------------------------------------------------------------------------------------
+
+
+def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> Path:
+    """A file as `accelerate config` writes it; None leaves a key out."""
+    answers: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": kind, "downcast_bf16": "no",
+        "machine_rank": 0, "main_training_function": "main", "mixed_precision": "no", "num_machines": 1,
+        "num_processes": 2, "rdzv_backend": "static", "same_network": True, "use_cpu": False,
+    }  # fmt: skip
+    answers = {key: value for key, value in (answers | changes).items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(answers))
+    return path
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
+def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable):
+    """`default_config_file` of accelerate, asked in a process of its own."""
+    bare = {name: os.environ[name] for name in ("PATH",)}
+    environment = {**bare, "HOME": "/root", variable: str(tmp_path)}
+    code = "from accelerate.commands.config.config_args import default_config_file; print(default_config_file)"
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    if variable != "HOME":
+        assert str(accelerate_place(environment)) == said.stdout.strip()
+    else:
+        assert said.stdout.strip() == f"{tmp_path}/.cache/huggingface/accelerate/default_config.yaml"
+
+
+def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment = {"HF_HOME": str(tmp_path / "home")}
+    assert find_config(environment) is None
+    own = accelerate_file(accelerate_place(environment), num_machines=2, main_process_ip="10.0.0.1")
+    assert find_config(environment) == own
+    config, (line,) = read_found(own, environment)
+    assert config.num_machines == 2
+    assert str(own) in line
+    assert "ACCELERATE_CONFIG=none leaves it out" in line
+    project = accelerate_file(tmp_path / "configs" / "accelerate" / "default_config.yaml")
+    assert find_config(environment) == project.relative_to(tmp_path)
+    assert read_found(project, environment)[1] == ()
+    assert find_config({**environment, "ACCELERATE_CONFIG": "none"}) is None
+    assert find_config({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
+    assert read_found(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
+    own.write_text("distributed_type: TPU\n")
+    with pytest.raises(ConfigError, match=r"is not run here(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
+        read_found(own, environment)
+
+
+@QUICK
+@given(machines=st.integers(1, 4), rank=st.integers(0, 3), each=st.integers(1, 8), address=st.booleans())
+def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_factory, machines, rank, each, address):
+    path = tmp_path_factory.mktemp("accelerate") / "file.yaml"
+    accelerate_file(path, num_machines=machines, machine_rank=min(rank, machines - 1), num_processes=machines * each,
+                    main_process_ip="10.0.0.1" if address else None, main_process_port=1234)  # fmt: skip
+    config = read_config(path)
+    if machines > 1 and not address:
+        with pytest.raises(ConfigError, match="needs main_process_ip"):
+            with_accelerate(Spread(), config)
+        return
+    spread = with_accelerate(Spread(), config)
+    assert spread.nodes == (Nodes(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else Nodes())
+    assert spread.processes == each
+    typed = with_accelerate(spread_of({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
+    assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
+
+
+def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert not cli._accelerate_names_machines()
+    own = accelerate_file(accelerate_place(), num_machines=2, main_process_ip="10.0.0.1")
+    assert cli._accelerate_names_machines()
+    own.write_text("distributed_type: TPU\n")
+    assert not cli._accelerate_names_machines()
+    assert "not needed for one process" in caplog.text
+
+
+# --- accelerate launch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["accelerate", "launch", "--num_processes", "2", "train.py"], "2 processes"),
+        (["accelerate", "launch", "--num-processes=4", "--cpu", "train.py"], "4 processes"),
+        (["accelerate-launch", "--config_file", "FILE", "train.py"], "6 processes"),
+        (["accelerate", "launch", "train.py"], "several processes"),
+        (["accelerate", "launch", "--num_processes", "1", "train.py"], None),
+    ],
+)
+def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_path, monkeypatch, words, asked):
+    file = accelerate_file(tmp_path / "six.yaml", "MULTI_CPU", num_processes=6, use_cpu=True)
+
+    class Parent:
+        def cmdline(self) -> list[str]:
+            return ["python", *(str(file) if word == "FILE" else word for word in words)]
+
+    class Here:
+        def parents(self) -> list[Parent]:
+            return [Parent()]
+
+    monkeypatch.setattr(exported.psutil, "Process", Here)
+    monkeypatch.chdir(tmp_path)
+    environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    refuse_too_few({**BY_ACCELERATE})
+    refuse_too_few({"MASTER_ADDR": "127.0.0.1"})
+    refuse_too_few({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    if asked is None:
+        refuse_too_few(environment)
+        return
+    with pytest.raises(ConfigError, match=f"was asked for {asked}, and this is 1"):
+        refuse_too_few(environment)
+
+
+@pytest.mark.parametrize(
+    ("told", "strategy", "engine"),
+    [
+        ({}, None, False),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_VERSION": "1"}, "fsdp", False),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "ddp", False),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "zero3", True),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+             "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            "zero2_offload", True,
+        ),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, None, True),
+    ],
+)  # fmt: skip
+def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told, strategy, engine):
+    environment = {**BY_ACCELERATE, **told, "HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
+    choices = exported.accelerate_choices(environment)
+    assert choices is not None
+    spread = with_accelerate(Spread(), choices)
+    assert (spread.strategy, spread.deepspeed is not None) == (strategy, engine)
+    if "ds.json" in told.values():
+        assert spread.deepspeed is not None
+        assert spread.deepspeed.file == Path("ds.json")
+    assert with_accelerate(Spread(strategy="zero1"), choices).strategy == "zero1"
+    exported.drop_accelerate(environment)
+    assert environment == {"HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
+    assert exported.accelerate_choices(environment) is None
+
+
+# --- GPUs that stay idle ----------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(
+    there=st.integers(1, 8), used=st.integers(1, 8), nodes=st.integers(1, 3), file=st.booleans(),
+    named_ones=st.booleans(),
+)  # fmt: skip
+def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used, nodes, file, named_ones):
+    used = min(used, there)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "detect", lambda: named(f"{there}xH100"))
+        patch.setattr(start.logger, "warning", lambda text, *values: said.append(text % values))
+        hardware = start._spread_over(named(f"{used}xH100"), used * nodes, nodes)
+        spread = Spread(nodes=Nodes(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
+        start._say_idle(hardware, spread, Path("acc.yaml") if file else None)
+    if used == there or named_ones:
+        assert said == []
+        return
+    (line,) = said
+    assert line.startswith(f"{there - used} of this node's {there} GPUs stay")
+    assert f"NPROC={there}" in line
+    assert (f"num_processes: {there * nodes} in acc.yaml" in line) == file
+
+
+def test_cpu_ranks_leave_nothing_idle(monkeypatch):
+    monkeypatch.setattr(start, "detect", lambda: pytest.fail("a CPU has no GPUs to count"))
+    cpu = replace(named("cpu"), cpu_ranks=2)
+    monkeypatch.setattr(start, "detect", lambda: cpu)
+    monkeypatch.setattr(start.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
+    start._say_idle(cpu, Spread(), None)
+
+
+# --- the plan of several nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("machine", "nodes"), [("2x8xH100", 2), ("4x8xH100", 4), ("8xH100", 1)])
+def test_a_plan_ends_with_the_command_of_each_node(command: Command, machine, nodes):
+    code, said = command("plan", "--config", "configs/run_lora.yaml", "--hardware", machine)
+    assert code == 0
+    lines = said.strip().splitlines()
+    if nodes == 1:
+        assert "Launch: make train-distributed" in lines[-1]
+        return
+    tail = lines[-2:] if nodes == 2 else lines[-3:-1]
+    for node, line in enumerate(tail):
+        assert f"on node {node}: make train-distributed CONFIG=configs/run_lora.yaml" in line
+        assert f"NNODES={nodes} NODE_RANK={node} MASTER_ADDR=NODE0 MASTER_PORT=29500" in line
+    if nodes == 4:
+        assert lines[-1].endswith("on node 2 to 3: the same with NODE_RANK=2 to 3")
+
+
+# --- recipes, run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("ways_in")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(world) -> list[float]:
+    """Losses of the same run in one process."""
+    (ended,) = together(world, [run_words(world, "alone")], [{}])
+    assert ended.returncode == 0, ended.stdout
+    return losses(world, "alone")
+
+
+def run_words(world: Path, name: str, program: Sequence[str] = (sys.executable, "scripts/train.py")) -> list[str]:
+    return [*program, "--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
+
+
+def losses(world: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (world / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def together(
+    world: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Start commands at the same time, as from the project's folder, and wait for all; what each printed."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    kept["PATH"] = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"
+    running = [
+        subprocess.Popen(list(words), cwd=ROOT, env={**kept, **environ}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        for words, environ in zip(commands, environs, strict=True)
+    ]  # fmt: skip
+    ended = []
+    for process, words in zip(running, commands, strict=True):
+        try:
+            said, _ = process.communicate(timeout=280)
+        finally:
+            process.kill()
+        ended.append(subprocess.CompletedProcess(list(words), process.returncode, said))
+    return ended
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path=str(BIN))
+    if found is None:
+        pytest.skip(f"{name} is not beside this Python")
+    return found
+
+
+def assert_trained(world: Path, name: str, alone: list[float], ended: Sequence[subprocess.CompletedProcess[str]],
+                   proved: str) -> None:  # fmt: skip
+    """One run over all ranks, which lost what one process loses."""
+    said = "\n---\n".join(one.stdout for one in ended)
+    assert [one.returncode for one in ended] == [0] * len(ended), said
+    assert said.count(f"Engine: {proved}") == 1, said
+    assert losses(world, name) == pytest.approx(alone, rel=1e-5)
+    assert [path.name for path in (world / "outputs").iterdir() if path.name.startswith(name)] == [name]
+
+
+@build
+def test_exported_variables_make_two_nodes_of_make_train(world, alone):
+    """`export MASTER_ADDR=… MASTER_PORT=… RANK=… WORLD_SIZE=2; make train` on each node, one rank on each."""
+    port = str(free_port())
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"}
+    words = [
+        "make",
+        f"VENV={BIN.parent}",
+        "train",
+        f"CONFIG={world}/run.yaml",
+        "SET=tuning.mode=lora output.name=exported",
+    ]
+    ended = together(world, [words, words], [{**shared, "RANK": "0"}, {**shared, "RANK": "1"}])
+    assert_trained(world, "exported", alone, ended, DDP)
+    assert "RANK=1 and WORLD_SIZE=2 in the environment, without LOCAL_RANK: this is node 1 of 2" in ended[1].stdout
+
+
+@build
+def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, alone, tmp_path):
+    """`accelerate config` on both machines, then `make train-distributed`: its file is read without being named."""
+    port = free_port()
+    environs = []
+    for rank in (0, 1):
+        environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
+        accelerate_file(accelerate_place(environs[-1]), num_machines=2, machine_rank=rank, num_processes=2,
+                        main_process_ip="127.0.0.1", main_process_port=port)  # fmt: skip
+    words = ["make", f"VENV={BIN.parent}", "train-distributed", f"CONFIG={world}/run.yaml"]
+    words.append("SET=tuning.mode=lora output.name=own-file")
+    ended = together(world, [words, words], environs)
+    assert_trained(world, "own-file", alone, ended, DDP)
+    assert "accelerate's own file" in ended[0].stdout
+
+
+@build
+def test_accelerate_launch_runs_the_layout_of_its_file(world, alone, tmp_path):
+    """`accelerate launch --config_file fsdp.yaml scripts/train.py --config my.yaml`."""
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": False, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
+    file = accelerate_file(tmp_path / "fsdp.yaml", "FSDP", fsdp_config=fsdp, main_process_port=free_port())
+    launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
+    ended = together(world, [run_words(world, "by-accelerate", launcher)], [{}])
+    assert_trained(world, "by-accelerate", alone, ended, "fsdp proved: the model is a FSDP")
+
+
+@build
+@pytest.mark.slow
+def test_accelerate_launch_over_two_nodes(world, alone, tmp_path):
+    """The same command on each machine with its own file, as `accelerate config` writes it there."""
+    port, commands = free_port(), []
+    for rank in (0, 1):
+        file = accelerate_file(tmp_path / f"node{rank}.yaml", num_machines=2, machine_rank=rank, num_processes=2,
+                               main_process_ip="127.0.0.1", main_process_port=port)  # fmt: skip
+        launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
+        commands.append(run_words(world, "accelerate-nodes", launcher))
+    ended = together(world, commands, [{}, {}])
+    assert_trained(world, "accelerate-nodes", alone, ended, DDP)
+
+
+@build
+def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_path):
+    file = accelerate_file(tmp_path / "cpu.yaml", "MULTI_CPU", use_cpu=True)
+    launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
+    (ended,) = together(world, [run_words(world, "too-few", launcher)], [{}])
+    assert ended.returncode != 0
+    assert "accelerate launch was asked for 2 processes, and this is 1" in ended.stdout
+    assert not (world / "outputs" / "too-few").exists()
+
+
+@build
+@needs_deepspeed
+def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
+    """`deepspeed --num_gpus=2 scripts/train.py --config my.yaml`."""
+    launcher = [program("deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", "scripts/train.py"]
+    ended = together(world, [run_words(world, "by-deepspeed", launcher)], [{}])
+    assert_trained(
+        world, "by-deepspeed", alone, ended, "ddp proved: the model is a DistributedDataParallel over 2 ranks"
+    )
+
+
+@build
+def test_a_script_that_launches_is_a_rank_under_another_launcher(world, alone):
+    """`torchrun --nproc-per-node 2 scripts/train_distributed.py`: two ranks, not two launches of two."""
+    launcher = [program("torchrun"), "--standalone", "--nproc-per-node", "2", "scripts/train_distributed.py"]
+    words = [*run_words(world, "nested", launcher), "--strategy", "ddp"]
+    ended = together(world, [words], [{}])
+    assert_trained(world, "nested", alone, ended, DDP)
+
+
+def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkeypatch):
+    for name, text in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, text)
+    request = cli.read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
+    with pytest.raises(ConfigError, match=r"NPROC=2 asks for 2 processes on this node, and the launcher started 1"):
+        cli._launched(request)
