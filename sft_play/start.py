@@ -34,7 +34,7 @@ from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
 from sft_play.launch.accelerate_config import AccelerateConfig
 from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import Launch, require_free_port, torchrun
-from sft_play.launch.exported import accelerate_choices, drop_accelerate, rank_variables
+from sft_play.launch.exported import accelerate_choices, drop_accelerate, meeting_variables, rank_variables
 from sft_play.launch.meeting import card_of, choose_interface, meet, refuse_lone_node
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
@@ -254,6 +254,7 @@ def start_rank(
     buffer = start_log_buffer() if ranks.is_first else None
     _say_base(loaded)
     os.environ.update(rank_variables(os.environ))  # torch reads torchrun's names
+    os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
     choices = _choices_of_accelerate()
     if choices is not None and ranks.folder is None:  # below a parent of ours they are somebody else's, left over
         spread = with_accelerate(spread, choices)

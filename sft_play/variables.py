@@ -118,6 +118,20 @@ FLAGS: Dict[str, Tuple[str, ...]] = {
 }
 """Flags that are no variables, and the commands that take them."""
 
+OTHER_WORDS = {
+    "RANK": "NODE_RANK",
+    "WORLDSIZE": "NNODES",
+    "NUMNODES": "NNODES",
+    "NPROCPERNODE": "NPROC",
+    "NUMPROCESSES": "NPROC",
+    "NUMGPUS": "NPROC",
+    "NGPUS": "NPROC",
+    "GPUIDS": "GPUS",
+    "DEVICES": "GPUS",
+    "LAYOUT": "STRATEGY",
+}
+"""What launchers call the same things, in capitals without underscores."""
+
 OF_OTHERS = (
     *(
         "ACCELERATE_",
@@ -210,7 +224,7 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
     if name.upper() in _OTHERS:
         return None
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
-    near = nearest(name, own, list(VARIABLES))
+    near = OTHER_WORDS.get(_plain(name)) or nearest(name, own, list(VARIABLES))
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"
         return f"{name}= is no variable of {words}; did you mean {near}=?{whose}"

@@ -507,6 +507,32 @@ def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_p
 
 
 @build
+@pytest.mark.slow
+def test_ranks_that_mpi_starts_find_each_other(world, alone):
+    """What `mpirun -np 2 python scripts/train.py` gives its ranks, without MPI: Open MPI's variables."""
+    port = str(free_port())
+    ranks = [
+        dict(zip(exported._MPI[0], map(str, (rank, 2, rank, 2)), strict=True)) | {"MASTER_PORT": port}
+        for rank in (0, 1)
+    ]
+    words = [*run_words(world, "by-mpi"), "--strategy", "ddp"]
+    assert_trained(world, "by-mpi", alone, together(world, [words, words], ranks), DDP)
+
+
+@pytest.mark.parametrize("given_port", [True, False])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_without_a_meeting_place_are_on_one_machine(nodes, given_port):
+    environment = {"MASTER_PORT": "5"} if given_port else {}
+    if nodes > 1:
+        with pytest.raises(ConfigError, match=r"MASTER_ADDR.* not in the environment: ranks on 2 nodes"):
+            exported.meeting_variables(environment, nodes=nodes)
+        return
+    found = exported.meeting_variables(environment, nodes=nodes)
+    assert found == {"MASTER_ADDR": "127.0.0.1"} | ({} if given_port else {"MASTER_PORT": "29500"})
+    assert exported.meeting_variables({**environment, **found}, nodes=2) == {}
+
+
+@build
 @needs_deepspeed
 def test_deepspeeds_launcher_starts_the_ranks_of_a_script(world, alone):
     """`deepspeed --num_gpus=2 scripts/train.py --config my.yaml`."""

@@ -59,6 +59,21 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return found if "LOCAL_RANK" in found else {}
 
 
+def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
+    """`MASTER_ADDR` and `MASTER_PORT` of ranks that were told none: MPI's launchers export neither.
+
+    Raises:
+        ConfigError: the ranks are on several nodes, of which one has to be named.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing and nodes > 1:
+        raise ConfigError(
+            f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; name the "
+            "machine of rank 0 and a free port to all of them (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
+        )
+    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}[name] for name in missing}
+
+
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment says them in other words, and
     lines that say so.
