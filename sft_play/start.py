@@ -38,6 +38,7 @@ from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
 from sft_play.plan import record, show
+from sft_play.plan.batching import divisors, effective_batch
 from sft_play.plan.candidates import Candidate
 from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
@@ -606,7 +607,7 @@ def _is_unused(folder: RunFolder) -> bool:
 
 def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
     """Says which layout the plan would take on all GPUs, where this command uses one of several."""
-    if len(whole.gpus) < 2 or config.train.effective_batch_size % len(whole.gpus):
+    if len(whole.gpus) < 2 or effective_batch(config.train, ranks=len(whole.gpus)) % len(whole.gpus):
         return
     try:
         all_of_them = plan_for(config, whole)
@@ -697,27 +698,42 @@ def _planned_batch(folder: RunFolder) -> dict[str, Any]:
 
 
 def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunConfig:
-    """The config to plan a run with that goes on: its micro-batch again, where the config leaves the batch open.
+    """The config to plan a resumed run with: its effective batch and, where that divides, its micro-batch again.
 
     What is free on the GPU may have changed; the rows of a step must not, and with the same split no number does. Over
-    another number of ranks the effective batch is kept, and the accumulation follows.
+    another number of ranks the effective batch is kept and the accumulation follows, whatever the config gives; a
+    micro-batch that does not divide a rank's share becomes the largest that does. What the config changed meanwhile is
+    named by the run folder's own check.
+
+    Raises:
+        RunFolderError: the effective batch does not split over the ranks.
     """
-    is_open = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
-    effective = config.train.effective_batch_size
-    if stopped is None or not is_open or stopped.effective_batch != effective:
+    train = config.train
+    if stopped is None:
         return config
-    micro = config.train.batch_size if config.train.batch_size != "auto" else stopped.micro_batch
-    if effective % (micro * ranks):
+    kept, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    if not train.effective_follows and train.effective_batch_size != kept:
         return config
-    accum = effective // (micro * ranks)
+    if not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == kept:
+        return config
+    share, left = divmod(kept, ranks)
+    if left:
+        fitting = ", ".join(str(number) for number in divisors(kept) if number <= 2 * ranks)
+        raise RunFolderError(
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {kept} "
+            f"(it was stopped under {stopped.ranks}); numbers that do: {fitting}"
+        )
+    micro = stopped.micro_batch if train.batch_size == "auto" else train.batch_size
+    if share % micro and train.batch_size == "auto":
+        return config
+    micro = max(size for size in divisors(share) if size <= micro)
     if ranks == stopped.ranks:
-        logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+        logger.info("Batch: micro %d x accum %d, as the run was started", micro, share // micro)
     else:
         logger.info("Batch: micro %d x accum %d x %d ranks (stopped under %d): the effective batch of %d is kept",
-                    micro, accum, ranks, stopped.ranks, effective)  # fmt: skip
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
-    )
+                    micro, share // micro, ranks, stopped.ranks, kept)  # fmt: skip
+    update = {"batch_size": micro, "grad_accum": share // micro, "effective_batch_size": kept}
+    return config.model_copy(update={"train": train.model_copy(update=update)})
 
 
 def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
