@@ -332,13 +332,17 @@ def _check_gpu(plan: Plan, ranks: Ranks) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    here, planned = detect().gpus, plan.hardware.gpus[0]
+    machine, planned = detect(), plan.hardware.gpus[0]
+    here = machine.gpus
     if ranks.local_rank >= len(here):
         raise HardwareError(f"rank {ranks.rank} wants GPU {ranks.local_rank}, and {len(here)} can be seen")
     if here[ranks.local_rank].name != planned.name:
+        remedy = "use nodes with GPUs of one kind"
+        if len(machine.alike) > 1:
+            named = machine.alike_words(variable="CUDA_VISIBLE_DEVICES")
+            remedy = f"use GPUs of one kind, with CUDA_DEVICE_ORDER=PCI_BUS_ID and as many ranks: {named}"
         raise HardwareError(
-            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
-            "one kind"
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: {remedy}"
         )
 
 
@@ -525,9 +529,14 @@ def _machine_of(spread: Spread) -> Hardware:
         raise HardwareError(f"NPROC={spread.processes} and {len(chosen)} GPUs: one process uses one GPU")
     chosen = chosen[: spread.processes]
     if len({gpu.name for gpu in chosen}) > 1:
+        asked = f"GPUS={','.join(map(str, spread.gpus))} are" if spread.gpus else "there are"
+        found = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
         raise HardwareError(
-            f"the GPUs differ ({', '.join(sorted({gpu.name for gpu in chosen}))}); name equal ones: GPUS=0,1"
+            f"the GPUs differ, and a run takes GPUs of one kind ({asked}: {found}); name GPUs that are alike: "
+            f"{hardware.alike_words(processes=spread.processes)}"
         )
+    if len(hardware.alike) > 1:  # CUDA would number the fastest first, and the ranks take others than were planned for
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen))
     return _spread_over(machine, len(chosen) * spread.nodes.count, spread.nodes.count)
 
@@ -607,15 +616,18 @@ def _is_unused(folder: RunFolder) -> bool:
 
 def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
     """Says which layout the plan would take on all GPUs, where this command uses one of several."""
-    if len(whole.gpus) < 2 or effective_batch(config.train, ranks=len(whole.gpus)) % len(whole.gpus):
+    alike = whole.alike[0] if whole.gpus else ()
+    if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
         return
     try:
-        all_of_them = plan_for(config, whole)
+        all_of_them = plan_for(config, dataclasses.replace(whole, gpus=alike))
     except SftPlayError:
         return
     if all_of_them.fits:
-        logger.info("On all %d GPUs the plan would take %s (make train-distributed); this run is %s",
-                    len(whole.gpus), all_of_them.layout, plan.layout)  # fmt: skip
+        is_all = len(alike) == len(whole.gpus)
+        named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
+        logger.info("On %s %d GPUs the plan would take %s (make train-distributed%s); this run is %s",
+                    "all" if is_all else "the alike", len(alike), all_of_them.layout, named, plan.layout)  # fmt: skip
 
 
 def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
