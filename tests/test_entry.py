@@ -177,6 +177,15 @@ def test_ctrl_c_in_the_first_second_is_one_line(name):
     assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
 
 
+def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
+    code = f"{INTERRUPT.format(name='sft_play.cli')}\nimport runpy\nsys.path.insert(0, 'scripts')\n"
+    code += f"sys.argv = ['plan.py', *{PLAN[1:]!r}]\nrunpy.run_path('scripts/plan.py', run_name='__main__')"
+    words = [sys.executable, "-c", code]
+    answer = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 130
+    assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
+
+
 @pytest.mark.parametrize(
     "raised",
     [
