@@ -170,3 +170,10 @@ def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny
     assert "micro 2 x accum 4 x 1 ranks (stopped under 2): the effective batch of 8 is kept" in (
         (folder / "train.log").read_text()
     )
+
+
+def test_what_to_change_for_another_effective_batch_is_what_was_given():
+    both = written("train.batch_size=2", "train.grad_accum=2")
+    assert both.train.effective_words == "train.batch_size or train.grad_accum"
+    assert written("train.batch_size=2").train.effective_words == "train.effective_batch_size"
+    assert written("train.effective_batch_size=32").train.effective_words == "train.effective_batch_size"
