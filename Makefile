@@ -36,7 +36,10 @@ override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTH
 # Ctrl-C while Python itself starts would be a traceback of its own: where `env` can hold it back, the program takes it.
 override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
 # SFT_PLAY_MAKE names make's own process and the command's: one whose make is killed ends with it.
-override PROGRAM := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $$hold "$(PY)" -m sft_play
+override RUN_PYTHON := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $$hold "$(PY)"
+override PROGRAM := $(RUN_PYTHON) -m sft_play
+# What launches or trains is a script that a person can give to any launcher too.
+override SCRIPT := $(RUN_PYTHON) scripts
 # All tests run in two processes, a file in one of them; chosen ones in one, where a debugger can stop.
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", "")) or \
   ["-n2", "--dist=loadfile", "--no-loadscope-reorder"]))
@@ -82,24 +85,24 @@ mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TO
 
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
-	@$(PROGRAM) train
+	@$(SCRIPT)/train.py
 train-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
-	@$(PROGRAM) train --tensorboard
+	@$(SCRIPT)/train.py --tensorboard
 train-and-watch: train-tb ## Another name of train-tb
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
-	@$(PROGRAM) resume
+	@$(SCRIPT)/resume.py
 
 ##@ Many GPUs
 train-distributed: setup ## Fine-tune over all GPUs, or CPU ranks (STRATEGY=ddp|fsdp|zero2|zero3 NPROC=2 GPUS=0,1)
-	@$(PROGRAM) train-distributed
+	@$(SCRIPT)/train_distributed.py
 train-distributed-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
-	@$(PROGRAM) train-distributed --tensorboard
+	@$(SCRIPT)/train_distributed.py --tensorboard
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
-	@$(PROGRAM) train-deepspeed
+	@$(SCRIPT)/train_deepspeed.py
 train-deepspeed-tb: setup ## DeepSpeed with TensorBoard beside it
-	@$(PROGRAM) train-deepspeed --tensorboard
+	@$(SCRIPT)/train_deepspeed.py --tensorboard
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
-	@$(PROGRAM) launch-command
+	@$(SCRIPT)/launch_command.py
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
 doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank
@@ -107,7 +110,7 @@ doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
 	@$(PROGRAM) consolidate
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
-	@$(PROGRAM) verify-layouts
+	@$(SCRIPT)/verify_layouts.py
 
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
@@ -125,7 +128,7 @@ tb-clean: setup ## Remove the event files of finished runs; asks first (YES=1: d
 
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
-	@$(PROGRAM) plan
+	@$(SCRIPT)/plan.py
 memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FILE.csv OUT=score.json)
 	@$(PROGRAM) memory-model-score
 
@@ -154,7 +157,7 @@ benchmark-starter: setup ## Exact match of the starter over seeds and threads, a
 bench-data: setup ## Rows per second and memory of data preparation beside TRL's (OUT=FILE ROWS=10000,1000000)
 	@$(PATHS) && exec "$(PY)" benchmarks/data.py
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
-	@$(PATHS) && exec "$(PY)" benchmarks/speed.py
+	@$(PATHS) && exec "$(PY)" -m benchmarks.speed
 mutation-score: setup ## How many changed decisions the tests find (MUTANTS=200 SEED=0 OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.mutation_score
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)

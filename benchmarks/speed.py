@@ -1,6 +1,7 @@
 """The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
 
     make benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
+    make benchmark-speed                                    # how runs scale with GPUs alone: benchmarks/scaling.py
 
 Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
 Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
@@ -18,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
@@ -80,8 +82,8 @@ def score(path: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the table by source, GPU and mode, and write the file."""
-    runs = score(Path(os.environ["PEAKS"]))
+    """Print the table by source, GPU and mode, then how runs scale with GPUs, and write the file."""
+    runs = score(Path(os.environ["PEAKS"])) if os.environ.get("PEAKS") else {}
     groups: dict[str, list[float]] = defaultdict(list)
     for run in runs.values():
         groups[run["group"]].append(run["ratio"])
@@ -91,13 +93,18 @@ def main() -> int:
     }
     for group, found in ratios.items():
         sys.stdout.write(f"{group:60s} {json.dumps({key: round(value, 2) for key, value in found.items()})}\n")
+    scaled = scaling()
+    for name, found in scaled.items():
+        sys.stdout.write(f"{name:90s} {found['published']:.2f}x published, {found['predicted']:.2f}x predicted\n")
+    off = sorted(abs(found["ratio"] - 1) for found in scaled.values())
+    sys.stdout.write(f"scaling, {len(off)} points: median error {statistics.median(off):.1%}, largest {off[-1]:.1%}\n")
     if os.environ.get("OUT"):
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect().as_json(),
             "versions": versions(),
         }
-        write_json(Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios})
+        write_json(Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios, "scaling": scaled})
     return 0
 
 

@@ -12,4 +12,4 @@ if [ ! -x "$python" ]; then
 fi
 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-exec "$python" -m sft_play train-distributed "$@"
+exec "$python" "$root/scripts/train_distributed.py" "$@"

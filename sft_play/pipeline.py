@@ -668,7 +668,7 @@ class _Checks:
                 "batch",
                 f"{train.kept:,} training rows are fewer than one effective batch of {plan.batch.effective_batch:,}: a "
                 "step sees them all",
-                "lower train.effective_batch_size",
+                f"lower {self._config.train.effective_words}",
             )
 
     def _padding(self) -> Iterator[Check]:

@@ -268,7 +268,7 @@ def create(
     try:
         building.chmod(0o755)
         write_text(building / "config.yaml", loaded.text)
-        write_json(building / "resolved.json", resolved(loaded.config))
+        write_json(building / "resolved.json", resolved(loaded.config, effective_batch=plan.get("effective_batch")))
         write_json(building / "plan.json", plan)
         write_json(building / MANIFEST, manifest)
         mark = lock(RunFolder(building), by=by)
@@ -564,7 +564,7 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
-    new = json.loads(json.dumps(_scrub(resolved(loaded.config))))
+    new = json.loads(json.dumps(_scrub(resolved(loaded.config, effective_batch=math.prod(batch.values())))))
     if not isinstance(old, dict):
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
     differing = {key: pair for key, pair in differing_keys(old, new).items() if key not in FREE_TO_CHANGE}

@@ -40,6 +40,7 @@ from sft_play.launch.ranks import Ranks
 from sft_play.launch.spread import DeepspeedWish, Spread, with_accelerate
 from sft_play.log import one_line, start_log_buffer
 from sft_play.plan import record, show
+from sft_play.plan.batching import divisors, effective_batch
 from sft_play.plan.candidates import Candidate
 from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
@@ -371,13 +372,17 @@ def _check_gpu(plan: Plan, ranks: Ranks) -> None:
     """Raises HardwareError where this rank's GPU is not the one that was planned for."""
     if not plan.hardware.gpus:
         return
-    here, planned = detect().gpus, plan.hardware.gpus[0]
+    machine, planned = detect(), plan.hardware.gpus[0]
+    here = machine.gpus
     if ranks.local_rank >= len(here):
         raise HardwareError(f"rank {ranks.rank} wants GPU {ranks.local_rank}, and {len(here)} can be seen")
     if here[ranks.local_rank].name != planned.name:
+        remedy = "use nodes with GPUs of one kind"
+        if len(machine.alike) > 1:
+            named = machine.alike_words(variable="CUDA_VISIBLE_DEVICES")
+            remedy = f"use GPUs of one kind, with CUDA_DEVICE_ORDER=PCI_BUS_ID and as many ranks: {named}"
         raise HardwareError(
-            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: use GPUs of "
-            "one kind"
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: {remedy}"
         )
 
 
@@ -582,9 +587,14 @@ def _machine_of(spread: Spread) -> Hardware:
         raise HardwareError(f"NPROC={spread.processes} and {len(chosen)} GPUs: one process uses one GPU")
     chosen = chosen[: spread.processes]
     if len({gpu.name for gpu in chosen}) > 1:
+        asked = f"GPUS={','.join(map(str, spread.gpus))} are" if spread.gpus else "there are"
+        found = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
         raise HardwareError(
-            f"the GPUs differ ({', '.join(sorted({gpu.name for gpu in chosen}))}); name equal ones: GPUS=0,1"
+            f"the GPUs differ, and a run takes GPUs of one kind ({asked}: {found}); name GPUs that are alike: "
+            f"{hardware.alike_words(processes=spread.processes)}"
         )
+    if len(hardware.alike) > 1:  # CUDA would number the fastest first, and the ranks take others than were planned for
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     machine = dataclasses.replace(hardware, gpus=tuple(chosen))
     return _spread_over(machine, len(chosen) * spread.nodes.count, spread.nodes.count)
 
@@ -665,15 +675,18 @@ def _is_unused(folder: RunFolder) -> bool:
 
 def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> None:
     """Says which layout the plan would take on all GPUs, where this command uses one of several."""
-    if len(whole.gpus) < 2 or config.train.effective_batch_size % len(whole.gpus):
+    alike = whole.alike[0] if whole.gpus else ()
+    if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
         return
     try:
-        all_of_them = plan_for(config, whole)
+        all_of_them = plan_for(config, dataclasses.replace(whole, gpus=alike))
     except SftPlayError:
         return
     if all_of_them.fits:
-        logger.info("On all %d GPUs the plan would take %s (make train-distributed); this run is %s",
-                    len(whole.gpus), all_of_them.layout, plan.layout)  # fmt: skip
+        is_all = len(alike) == len(whole.gpus)
+        named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
+        logger.info("On %s %d GPUs the plan would take %s (make train-distributed%s); this run is %s",
+                    "all" if is_all else "the alike", len(alike), all_of_them.layout, named, plan.layout)  # fmt: skip
 
 
 def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
@@ -756,27 +769,42 @@ def _planned_batch(folder: RunFolder) -> dict[str, Any]:
 
 
 def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunConfig:
-    """The config to plan a run with that goes on: its micro-batch again, where the config leaves the batch open.
+    """The config to plan a resumed run with: its effective batch and, where that divides, its micro-batch again.
 
     What is free on the GPU may have changed; the rows of a step must not, and with the same split no number does. Over
-    another number of ranks the effective batch is kept, and the accumulation follows.
+    another number of ranks the effective batch is kept and the accumulation follows, whatever the config gives; a
+    micro-batch that does not divide a rank's share becomes the largest that does. What the config changed meanwhile is
+    named by the run folder's own check.
+
+    Raises:
+        RunFolderError: the effective batch does not split over the ranks.
     """
-    is_open = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
-    effective = config.train.effective_batch_size
-    if stopped is None or not is_open or stopped.effective_batch != effective:
+    train = config.train
+    if stopped is None:
         return config
-    micro = config.train.batch_size if config.train.batch_size != "auto" else stopped.micro_batch
-    if effective % (micro * ranks):
+    kept, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    if not train.effective_follows and train.effective_batch_size != kept:
         return config
-    accum = effective // (micro * ranks)
+    if not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == kept:
+        return config
+    share, left = divmod(kept, ranks)
+    if left:
+        fitting = ", ".join(str(number) for number in divisors(kept) if number <= 2 * ranks)
+        raise RunFolderError(
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {kept} "
+            f"(it was stopped under {stopped.ranks}); numbers that do: {fitting}"
+        )
+    micro = stopped.micro_batch if train.batch_size == "auto" else train.batch_size
+    if share % micro and train.batch_size == "auto":
+        return config
+    micro = max(size for size in divisors(share) if size <= micro)
     if ranks == stopped.ranks:
-        logger.info("Batch: micro %d x accum %d, as the run was started", micro, accum)
+        logger.info("Batch: micro %d x accum %d, as the run was started", micro, share // micro)
     else:
         logger.info("Batch: micro %d x accum %d x %d ranks (stopped under %d): the effective batch of %d is kept",
-                    micro, accum, ranks, stopped.ranks, effective)  # fmt: skip
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"batch_size": micro, "grad_accum": accum})}
-    )
+                    micro, share // micro, ranks, stopped.ranks, kept)  # fmt: skip
+    update = {"batch_size": micro, "grad_accum": share // micro, "effective_batch_size": kept}
+    return config.model_copy(update={"train": train.model_copy(update=update)})
 
 
 def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:

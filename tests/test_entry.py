@@ -177,6 +177,15 @@ def test_ctrl_c_in_the_first_second_is_one_line(name):
     assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
 
 
+def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
+    code = f"{INTERRUPT.format(name='sft_play.cli')}\nimport runpy\nsys.path.insert(0, 'scripts')\n"
+    code += f"sys.argv = ['plan.py', *{PLAN[1:]!r}]\nrunpy.run_path('scripts/plan.py', run_name='__main__')"
+    words = [sys.executable, "-c", code]
+    answer = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 130
+    assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
+
+
 @pytest.mark.parametrize(
     "raised",
     [
@@ -272,7 +281,9 @@ def test_what_any_python_reads_is_old_syntax():
     import ast
 
     for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/variables.py", "scripts/check_variables.py",
-                 "scripts/setup_env.py", "scripts/train.py", "sft_play/__init__.py"):  # fmt: skip
+                 "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
+                 "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",
+                 "scripts/plan.py", "sft_play/__init__.py"):  # fmt: skip
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name

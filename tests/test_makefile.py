@@ -31,6 +31,14 @@ PROGRAM = [
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
 ]
+SCRIPTS = {
+    name: f"scripts/{name.removesuffix('-tb').replace('-', '_')}.py"
+    for name in (
+        *("train", "train-tb", "resume", "train-distributed", "train-distributed-tb", "train-deepspeed"),
+        *("train-deepspeed-tb", "launch-command", "verify-layouts", "plan"),
+    )
+}
+"""Targets that launch or train, and what each executes."""
 VARIABLES = list(variables.VARIABLES)
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
@@ -191,10 +199,59 @@ def test_a_dry_run_starts_and_builds_nothing(copy, fake):
     result = make("-n", *TARGETS, f"VENV={fake.folder}", cwd=copy)
     assert (result.returncode, result.stderr) == (0, "")
     for target in PROGRAM:
-        assert f"-m sft_play {target.removesuffix('-tb')}" in result.stdout, target
+        assert SCRIPTS.get(target, f"-m sft_play {target.removesuffix('-tb')}") in result.stdout, target
     assert make("-n", *TARGETS, cwd=copy).stdout == result.stdout
     assert listing(copy) == before
     assert fake.starts() == []
+
+
+def recipe(target: str) -> str:
+    """What a target runs; that of its prerequisite where it has no recipe of its own."""
+    found = re.search(rf"^{target}: ?(.*?)(?: ##.*)?\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
+    assert found, target
+    return found[2] or "".join(recipe(other) for other in found[1].split())
+
+
+def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
+    """A person can give the same file to any launcher; what starts or trains otherwise would be seen here."""
+    for target, script in {**SCRIPTS, "train-and-watch": "scripts/train.py"}.items():
+        assert re.fullmatch(rf"\t@\$\(SCRIPT\)/{Path(script).name}( --tensorboard)?\n", recipe(target)), target
+        assert (ROOT / script).is_file()
+    others = {target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help"}}
+    assert not [target for target, text in others.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
+    assert not [target for target in others if re.match(r"train|resume|launch", target)]
+
+
+def test_no_script_is_without_a_target():
+    """Nor without what reads it: make itself (variables, environment, pins), or a person without make."""
+    found = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
+    assert len(found) >= 12
+    by_hand = {
+        "train_distributed.sh": "make train-distributed` for people without make",
+        "train_slurm.sbatch": "sbatch ",
+    }
+    for name, words in by_hand.items():
+        assert words in (ROOT / "scripts" / name).read_text(encoding="utf-8")
+    unused = {name for name in found - set(by_hand) if not re.search(rf"(scripts|\$\(SCRIPT\))/{name}\b", MAKEFILE)}
+    assert not unused
+
+
+@pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
+def test_a_script_is_its_command_from_any_folder(script, tmp_path):
+    """Its own folder is not on the path, where `train` or `plan` would be found for a module of somebody else's."""
+    environ = {name: value for name, value in clean_environ().items() if name != "PYTHONPATH"}
+    words = [sys.executable, str(ROOT / script), "--help"]
+    result = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+    command = Path(script).stem.replace("_", "-")
+    with_command = [sys.executable, "-m", "sft_play", command, "--help"]
+    same = subprocess.run(with_command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert result.stdout == same.stdout
+    program = f"import sys, runpy; sys.argv = ['x', '--help']; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+    program += f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+    program += f"assert sys.path[0] == {str(ROOT)!r} and {str(ROOT / 'scripts')!r} not in sys.path, sys.path"
+    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL,
+                          timeout=120).returncode == 0  # fmt: skip
 
 
 def test_recipes_are_short():
@@ -213,7 +270,7 @@ def test_a_hostile_value_reaches_the_program_unchanged(value, fake, tmp_path):
     result = make("train", f"VENV={fake.folder}", f"SET={value}")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     start = fake.only_start()
-    assert start["argv"] == ["-m", "sft_play", "train"]
+    assert start["argv"] == ["scripts/train.py"]
     assert start["environ"]["SET"] == value
     assert not mark.exists()
 
@@ -245,7 +302,7 @@ def test_no_variable_of_the_makefile_can_be_replaced(name, fake, tmp_path):
     result = make("train", f"VENV={fake.folder}", f'{name}=x"; touch {mark}; "')
     if name in ("SHELL", ".SHELLFLAGS"):  # make's own, which an outer make may hand on
         assert result.returncode == 0
-        assert fake.only_start()["argv"] == ["-m", "sft_play", "train"]
+        assert fake.only_start()["argv"] == ["scripts/train.py"]
     else:
         assert result.returncode == 2
         assert f"{name}= is no variable of make train" in result.stderr
@@ -283,8 +340,14 @@ def test_a_program_target_becomes_its_program_so_that_ctrl_c_reaches_it(fake):
         assert process.wait(timeout=60) == 0
     starts = fake.starts()
     assert {start["parent"] for start in starts} == {process.pid}  # no shell in between
-    words = [[name.removesuffix("-tb"), "--tensorboard"] if name.endswith("-tb") else [name] for name in PROGRAM]
-    assert sorted(start["argv"] for start in starts) == sorted(["-m", "sft_play", *line] for line in words)
+    words = [
+        [
+            *([SCRIPTS[name]] if name in SCRIPTS else ["-m", "sft_play", name]),
+            *["--tensorboard"][: name.endswith("-tb")],
+        ]
+        for name in PROGRAM
+    ]
+    assert sorted(start["argv"] for start in starts) == sorted(words)
 
 
 # VENV
@@ -300,7 +363,7 @@ def test_venv_may_have_any_path(name, tmp_path):
 def test_venv_may_be_relative_to_the_checkout(copy):
     fake = FakeVenv(copy / "mine", copy / "notes")
     assert make("-C", str(copy), "train", "VENV=mine", cwd="/").returncode == 0
-    assert fake.only_start()["argv"] == ["-m", "sft_play", "train"]
+    assert fake.only_start()["argv"] == ["scripts/train.py"]
 
 
 def test_a_venv_without_a_python_is_refused(copy):
@@ -345,7 +408,9 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
 def test_parallel_makes_of_several_targets_check_the_environment_once(fake):
     result = make("-j4", "train", "resume", "plan", f"VENV={fake.folder}")
     assert (result.returncode, result.stderr) == (0, "")
-    assert sorted(start["argv"][-1] for start in fake.starts()) == ["plan", "resume", "train"]
+    assert sorted(start["argv"][-1] for start in fake.starts()) == [
+        "scripts/plan.py", "scripts/resume.py", "scripts/train.py",
+    ]  # fmt: skip
 
 
 # Develop

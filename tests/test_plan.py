@@ -53,7 +53,11 @@ def test_given_numbers_are_kept():
         (1, {"batch_size": 5}, "does not split over train.batch_size=5 x 1 rank; use 30 or 35"),
         (4, {"grad_accum": 3}, "train.grad_accum=3 x 4 ranks; use 24 or 36"),
         (8, {"effective_batch_size": 4}, "use 8 or 16"),
-        (1, {"batch_size": 4, "grad_accum": 4}, "= 16; use train.effective_batch_size=16 or train.grad_accum=8"),
+        (
+            1,
+            {"batch_size": 4, "grad_accum": 4, "effective_batch_size": 32},
+            "= 16; use train.effective_batch_size=16 or train.grad_accum=8",
+        ),
     ],
 )
 def test_what_does_not_divide_names_the_two_nearest_values(ranks, train, message):

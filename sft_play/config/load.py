@@ -354,9 +354,17 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
     return found
 
 
-def resolved(config: RunConfig) -> dict[str, Any]:
-    """The config as plain data, defaults included: what `resolved.json` holds."""
-    return config.model_dump(mode="json")
+def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
+    """The config as plain data, defaults included: what `resolved.json` holds.
+
+    Args:
+        effective_batch: what the plan made of the batch. Where the config leaves it to the ranks it stands in place of
+            a default that nobody asked for, so that the file trains the same over any number of ranks, or is refused.
+    """
+    data = config.model_dump(mode="json")
+    if config.train.effective_follows:
+        data["train"]["effective_batch_size"] = effective_batch
+    return data
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any], *, prefix: str = "") -> dict[str, tuple[Any, Any]]:

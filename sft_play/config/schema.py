@@ -285,7 +285,8 @@ class TrainConfig(Section):
     """How long, how fast, with what precision."""
 
     effective_batch_size: int = leaf(32, owner="plan.batching", ge=1, le=1_000_000)
-    """Sequences per optimizer step over all GPUs; micro x accumulation x ranks equals it exactly."""
+    """Sequences per optimizer step over all GPUs; micro x accumulation x ranks equals it exactly. Left out beside a
+    batch_size and a grad_accum that are both given, it is their product times the ranks."""
 
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.batching")
     """Sequences per GPU and forward pass; auto takes what the memory plan allows."""
@@ -375,6 +376,20 @@ class TrainConfig(Section):
 
     dataloader_pin_memory: bool = leaf(True, owner="train.trainer")
     """Page-locked batches: faster copies to the GPU; has no effect on a CPU."""
+
+    @property
+    def effective_follows(self) -> bool:
+        """Whether the effective batch follows from batch_size, grad_accum and the ranks: both are given, and it is not.
+
+        What the file, SET or a copy with an update names counts as given, also where it is the default.
+        """
+        is_split = self.batch_size != "auto" and self.grad_accum != "auto"
+        return is_split and "effective_batch_size" not in self.model_fields_set
+
+    @property
+    def effective_words(self) -> str:
+        """What to change for another effective batch."""
+        return "train.batch_size or train.grad_accum" if self.effective_follows else "train.effective_batch_size"
 
 
 class EvalConfig(Section):

@@ -112,6 +112,34 @@ class Hardware:
         """Whether its GPU is an instance of a split one."""
         return any(gpu.mig for gpu in self.gpus)
 
+    @property
+    def alike(self) -> tuple[tuple[Gpu, ...], ...]:
+        """The GPUs by kind, the largest group first, then the one with more memory: a run takes GPUs of one kind.
+
+        GPUs of one name are of one kind, also where their memory differs: a plan takes the smallest.
+        """
+        kinds: dict[str, list[Gpu]] = {}
+        for gpu in self.gpus:
+            kinds.setdefault(gpu.name, []).append(gpu)
+        groups = [tuple(group) for group in kinds.values()]
+        return tuple(sorted(groups, key=lambda group: (-len(group), -min(gpu.total_bytes for gpu in group))))
+
+    def alike_words(self, *, processes: int | None = None, variable: str = "GPUS") -> str:
+        """What to give for GPUs of one kind: `GPUS=0,2 (2 x NVIDIA A100-SXM4-80GB) or GPUS=1 (1 x NVIDIA L4)`.
+
+        Args:
+            processes: NPROC=, where it was given: no more GPUs than that are named, and it is lowered where a kind has
+                fewer.
+            variable: what names GPUs, `CUDA_VISIBLE_DEVICES` for ranks that a person starts.
+        """
+        told = []
+        for group in self.alike:
+            some = group[:processes]
+            fewer = f"NPROC={len(some)} " if processes is not None and len(some) < processes else ""
+            numbers = ",".join(str(gpu.index) for gpu in some)
+            told.append(f"{fewer}{variable}={numbers} ({len(some)} x {some[0].name})")
+        return " or ".join(told)
+
     def first(self, count: int) -> Hardware:
         """The same machine with its first `count` GPUs only, on as many nodes as they fill."""
         gpus = self.gpus[:count]
@@ -245,7 +273,22 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(found, entries, strict=True))
     ram_total, ram_free = _memory()
     link = _link(found, entries)
-    return Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes)
+    hardware = Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes)
+    return replace(hardware, notes=(*notes, *_mixed(hardware)))
+
+
+def _mixed(hardware: Hardware) -> list[str]:
+    """What a person should know of GPUs that differ: which a plan goes by, and which can train together."""
+    sizes = sorted({round(gpu.total_bytes / GIB, 1) for gpu in hardware.gpus})
+    if len(hardware.alike) > 1:
+        kinds = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.alike)
+        return [
+            f"the GPUs differ ({kinds}): a plan for all of them goes by the smallest memory and the slowest rates; "
+            f"make train-distributed takes those that are alike: {hardware.alike_words()}"
+        ]
+    if len(sizes) > 1 and sizes[-1] - sizes[0] >= 0.5:
+        return [f"the GPUs have {sizes[0]:g} to {sizes[-1]:g} GiB: plans go by the smallest"]
+    return []
 
 
 def _entry_of(gpu: Gpu) -> CatalogEntry | None:

@@ -23,6 +23,17 @@ class BatchPlan:
         return self.micro_batch * self.grad_accum * self.ranks
 
 
+def effective_batch(train: TrainConfig, *, ranks: int) -> int:
+    """Sequences per optimizer step over `ranks` data-parallel ranks.
+
+    It is train.effective_batch_size, or, where that was left out and both factors are given, what they make with the
+    ranks: a config of one GPU works unchanged on more.
+    """
+    if not train.effective_follows:
+        return train.effective_batch_size
+    return int(train.batch_size) * int(train.grad_accum) * ranks
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, rising."""
     small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
@@ -47,7 +58,10 @@ def splits(train: TrainConfig, *, ranks: int) -> list[BatchPlan]:
 
 def arithmetic(train: TrainConfig, batch: BatchPlan) -> str:
     """The product, with what was given."""
-    product = f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks = {batch.effective_batch}"
+    words = f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks"
+    if train.effective_follows:
+        return f"effective batch {batch.effective_batch} = {words}: train.effective_batch_size was not given"
+    product = f"{words} = {batch.effective_batch}"
     given = [
         name
         for name, value in (("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum))
@@ -58,7 +72,7 @@ def arithmetic(train: TrainConfig, batch: BatchPlan) -> str:
 
 def _per_rank(train: TrainConfig, ranks: int) -> int:
     """Sequences per rank and step; raises ConfigError where the numbers do not divide."""
-    effective = train.effective_batch_size
+    effective = effective_batch(train, ranks=ranks)
     micro = train.batch_size if train.batch_size != "auto" else 1
     accum = train.grad_accum if train.grad_accum != "auto" else 1
     unit = micro * accum * ranks

@@ -12,7 +12,7 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.architecture import ModelShape, shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.plan.batching import BatchPlan
+from sft_play.plan.batching import BatchPlan, effective_batch
 from sft_play.plan.candidates import Candidate, Job, candidate_of, least
 from sft_play.plan.layout import BUILT, Layout, LayoutName, layouts_for
 from sft_play.plan.plan import check_targets, job_of
@@ -78,7 +78,8 @@ def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> C
     asked = Job(**{**vars(job), "seq_len": length})
     found = []
     for layout in layouts:
-        accum = max(1, job.config.train.effective_batch_size // (rows * layout.data_parallel))
+        effective = effective_batch(job.config.train, ranks=layout.data_parallel)
+        accum = max(1, effective // (rows * layout.data_parallel))
         candidate = candidate_of(asked, layout, BatchPlan(rows, accum, layout.data_parallel), count)
         if candidate.hangs_on_ram:
             continue

@@ -2,22 +2,25 @@
 
 A micro-step takes the time of its matrix products (at the share of the peak that such products reach), plus the
 traffic of what is not a matrix product, plus the rebuilding of 4-bit weights, plus what starting kernels costs; a
-step adds the optimizer's traffic and the communication that is not hidden behind the backward pass. The constants
-below are few, named, and the same for every model and GPU of a generation; `make benchmark-speed` compares them with
-published speeds.
+step adds the optimizer's traffic, the communication that is not hidden behind the backward pass, and the wait for the
+slowest rank. The constants below are few, named, and the same for every model and GPU of a generation; `make
+benchmark-speed` compares them with published speeds, and with how published runs scale from one GPU to several.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import ModelShape
+from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.memory import Step, adapter_params
 from sft_play.plan.precision import BYTES, Precision
 
-MATRIX_SHARE = {7: 0.32, 8: 0.76, 9: 0.60, 10: 0.60, 12: 0.76}
+MATRIX_SHARE = {7: 0.32, 8: 0.77, 9: 0.62, 10: 0.60, 12: 0.76}
 """Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
 come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
 benchmarks/speed.json has the ratios."""
@@ -28,11 +31,32 @@ PASS_OVERHEAD_S = 0.0006
 """Seconds per layer and pass that kernels' starts and Python cost and the GPU waits for: santacoder on an A100 takes
 64 ms more than its tokens explain, 24 layers and four passes (fms-acceleration, 8k against 16k tokens)."""
 LINK_SHARE = 0.75
-"""Share of a link's rate that collectives reach (nccl-tests' bus bandwidth against the data sheet's)."""
+"""Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
+sheet's)."""
+PCIE_SHARE = 0.50
+"""The same of PCIe, where traffic between cards crosses the host, and its memory where they have no peer access: 35
+GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s (https://github.com/NVIDIA/nccl/issues/1639)."""
 HIDDEN_SHARE = 0.80
 """Share of the backward pass behind which gathering and reducing can hide."""
+OVERLAP_SHARE = 0.50
+"""Share of a collective's time that hides at most. The first gather and the last bucket have nothing to hide behind,
+and kernels beside a collective are slower: it takes multiprocessors and memory bandwidth. Together with WAIT_SPREAD
+from published scaling, few GPUs against more: benchmarks/scaling.py has the addresses, benchmarks/speed.json the
+ratios: 3% of median error over 33 points on NVLink, on PCIe, through the host's memory, and over nodes."""
+WAIT_SPREAD = 0.02
+"""Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose gradients are small,
+still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP)."""
+COLLECTIVE_START_S = 15e-6
+"""Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
+(https://github.com/NVIDIA/nccl/issues/1530)."""
+BUCKET_BYTES = 25 * 2**20
+"""DDP's buckets (`bucket_cap_mb`), each an all-reduce of its own."""
+BUCKET_COPIES = 4
+"""Times that DDP reads or writes every gradient beside the link: copied into its bucket and back."""
 HOST_BANDWIDTH = 60e9
 """Bytes per second that an optimizer on the CPU moves: two to four memory channels."""
+PCIE_FASTEST = 64e9
+"""Bytes per second one way of PCIe 5 x16, for cards that the catalogue does not know."""
 NOMINAL_RATE, NOMINAL_BANDWIDTH, NOMINAL_LINK = 100e12, 1e12, 32e9
 """Stand in for rates that nobody knows, to rank candidates; no speed is promised from them."""
 CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
@@ -51,6 +75,8 @@ class Rates:
     gpus_per_node: int
     known: bool
     share: float
+    link_share: float = LINK_SHARE
+    """Share of the link between GPUs of a node that collectives reach."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +122,15 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
         hardware.gpus_per_node,
         known=all(found) and all(bandwidths),
         share=share,
+        link_share=PCIE_SHARE if _is_pcie(hardware) else LINK_SHARE,
     )
+
+
+def _is_pcie(hardware: Hardware) -> bool:
+    """Whether the GPUs of a node talk over PCIe: no link that is faster than the card's own is known."""
+    link = hardware.link_bytes_per_s
+    of_card = [entry.pcie for entry in find(hardware.gpus[0].name.split(" MIG ")[0])]
+    return link is None or link <= max(of_card, default=PCIE_FASTEST)
 
 
 def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> Speed:
@@ -125,6 +159,7 @@ def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, st
         "optimizer": optimizer_s,
         "host": host_s,
         "communication": exposed,
+        "waiting": micro_s * step.grad_accum * slowest(step.layout.ranks),
     }
     tokens = step.tokens * step.grad_accum * step.layout.data_parallel
     useful = sum(_flops(config, shape, step, 0.0).values()) * step.grad_accum / tp
@@ -201,15 +236,16 @@ def _communication(
 
     Reducing gradients over W ranks sends 2(W-1)/W of them, scattering or gathering alone (W-1)/W (ring algorithms,
     https://arxiv.org/abs/1910.02054 section 7). Sharded weights are gathered for the forward and the backward pass of
-    every micro-step.
+    every micro-step, layer by layer.
     """
-    layout, accum = step.layout, step.grad_accum
+    layout, accum, blocks = step.layout, step.grad_accum, shape.num_layers + 1
     width = BYTES[precision.compute]
     trained = _trained(config, shape) * (width if config.tuning.mode == "full" else 4) / layout.tensor_parallel
     weights = _gathered_bytes(config, shape, width) / layout.tensor_parallel
     hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
     moved = exposed = 0.0
     group = _link(layout.data_parallel, rates)
+    start = COLLECTIVE_START_S * math.log2(layout.data_parallel)
     share = (layout.data_parallel - 1) / layout.data_parallel
     if layout.data_parallel > 1:
         if layout.shards_params:
@@ -218,13 +254,15 @@ def _communication(
             per_micro = part * (2 * weights + trained)
             outer = 2 * trained / layout.shard if layout.data_parallel > layout.shard else 0.0
             moved = per_micro * accum + outer
-            exposed = accum * max(0.0, per_micro / inner - hidden_s) + outer / group
+            exposed = accum * _exposed(per_micro / inner + 3 * blocks * start, hidden_s) + outer / group
         elif layout.name in ("zero2", "zero2_offload"):
             moved = share * (trained * accum + trained)
-            exposed = accum * max(0.0, share * trained / group - hidden_s) + share * trained / group
+            each = share * trained / group + start * math.ceil(trained / BUCKET_BYTES)
+            exposed = accum * _exposed(each, hidden_s) + share * trained / group
         else:  # one all-reduce a step, or its two halves
             moved = 2 * share * trained
-            exposed = max(0.0, moved / group - hidden_s)
+            exposed = _exposed(moved / group + start * math.ceil(trained / BUCKET_BYTES), hidden_s)
+            exposed += BUCKET_COPIES * trained / (rates.bandwidth * BANDWIDTH_SHARE)
     if layout.offloads_params:
         traffic = 2 * weights * accum
         exposed += max(0.0, traffic / NOMINAL_LINK - hidden_s * accum)
@@ -232,9 +270,22 @@ def _communication(
         inner = _link(layout.tensor_parallel, rates)
         again = 2 if step.checkpointed_layers != 0 else 0
         part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel
-        sent = part * step.tokens * shape.hidden_size * width * shape.num_layers * (4 + again) * accum
-        moved, exposed = moved + sent, exposed + sent / inner
+        calls = shape.num_layers * (4 + again) * accum
+        sent = part * step.tokens * shape.hidden_size * width * calls
+        moved += sent
+        exposed += sent / inner + COLLECTIVE_START_S * math.log2(layout.tensor_parallel) * calls
     return int(moved), exposed
+
+
+def _exposed(collective_s: float, hidden_s: float) -> float:
+    """Seconds of a collective that computation does not hide, of which there are `hidden_s` beside it."""
+    return collective_s - min(OVERLAP_SHARE * collective_s, hidden_s)
+
+
+def slowest(ranks: int) -> float:
+    """Share of a step that the mean rank waits for the slowest: the expected largest of `ranks` normal durations
+    (Blom's approximation, Statistical Estimates and Transformed Beta-Variables, 1958)."""
+    return WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
 def _gathered_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
@@ -247,9 +298,10 @@ def _gathered_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
 def _link(ranks: int, rates: Rates) -> float:
     """Bytes per second that a collective over `ranks` moves per rank: inside a node the link, over nodes a GPU's
     share of what the node sends."""
+    inside = rates.link * rates.link_share
     if ranks <= rates.gpus_per_node:
-        return rates.link * LINK_SHARE
-    return min(rates.link, rates.network / rates.gpus_per_node) * LINK_SHARE
+        return inside
+    return min(inside, rates.network / rates.gpus_per_node * LINK_SHARE)
 
 
 def utilisation(speed: Speed, rates: Rates) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape, shape_of
 from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
@@ -159,10 +159,7 @@ def _way(change: str, found: Candidate, *, setting: str | None = None, hardware:
 def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None]) -> Iterator[tuple[str, RunConfig]]:
     """Settings that need less memory, the least harmful first."""
     wishes = ["train.gradient_checkpointing=true"] if config.train.gradient_checkpointing not in ("auto", True) else []
-    if config.train.batch_size not in ("auto", 1):
-        wishes.append("train.batch_size=1")
-    if config.train.grad_accum != "auto":
-        wishes.append("train.grad_accum=auto")
+    wishes += _smaller_batches(config.train)
     if config.eval.batch_size not in ("auto", 1):
         wishes.append("eval.batch_size=1")
     if config.model.attn_implementation == "eager":
@@ -178,6 +175,17 @@ def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None])
         wishes.append(f"tuning.lora.r={SMALL_RANK}")
     for wish in wishes:
         yield wish, _apply(config, wish)
+
+
+def _smaller_batches(train: TrainConfig) -> list[str]:
+    """Fewer rows a pass; the effective batch stays, also where it follows from the two that are given."""
+    if train.effective_follows:
+        rows = int(train.batch_size) * int(train.grad_accum)
+        return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
+    return [
+        *(["train.batch_size=1"] if train.batch_size not in ("auto", 1) else []),
+        *(["train.grad_accum=auto"] if train.grad_accum != "auto" else []),
+    ]
 
 
 def _longest(config: RunConfig, choice: Callable[[RunConfig], Candidate | None]) -> int | None:
@@ -196,10 +204,12 @@ def _longest(config: RunConfig, choice: Callable[[RunConfig], Candidate | None])
 
 
 def _apply(config: RunConfig, setting: str) -> RunConfig:
-    """The config with one plain setting, `section.key=value`, of those that are offered here."""
-    path, _, text = setting.partition("=")
-    value: Any = {"true": True, "auto": "auto"}.get(text, int(text) if text.isdigit() else text)
-    changed: RunConfig = _with(config, path.split("."), value)
+    """The config with plain settings, `section.key=value` each, of those that are offered here."""
+    changed: RunConfig = config
+    for word in setting.split():
+        path, _, text = word.partition("=")
+        value: Any = {"true": True, "auto": "auto"}.get(text, int(text) if text.isdigit() else text)
+        changed = _with(changed, path.split("."), value)
     return changed
 
 

@@ -24,7 +24,8 @@ from sft_play.failures import RUN_VARIABLE
 from sft_play.runs import LOCK, WRITER, RunFolder
 
 _TRAINING = ("train", "resume", "train-distributed", "train-deepspeed")
-_SCRIPTS = {"train.py": "train", "resume.py": "resume"}
+_SCRIPTS = {f"{name.replace('-', '_')}.py": name for name in (*_TRAINING, "launch-command", "verify-layouts", "plan")}
+"""What make executes and launchers are given: `scripts/train_distributed.py` is `sft-play train-distributed`."""
 _LAUNCHERS = {
     "sft_play.train.agent",
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),

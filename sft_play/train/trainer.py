@@ -636,16 +636,16 @@ def _packs_of(rows: Any, config: RunConfig, plan: Plan) -> Packs | None:
     """Which rows share a place in a batch; None where rows are not packed."""
     if wants_packing(config):
         packs = best_fit(lengths_of(rows), plan.max_seq_len)
-        _say_packs(packs, rows=len(rows), plan=plan)
+        _say_packs(packs, config, rows=len(rows), plan=plan)
         return packs
     if config.data.packing != "none":
         logger.info("Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode)
     return None
 
 
-def _say_packs(packs: Packs, *, rows: int, plan: Plan) -> None:
+def _say_packs(packs: Packs, config: RunConfig, *, rows: int, plan: Plan) -> None:
     """How many chats a row and a step hold: the effective batch counts rows."""
-    effective = plan.batch.effective_batch
+    effective, setting = plan.batch.effective_batch, config.train.effective_words
     per_row = rows / len(packs)
     logger.info(
         "Packing: %s chats in %s rows of at most %d tokens (%.1f%% of their places stay empty); a step of %d rows sees "
@@ -656,6 +656,6 @@ def _say_packs(packs: Packs, *, rows: int, plan: Plan) -> None:
     if len(packs) < effective and engine_module.is_first():
         logger.warning(
             "Packing: %d rows are fewer than one effective batch of %d: a step sees every chat; a smaller "
-            "train.effective_batch_size keeps the chats per step as they were without packing (%d rows hold %d)",
-            len(packs), effective, max(1, round(effective / per_row)), effective,
+            "%s keeps the chats per step as they were without packing (%d rows hold %d)",
+            len(packs), effective, setting, max(1, round(effective / per_row)), effective,
         )  # fmt: skip

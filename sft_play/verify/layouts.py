@@ -28,6 +28,7 @@ from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line
+from sft_play.plan.batching import effective_batch
 from sft_play.plan.layout import LayoutName
 
 logger = logging.getLogger(__name__)
@@ -245,7 +246,7 @@ class _Bench:
     def effective(self) -> int:
         """The effective batch: the config's, or the next that 4 ranks x 4 passes divide."""
         unit = 4 * max(ACCUMULATIONS)
-        return math.ceil(self.parsed.train.effective_batch_size / unit) * unit
+        return math.ceil(effective_batch(self.parsed.train, ranks=1) / unit) * unit
 
     def compare(
         self, mode: str, bf16: bool, layouts: Iterable[str], table: Table, progress: Callable[[str], None]

@@ -1,0 +1,179 @@
+"""The effective batch where nobody wrote one: that of both factors and the ranks, the same wherever it is read."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import yaml
+
+from sft_play import start
+from sft_play.config.load import config_from_text, resolved
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.batching import BatchPlan, arithmetic, effective_batch, splits
+from sft_play.plan.largest import largest_that_fits
+from sft_play.plan.layout import Stopped
+from sft_play.plan.plan import make_plan
+from sft_play.plan.show import batch_lines
+from sft_play.plan.ways_out import ways_out
+from tests.models import uneven_run
+from tests.test_distributed import start as call
+
+
+def written(*overrides, text=""):
+    return config_from_text(f"model: {{name: Qwen/Qwen2.5-0.5B}}\n{text}", name="run.yaml", overrides=overrides)
+
+
+def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_nobody_wrote():
+    """Over every number of ranks, in any place where the two can be given; a number that was written is never replaced,
+    the default's own 32 included."""
+    draw = random.Random(14)
+    kinds = set()
+    for _ in range(300):
+        micro, accum = (draw.choice(["auto", 1, 2, 3, 4, 8]) for _ in range(2))
+        ranks, effective = draw.randint(1, 9), draw.choice([None, None, 8, 24, 32, 48])
+        given = {"batch_size": micro, "grad_accum": accum, "effective_batch_size": effective}
+        words = [f"train.{name}={value}" for name, value in given.items() if value not in ("auto", None)]
+        cut = draw.randint(0, len(words))
+        lines = "".join(f"  {word.removeprefix('train.').replace('=', ': ')}\n" for word in words[:cut])
+        train = written(*words[cut:], text=f"train:\n{lines}" if lines else "").train
+        follows = effective is None and "auto" not in (micro, accum)
+        wanted = micro * accum * ranks if follows else effective or 32
+        assert effective_batch(train, ranks=ranks) == wanted
+        assert train.effective_follows == follows
+        fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0
+        if not fits or ("auto" not in (micro, accum) and micro * accum * ranks != wanted):
+            with pytest.raises(ConfigError, match=rf"train\.effective_batch_size={wanted} "):
+                splits(train, ranks=ranks)
+            kinds.add("refused")
+            continue
+        found = splits(train, ranks=ranks)
+        assert all(batch.effective_batch == wanted for batch in found)
+        if follows:
+            assert found == [BatchPlan(micro, accum, ranks)]
+            said = arithmetic(train, found[0])
+            assert said == (
+                f"effective batch {wanted} = micro {micro} x accum {accum} x {ranks} ranks: "
+                "train.effective_batch_size was not given"
+            )
+        else:
+            assert "was not given" not in arithmetic(train, found[0])
+        kinds.add("follows" if follows else "given")
+    assert kinds == {"follows", "given", "refused"}
+
+
+@pytest.mark.parametrize("machine", ["cpu,ram=64GiB", "1xRTX4090", "2xRTX4090", "4xRTX4090", "2x8xH100"])
+def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
+    config = written("train.batch_size=2", "train.grad_accum=2")
+    hardware = named(machine)
+    plan = make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware)
+    assert (plan.batch.micro_batch, plan.batch.grad_accum) == (2, 2)
+    assert plan.batch.effective_batch == 4 * plan.batch.ranks == plan.as_json()["effective_batch"]
+    assert any("train.effective_batch_size was not given" in line for line in batch_lines(plan, config))
+    explicit = written("train.batch_size=2", "train.grad_accum=2", "train.effective_batch_size=32")
+    if plan.batch.ranks == 8:
+        return
+    with pytest.raises(ConfigError, match=r"train\.effective_batch_size=32 is not train\.batch_size=2"):
+        make_plan(explicit, shape_of("Qwen/Qwen2.5-0.5B"), hardware)
+
+
+def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back():
+    config = written("train.batch_size=2", "train.grad_accum=2")
+    assert resolved(config)["train"]["effective_batch_size"] is None  # it hangs on the ranks
+    kept = resolved(config, effective_batch=8)
+    again = config_from_text(json.dumps(kept), name="resolved.json")
+    assert effective_batch(again.train, ranks=2) == 8
+    assert splits(again.train, ranks=2) == [BatchPlan(2, 2, 2)]
+    with pytest.raises(ConfigError, match=r"train\.effective_batch_size=8 is not .* x 4 ranks = 16"):
+        splits(again.train, ranks=4)
+    plain = written()
+    assert resolved(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
+
+
+def test_ways_out_keep_an_effective_batch_that_follows():
+    config = written(
+        "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
+    )
+    found = list(ways_out(config, shape_of("meta-llama/Llama-3.1-8B"), named("1xRTX4090")))
+    settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
+    assert "train.batch_size=1 train.grad_accum=32" in settings
+    for way in settings:
+        assert effective_batch(written("train.batch_size=16", "train.grad_accum=2", *way.split()).train, ranks=1) == 32
+    assert not any("grad_accum=auto" in str(way.setting) for way in found)
+
+
+def test_the_largest_counts_the_batch_that_follows():
+    """A pass more keeps gradients: what fits hangs on the accumulation, which is that of the config and not of 32."""
+    shape, hardware = shape_of("Qwen/Qwen2.5-0.5B"), named("1xRTX4090")
+    follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
+    explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
+    assert largest_that_fits("batch", follows, shape, hardware) == largest_that_fits("batch", explicit, shape, hardware)
+
+
+def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():
+    """Whatever the config gives of the three numbers, and also when it is resumed a second time."""
+    draw = random.Random(15)
+    kinds = set()
+    for _ in range(400):
+        micro, accum, first = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]), draw.randint(1, 6)
+        kept = micro * accum * first
+        size, passes, whole = (
+            f"train.batch_size={micro}",
+            f"train.grad_accum={accum}",
+            f"train.effective_batch_size={kept}",
+        )
+        config = written(*draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)]))
+        stopped = Stopped("ddp", micro, accum, first)
+        for _ in range(3):
+            ranks = draw.choice([first, stopped.ranks, draw.randint(1, 8)])
+            if kept % ranks:
+                with pytest.raises(RunFolderError, match=f"do not divide its effective batch of {kept} ") as refused:
+                    start._as_stopped(config, stopped, ranks)
+                fitting = [int(word) for word in str(refused.value).rpartition(": ")[2].split(", ")]
+                assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
+                kinds.add("refused")
+                continue
+            planned = start._as_stopped(config, stopped, ranks)
+            found = splits(planned.train, ranks=ranks)
+            assert all(batch.effective_batch == kept for batch in found)
+            again = found[0]
+            if len(found) == 1:
+                assert again.micro_batch <= micro
+            if (ranks, micro, accum) == (first, stopped.micro_batch, stopped.grad_accum):
+                assert BatchPlan(micro, accum, ranks) in found
+            kinds.add("one split" if len(found) == 1 else "the plan splits")
+            stopped = Stopped("ddp", again.micro_batch, again.grad_accum, ranks)
+    assert kinds == {"refused", "one split", "the plan splits"}
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny_llama):
+    uneven_run(tmp_path, tiny_llama)
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    run["train"] |= {"batch_size": 2, "grad_accum": 2}
+    del run["train"]["effective_batch_size"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    words = ["--config", f"{tmp_path}/run.yaml", "output.name=one"]
+    begun = call(tmp_path, "train-distributed", *words, "train.stop_after_steps=2", STRATEGY="ddp", NPROC="2")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    assert "effective batch 8 = micro 2 x accum 2 x 2 ranks: train.effective_batch_size was not given" in begun.stdout
+    folder = tmp_path / "outputs" / "one"
+    assert json.loads((folder / "resolved.json").read_text())["train"]["effective_batch_size"] == 8
+    for given in ({"NPROC": "1"}, {"NPROC": "1"}, {"NPROC": "2"}):
+        ended = call(tmp_path, "resume", *words, "train.stop_after_steps=1", RUN="one", **given)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
+    assert "micro 2 x accum 4 x 1 ranks (stopped under 2): the effective batch of 8 is kept" in (
+        (folder / "train.log").read_text()
+    )
+
+
+def test_what_to_change_for_another_effective_batch_is_what_was_given():
+    both = written("train.batch_size=2", "train.grad_accum=2")
+    assert both.train.effective_words == "train.batch_size or train.grad_accum"
+    assert written("train.batch_size=2").train.effective_words == "train.effective_batch_size"
+    assert written("train.effective_batch_size=32").train.effective_words == "train.effective_batch_size"
