@@ -8,7 +8,7 @@ import sys
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 sys.path[:] = [os.path.dirname(FOLDER), *(path for path in sys.path if path != FOLDER)]  # noqa: PTH120
 
-from sft_play.entry import main
+from sft_play.entry import main  # noqa: E402
 
 if __name__ == "__main__":
     raise SystemExit(main("resume"))
