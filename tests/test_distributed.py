@@ -36,11 +36,11 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def start(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def start(world: Path, *words: str, limit_s: float = 280, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     kept |= {"OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-m", "sft_play", *words]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
 
 
 def losses(run: Path) -> list[float]:
@@ -66,6 +66,8 @@ ENGINES = [
     ("fsdp", "full", "FSDPLlamaForCausalLM"),
     pytest.param("fsdp", "qlora", "FSDPPeftModelForCausalLM", marks=pytest.mark.slow),
     pytest.param("zero2", "qlora", "DeepSpeedEngine", marks=needs_deepspeed),
+    pytest.param("zero3", "qlora", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
+    pytest.param("zero3_offload", "qlora", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
     pytest.param("zero3", "full", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
 ]
 
@@ -144,8 +146,8 @@ def test_a_launch_that_fails_leaves_nothing_half_written(world):
     [
         ({"STRATEGY": "dpd"}, "did you mean ddp?"),
         (
-            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora"},
-            "STRATEGY=zero3 cannot run this job: DeepSpeed does not shard",
+            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"},
+            "STRATEGY=zero3 cannot run this job: bitsandbytes' 8-bit states know no sharded parameters",
         ),
         ({"NPROC": "0"}, "NPROC=0 is not a whole number from 1"),
         ({"NPROC": "3"}, "does not split over"),
@@ -179,7 +181,7 @@ def test_a_plan_is_made_for_the_layout_that_is_named(world, command, monkeypatch
     assert code == 0
     assert json.loads(printed)["layout"] == "zero2"
     monkeypatch.setenv("STRATEGY", "zero3")  # as make passes it
-    code, printed = command(*words, "tuning.mode=qlora")
+    code, printed = command(*words, "tuning.mode=qlora", "train.optim=adafactor")
     assert code == 2
     assert "STRATEGY=zero3 cannot run this job" in printed
 

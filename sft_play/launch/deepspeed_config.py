@@ -461,7 +461,7 @@ def with_batch(
 
 def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
     """What is wrong with numbers that do not multiply to the effective batch."""
-    micro, accum = (1 if value == AUTO else value for value in (train.batch_size, train.grad_accum))
+    micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
     effective, unit = train.effective_batch_size, micro * accum * ranks
     both = AUTO not in (train.batch_size, train.grad_accum)
     if (effective == unit) if both else effective % unit == 0:
@@ -568,9 +568,9 @@ def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
             section["enabled"] = wanted
             turned.append(f"{key}.enabled: {_show(present)} → {_show(wanted)}")
     autocast = config.get("torch_autocast")
-    is_on = isinstance(autocast, dict) and autocast.get("enabled") is True
-    if is_on and _dtype_name(autocast.get("dtype")) != numbers.compute:
-        autocast["enabled"] = False
+    on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
+    if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
+        on["enabled"] = False
         turned.append("torch_autocast.enabled: true → false")
     if turned:
         shown.append(f"{', '.join(turned)} (precision is the run's: it computes in {numbers.compute}; train.bf16 and "

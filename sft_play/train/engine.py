@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
 from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import DtypeName
 from sft_play.train import checkpoints
@@ -205,8 +206,8 @@ def prove(trainer: Any, plan: Plan) -> Proof:
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
     )  # fmt: skip
     _refuse_undivided(layout, "trained", whole, sizes, divided=layout.shards_states)
-    cut, wanted = frozen.whole - kept_whole, layout.shards_params
-    _refuse_undivided(layout, "frozen", cut, [size - kept_whole for size in proof.frozen_bytes_by_rank], divided=wanted)
+    cut = [size - kept_whole for size in proof.frozen_bytes_by_rank]
+    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, divided=layout.shards_params)
     return proof
 
 
@@ -298,6 +299,19 @@ class ProveEngine(TrainerCallback):
         """Look, say and stop where it is not what the plan says."""
         self.proof = prove(self.trainer, self._plan)
         logger.info("%s", self.proof.line)
+        if self._plan.hardware.device == "cuda" and self._plan.choice.layout.shards_params:
+            _forget_loading(self._plan)
+
+
+def _forget_loading(plan: Plan) -> None:
+    """Say what loading held, and count from here: the figures of a run are those of its steps, and what the allocator
+    keeps of weights that are divided now is in the way of a step's tensors."""
+    logger.info(
+        "Loading held %.2f GiB at its peak (%.2f predicted)",
+        torch.cuda.max_memory_allocated() / GIB, plan.memory.load_bytes / GIB,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def whole_state(trainer: Any) -> dict[str, Any] | None:
@@ -357,7 +371,8 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
 
 def device_of(plan: Plan, config: RunConfig) -> str | None:
     """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them before they move; None for
-    ZeRO-3, which divides them while they are read."""
+    ZeRO-3, which divides plain weights while they are read, and takes NF4's from this rank's device, where transformers
+    makes them whole (it refuses to be told a place under ZeRO-3)."""
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None

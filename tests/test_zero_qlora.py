@@ -1,0 +1,231 @@
+"""ZeRO-3 with QLoRA: what a rank holds while loading and in a step, and runs over two CPU ranks that prove it."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.candidates import weigh
+from sft_play.plan.layout import Layout, layouts_for
+from sft_play.plan.memory import Step, estimate
+from sft_play.plan.moments import Walk
+from sft_play.plan.plan import job_of, make_plan, plan_from_json
+from sft_play.plan.precision import Precision
+from sft_play.plan.show import plan_lines
+from sft_play.plan.states import nf4_bytes, weight_bytes
+from tests.models import uneven_run
+from tests.test_distributed import losses, start
+from tests.test_going_on import tensors
+
+BF16 = Precision("bfloat16", "bfloat16", "")
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+H, F, KV, BLOCKS, WORDS = 4096, 14336, 1024, 32, 128256
+"""Llama-3.1-8B: hidden, MLP and key widths, blocks, vocabulary."""
+
+
+def run(text: str = "", *, name: str = LLAMA_8B, mode: str = "qlora"):
+    return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{text}", name="run")
+
+
+def walk(name: str, ranks: int, *, mode: str = "qlora") -> Walk:
+    return Walk(run(mode=mode), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
+    linears = [H * H] * 2 + [H * KV] * 2 + [H * F] * 3
+    packed = BLOCKS * sum(linears) // 2
+    constants = BLOCKS * sum(nf4_bytes(elements) for elements in linears) - packed
+    tables, norms = 2 * 2 * WORDS * H, 2 * (2 * BLOCKS + 1) * H
+    for ranks in (2, 4, 8):
+        held = walk("zero3", ranks).resident
+        assert held.weights == pytest.approx((packed + tables) / ranks + constants + norms, rel=0.001)
+        assert held.host == 0
+        offloaded, trained = walk("zero3_offload", ranks).resident, walk("zero3_offload", ranks).trained.params
+        assert offloaded.weights == constants + norms  # no parameters, or too small to be worth a gather
+        # beside them 18 bytes for each number of the adapters: 2 as they are, 4 master, 8 of states, 4 of gradients
+        assert offloaded.host == pytest.approx((packed + tables + 18 * trained) / ranks, rel=0.001)
+
+
+def test_loading_holds_all_weights_on_every_rank_whatever_the_layout():
+    shape = shape_of(LLAMA_8B)
+    whole = weight_bytes(shape, width=2, nf4=True)
+    adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
+    for ranks in (2, 8):
+        for name in ("ddp", "zero2", "zero3", "zero3_offload"):
+            assert sum(walk(name, ranks).loading().values()) == whole + adapters, name
+        fsdp = walk("fsdp", ranks)  # accelerate keeps the whole weights until all parts are made
+        part = fsdp.resident.weights + fsdp.resident.adapters
+        assert sum(fsdp.loading().values()) == whole + adapters + part
+    plain = walk("zero3", 8, mode="lora")  # read and divided tensor by tensor: its part, and the largest table
+    assert sum(plain.loading().values()) == plain.resident.weights + plain.resident.adapters + 2 * WORDS * H
+
+
+def test_zero3_is_proposed_where_it_wins_and_both_peaks_are_said():
+    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
+    shape, machine = shape_of("meta-llama/Llama-3.1-70B"), named("4xL40S,ram=512GiB")
+    plan = make_plan(config, shape, machine)
+    assert (plan.layout, plan.fits) == ("zero3", True)
+    by_layout = {candidate.layout.name: candidate for candidate in plan.candidates}
+    assert not by_layout["ddp"].fits  # the weights and a step's activations
+    assert not by_layout["fsdp"].fits  # the weights and, until it has them all, its parts
+    assert "while loading" in str(by_layout["fsdp"].rejected_because)
+    told = "\n".join(plan_lines(plan, config, command="make train"))
+    load, step = f"{plan.memory.load_bytes / 2**30:.2f}", f"{plan.memory.allocated / 2**30:.2f}"
+    assert f"Predicted peak: {step} GiB" in told
+    assert f"; {load} GiB while loading" in told
+    assert "zero3 divides NF4 weights once they are loaded: until then each rank holds all of them" in told
+    assert plan.as_json()["peak_bytes"]["load"] == plan.memory.load_bytes > plan.memory.allocated
+    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+def test_loading_that_does_not_fit_is_refused_and_named():
+    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
+    plan = make_plan(config, shape_of("meta-llama/Llama-3.1-70B"), named("8xRTX4090,ram=512GiB"))
+    assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
+    assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
+    assert any("while loading" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
+    draw = random.Random(seed)
+    model = draw.choice(["Qwen/Qwen2.5-3B-Instruct", LLAMA_8B, "google/gemma-3-27b-it", "meta-llama/Llama-3.1-70B",
+                         "Qwen/Qwen3-30B-A3B", "gpt2"])  # fmt: skip
+    machine = draw.choice(["2xRTX3060", "4xRTX4090", "8xH100", "2xT4", "4xA100-80GB,ram=1TiB"])
+    text = f"train: {{effective_batch_size: {draw.choice([8, 16, 64])}}}\ntuning: {{mode: qlora}}\n"
+    config = config_from_text(
+        f"model: {{name: {model}, max_seq_len: {draw.choice([256, 1024, 4096])}}}\n{text}", name="r"
+    )
+    shape, hardware = shape_of(model), named(machine)
+    job = job_of(config, shape, hardware)
+    whole = weight_bytes(shape, width=2, nf4=True)
+    candidates = weigh(job, layouts_for(config, shape, hardware)[0])
+    assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
+    for one in candidates:
+        memory = one.memory
+        assert memory.load_bytes >= whole
+        step = memory.reserved + memory.margin + memory.outside_allocator
+        assert memory.required == max(step, memory.required_to_load)
+        assert memory.loading_decides == (memory.required > step)
+        assert one.fits == (memory.required <= job.budget and one.host_required <= (job.host_budget or 1e18))
+        if not one.layout.shards_params:
+            assert not memory.loading_decides  # what stays and a step's activations are more
+
+
+def test_more_ranks_never_need_more_in_a_step():
+    for name in ("zero3", "zero3_offload"):
+        found = [
+            estimate(run(), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+            for ranks in (2, 4, 8, 16)
+        ]
+        assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]
+        assert len({one.load_bytes for one in found}) == 1
+
+
+# --- over two CPU ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+WRITTEN_ELSEWHERE = """// for the A100s
+{
+  "_comment": "what trained the 7B",
+  # every rank its part of everything
+  "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+  "bf16": {"enabled": true},  // not on this machine
+  "train_micro_batch_size_per_gpu": 1,
+  "gradient_accumulation_steps": "auto",
+}
+"""
+
+
+@pytest.mark.build
+@needs_deepspeed
+def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, tiny_llama):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    alone = start(world, "train", *words, "output.name=alone", "eval.generate_rows=3", "eval.max_new_tokens=4")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
+    answer = start(
+        world, "train-deepspeed", *words, "output.name=zero3", "train.batch_size=auto", "eval.generate_rows=3",
+        "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json",
+    )  # fmt: skip
+    said = answer.stdout + answer.stderr
+    assert answer.returncode == 0, said
+    assert said.count("precision is the run's: it computes in float32") == 1
+    assert "Gradient accumulation steps mismatch" not in said
+    run = world / "outputs" / "zero3"
+    plan, summary = (json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))
+    assert (plan["layout"], plan["micro_batch"], plan["grad_accum"], plan["effective_batch"]) == ("zero3", 1, 4, 8)
+    assert losses(run) == pytest.approx(losses(world / "outputs" / "alone"), rel=1e-5)
+    one = json.loads((world / "outputs" / "alone" / "summary.json").read_text())
+    for when in ("before", "after"):
+        assert summary[when]["loss"] == pytest.approx(one[when]["loss"], rel=1e-5)
+        assert summary[when]["exact_match"] == one[when]["exact_match"]
+    proof = summary["engine_proof"]
+    half = proof["frozen_whole_bytes"] / 2
+    assert proof["frozen_bytes_by_rank"] == [half, half]  # NF4's packed bytes, tables and norms
+    shape = shape_of(str(tiny_llama))
+    whole = weight_bytes(shape, width=4, nf4=True)
+    constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
+    assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)
+    made = tensors(run / "checkpoints" / "checkpoint-5")
+    assert set(made) == set(tensors(run / "adapter"))
+    consolidated = start(world, "consolidate", RUN=str(run))
+    assert consolidated.returncode == 0, consolidated.stdout + consolidated.stderr
+    for name, tensor in tensors(run / "consolidated-5").items():
+        assert (tensor - made[name]).abs().max() == 0
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "zero3_offload"])
+def test_losses_in_bf16_are_those_of_zero2(world, layout):
+    found = {}
+    for name in ("zero2", layout):
+        words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora", "train.bf16=true", f"output.name=bf16-{name}"]
+        answer = start(world, "train-distributed", *words, "output.if_exists=replace", STRATEGY=name, NPROC="2")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        found[name] = losses(world / "outputs" / f"bf16-{name}")
+    assert found[layout] == pytest.approx(found["zero2"], rel=2**-8)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    whole = start(world, "train-distributed", *words, "output.name=unbroken", STRATEGY="zero3", NPROC="2")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    begun = start(
+        world,
+        "train-distributed",
+        *words,
+        "output.name=broken",
+        "train.stop_after_steps=2",
+        STRATEGY="zero3",
+        NPROC="2",
+    )
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = start(world, "resume", *words, RUN="broken")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(world / "outputs" / "broken") == losses(world / "outputs" / "unbroken")
+    first, other = (tensors(world / "outputs" / name / "adapter") for name in ("unbroken", "broken"))
+    assert all((first[key] - other[key]).abs().max() == 0 for key in first)
