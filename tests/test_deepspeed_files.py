@@ -40,7 +40,7 @@ def taken(train, config, ranks=2):
 
 def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
     assert taken(settings(), {"zero_optimization": {"stage": 2}}) == (("auto", "auto", 32), ())
-    assert taken(settings(), {key: "auto" for key in KEYS.values()}) == (("auto", "auto", 32), ())
+    assert taken(settings(), dict.fromkeys(KEYS.values(), "auto")) == (("auto", "auto", 32), ())
     numbers, lines = taken(settings(), {KEYS["micro"]: 4})  # 4 x accum x 2 = 32
     assert numbers == (4, "auto", 32)
     assert lines == ("train_micro_batch_size_per_gpu: 4 is the run's train.batch_size, which the run YAML leaves open",)

@@ -20,6 +20,7 @@ from sft_play.launch.command import Nodes, torchrun
 from sft_play.launch.ranks import ranks_of
 from sft_play.launch.spread import spread_of
 from sft_play.plan.plan import make_plan, plan_from_json
+from sft_play.plan.states import nf4_bytes, weight_bytes
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -261,3 +262,55 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
     with pytest.raises(HardwareError, match="GPUS= names 5"):
         module._machine_of(spread_of({"GPUS": "5"}))
     assert module._machine_of(spread_of({"GPUS": "1"})).ranks == 1
+
+
+WRITTEN_ELSEWHERE = """// for the A100s
+{
+  "_comment": "what trained the 7B",
+  # every rank its part of everything
+  "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+  "bf16": {"enabled": true},  // not on this machine
+  "train_micro_batch_size_per_gpu": 1,
+  "gradient_accumulation_steps": "auto",
+}
+"""
+
+
+@needs_deepspeed
+def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, alone, command, tiny_llama):
+    from safetensors.torch import load_file
+
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
+    answer = start(
+        world, "train-deepspeed", *words, "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3",
+        "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json",
+    )  # fmt: skip
+    said = answer.stdout + answer.stderr
+    assert answer.returncode == 0, said
+    assert said.count("precision is the run's: it computes in float32") == 1
+    assert "Gradient accumulation steps mismatch" not in said
+    run = world / "outputs" / "theirs"
+    plan, summary = (json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))
+    assert (plan["layout"], plan["micro_batch"], plan["grad_accum"], plan["effective_batch"]) == ("zero3", 1, 4, 8)
+    assert losses(run) == pytest.approx(alone["qlora"], rel=1e-5)
+    one = json.loads((world / "outputs" / "alone-qlora" / "summary.json").read_text())
+    for when in ("before", "after"):
+        assert summary[when]["loss"] == pytest.approx(one[when]["loss"], rel=1e-5)
+        assert summary[when]["exact_match"] is not None  # answers were generated over both ranks
+    proof = summary["engine_proof"]
+    half = proof["frozen_whole_bytes"] / 2
+    assert proof["frozen_bytes_by_rank"] == [half, half]  # NF4's packed bytes, tables and norms
+    shape = shape_of(str(tiny_llama))
+    whole = weight_bytes(shape, width=4, nf4=True)
+    constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
+    assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)
+    code, printed = command("consolidate", "--run", str(run))
+    assert code == 0, printed
+    made, *others = (
+        load_file(run / name / "adapter_model.safetensors")
+        for name in ("consolidated-5", "adapter", "checkpoints/checkpoint-5")
+    )
+    for other in others:
+        assert set(other) == set(made)
+        assert all((other[name] - made[name]).abs().max() == 0 for name in made)
