@@ -179,3 +179,45 @@ def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
     assert losses(world / "outputs" / "broken") == losses(world / "outputs" / "unbroken")
     first, other = (tensors(world / "outputs" / name / "adapter") for name in ("unbroken", "broken"))
     assert all((first[key] - other[key]).abs().max() == 0 for key in first)
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def engine_of(parts, *, device: str = "cpu"):
+    """What `frozen_bytes` reads of a DeepSpeed engine: parameters of 1,000 bytes, by what this rank holds of each."""
+    import torch
+
+    class Engine:
+        pass
+
+    made = []
+    for size, persists in parts:
+        parameter = torch.nn.Parameter(torch.zeros(0, dtype=torch.uint8), requires_grad=False)
+        parameter.ds_numel, parameter.ds_persist, parameter.ds_tensor = 1000, persists, torch.zeros(size).byte()
+        made.append(parameter)
+    engine = Engine()
+    engine.device, engine.parameters = torch.device(device), lambda: iter(made)
+    return engine
+
+
+@pytest.mark.build
+def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpose():
+    from sft_play.train.engine import Held, frozen_bytes
+
+    assert frozen_bytes(engine_of([(500, False), (500, True)])) == (Held(2000, 1500, 1500), 1000)
+    assert frozen_bytes(engine_of([(500, False), (500, True)], device="cuda")) == (Held(2000, 1500, 1000), 1000)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
+def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
+    from sft_play.errors import TrainingError
+    from sft_play.train.engine import _refuse_undivided
+
+    if fine:
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
+        return
+    with pytest.raises(TrainingError, match=r"a rank holds 100,000 of 100,000 bytes of frozen weights"):
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
+    _refuse_undivided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, divided=False)
