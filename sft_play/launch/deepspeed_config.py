@@ -1,9 +1,10 @@
-"""DeepSpeed's configuration: read as people write it, understood aloud, and filled from the plan.
+"""DeepSpeed's configuration: read as people write it, put into today's keys, and filled from the plan.
 
-`read` gives plain data, `understand` the same in today's keys, `layout_of` what it means, `fill` a configuration in
-which no "auto" is left. The formulas for "auto" are those of transformers
-(https://github.com/huggingface/transformers: `src/transformers/integrations/deepspeed.py`), so that a file which
-works with the Trainer means the same here; what they yield is shown.
+`read` gives plain data, `understand` the same in today's keys and what was translated, `layout_of` what it means,
+`with_batch` the run's settings with the batch that it names, `fill` a configuration in which no "auto" is left. The
+formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
+`src/transformers/integrations/deepspeed.py`), so that a file which works with the Trainer means the same here; what
+they yield is shown.
 """
 
 from __future__ import annotations

@@ -334,7 +334,8 @@ def _adapter_of_zero3(model: Any) -> dict[str, Any]:
     embeddings, which PEFT saves beside it where rows were added. The base stays where it is."""
     import deepspeed
 
-    tables = [layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer]
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [layer.weight for layer in layers if layer is not None]
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or any(parameter is table for table in tables):
@@ -390,7 +391,7 @@ def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
 
 
 def checkpoint_files(trainer: Any) -> tuple[str, ...]:
-    """Files without which a checkpoint of this engine cannot be gone on from."""
+    """Files without which a checkpoint of this engine cannot be resumed."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return ("trainer_state.json", "latest")
     return checkpoints.NEEDED
