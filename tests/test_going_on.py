@@ -80,7 +80,6 @@ def logits(run: Path, mode: str, base: Path):
         pytest.param("full", ("fsdp", 4), ("ddp", 2), marks=pytest.mark.slow),
         pytest.param("lora", ("zero2", 2), ("zero2", 2), marks=[needs_deepspeed, pytest.mark.slow]),
         pytest.param("full", ("zero3", 2), ("zero3", 2), marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param("qlora", ("zero3", 2), ("zero3", 2), marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )
 def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, tiny_llama, mode, first, then):
