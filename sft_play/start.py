@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -400,22 +400,22 @@ def plan_ranks(
         DoesNotFit: nothing fits, and the batch was left to the plan.
     """
     stopped = stopped_run(going_on) if going_on else None
-    config = _as_stopped(loaded.config, stopped, hardware.ranks)
-    strategy, deepspeed = spread.strategy, spread.deepspeed
+    config, strategy, deepspeed = loaded.config, spread.strategy, spread.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
         strategy = stopped.layout if stopped.ranks == hardware.ranks or stopped.layout in DEEPSPEED else None
     if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
         deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
     raw = None
+    name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
     if deepspeed is not None:
-        wanted = strategy or "zero2"
-        raw = deepspeed_config.read(deepspeed.file) if deepspeed.file else deepspeed_config.shipped(wanted)
-        raw, notes = deepspeed_config.understand(raw)
-        for note in notes:
-            logger.info("DeepSpeed: %s", note)
-        strategy = deepspeed_config.layout_of(raw, planned=wanted)
+        raw, strategy = _read_deepspeed(deepspeed, name, strategy or "zero2")
     if going_on and strategy:
         _refuse_going_on(going_on, stopped, strategy, hardware.ranks)
+    if raw is not None:
+        train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
+        _say_deepspeed(taken)
+        config = config.model_copy(update={"train": train})
+    config = _as_stopped(config, stopped, hardware.ranks)
     refuse_strategy(config, hardware, strategy)
     only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
     if stopped is not None and strategy is None:
@@ -425,6 +425,26 @@ def plan_ranks(
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
+    return plan, _resolved_deepspeed(plan, config, raw, name)
+
+
+def _read_deepspeed(wish: DeepspeedWish, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
+    """The configuration that is wished for, in today's keys, and the layout that it means; where the two differ, and
+    what was translated, is logged."""
+    raw = deepspeed_config.read(wish.file) if wish.file else deepspeed_config.shipped(planned)
+    raw, notes = deepspeed_config.understand(raw, name=name)
+    layout = deepspeed_config.layout_of(raw, name=name, planned=planned)
+    _say_deepspeed((*notes, *deepspeed_config.layout_notes(raw, planned=planned)))
+    return raw, layout
+
+
+def _say_deepspeed(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.info("DeepSpeed: %s", line)
+
+
+def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """DeepSpeed's config with the plan's numbers, each of them logged."""
     numbers = deepspeed_config.PlanNumbers(
         micro_batch=plan.batch.micro_batch,
         grad_accum=plan.batch.grad_accum,
@@ -435,10 +455,9 @@ def plan_ranks(
         layout=plan.layout,
     )
     obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
-    resolved, lines = deepspeed_config.fill(raw, numbers, torch_adam="; ".join(obstacles) or None)
-    for line in lines:
-        logger.info("DeepSpeed: %s", line)
-    return plan, resolved
+    resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
+    _say_deepspeed(lines)
+    return resolved
 
 
 def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:

@@ -20,6 +20,7 @@ from sft_play.launch.command import Nodes, torchrun
 from sft_play.launch.ranks import ranks_of
 from sft_play.launch.spread import spread_of
 from sft_play.plan.plan import make_plan, plan_from_json
+from sft_play.plan.states import nf4_bytes, weight_bytes
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -36,11 +37,11 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def start(world: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def start(world: Path, *words: str, limit_s: float = 280, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     kept |= {"OMP_NUM_THREADS": "1", **environ}
     command = [sys.executable, "-m", "sft_play", *words]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
 
 
 def losses(run: Path) -> list[float]:
@@ -66,6 +67,8 @@ ENGINES = [
     ("fsdp", "full", "FSDPLlamaForCausalLM"),
     pytest.param("fsdp", "qlora", "FSDPPeftModelForCausalLM", marks=pytest.mark.slow),
     pytest.param("zero2", "qlora", "DeepSpeedEngine", marks=needs_deepspeed),
+    pytest.param("zero3", "qlora", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
+    pytest.param("zero3_offload", "qlora", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
     pytest.param("zero3", "full", "DeepSpeedEngine", marks=[needs_deepspeed, pytest.mark.slow]),
 ]
 
@@ -144,8 +147,8 @@ def test_a_launch_that_fails_leaves_nothing_half_written(world):
     [
         ({"STRATEGY": "dpd"}, "did you mean ddp?"),
         (
-            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora"},
-            "STRATEGY=zero3 cannot run this job: DeepSpeed does not shard",
+            {"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"},
+            "STRATEGY=zero3 cannot run this job: bitsandbytes' 8-bit states know no sharded parameters",
         ),
         ({"NPROC": "0"}, "NPROC=0 is not a whole number from 1"),
         ({"NPROC": "3"}, "does not split over"),
@@ -179,7 +182,7 @@ def test_a_plan_is_made_for_the_layout_that_is_named(world, command, monkeypatch
     assert code == 0
     assert json.loads(printed)["layout"] == "zero2"
     monkeypatch.setenv("STRATEGY", "zero3")  # as make passes it
-    code, printed = command(*words, "tuning.mode=qlora")
+    code, printed = command(*words, "tuning.mode=qlora", "train.optim=adafactor")
     assert code == 2
     assert "STRATEGY=zero3 cannot run this job" in printed
 
@@ -259,3 +262,55 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
     with pytest.raises(HardwareError, match="GPUS= names 5"):
         module._machine_of(spread_of({"GPUS": "5"}))
     assert module._machine_of(spread_of({"GPUS": "1"})).ranks == 1
+
+
+WRITTEN_ELSEWHERE = """// for the A100s
+{
+  "_comment": "what trained the 7B",
+  # every rank its part of everything
+  "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+  "bf16": {"enabled": true},  // not on this machine
+  "train_micro_batch_size_per_gpu": 1,
+  "gradient_accumulation_steps": "auto",
+}
+"""
+
+
+@needs_deepspeed
+def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_process(world, alone, command, tiny_llama):
+    from safetensors.torch import load_file
+
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    (world / "theirs.json").write_text(WRITTEN_ELSEWHERE)
+    answer = start(
+        world, "train-deepspeed", *words, "output.name=theirs", "train.batch_size=auto", "eval.generate_rows=3",
+        "eval.max_new_tokens=4", NPROC="2", DEEPSPEED_CONFIG=f"{world}/theirs.json",
+    )  # fmt: skip
+    said = answer.stdout + answer.stderr
+    assert answer.returncode == 0, said
+    assert said.count("precision is the run's: it computes in float32") == 1
+    assert "Gradient accumulation steps mismatch" not in said
+    run = world / "outputs" / "theirs"
+    plan, summary = (json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))
+    assert (plan["layout"], plan["micro_batch"], plan["grad_accum"], plan["effective_batch"]) == ("zero3", 1, 4, 8)
+    assert losses(run) == pytest.approx(alone["qlora"], rel=1e-5)
+    one = json.loads((world / "outputs" / "alone-qlora" / "summary.json").read_text())
+    for when in ("before", "after"):
+        assert summary[when]["loss"] == pytest.approx(one[when]["loss"], rel=1e-5)
+        assert summary[when]["exact_match"] is not None  # answers were generated over both ranks
+    proof = summary["engine_proof"]
+    half = proof["frozen_whole_bytes"] / 2
+    assert proof["frozen_bytes_by_rank"] == [half, half]  # NF4's packed bytes, tables and norms
+    shape = shape_of(str(tiny_llama))
+    whole = weight_bytes(shape, width=4, nf4=True)
+    constants = sum(count * (nf4_bytes(x.weights) - x.weights // 2) for x, count in shape.linears)
+    assert proof["frozen_whole_bytes"] == pytest.approx(whole - constants, rel=0.01)
+    code, printed = command("consolidate", "--run", str(run))
+    assert code == 0, printed
+    made, *others = (
+        load_file(run / name / "adapter_model.safetensors")
+        for name in ("consolidated-5", "adapter", "checkpoints/checkpoint-5")
+    )
+    for other in others:
+        assert set(other) == set(made)
+        assert all((other[name] - made[name]).abs().max() == 0 for name in made)

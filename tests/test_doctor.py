@@ -283,7 +283,7 @@ def test_equal_gpus_pass_and_others_fail():
     _, found = gpus.choose(mixed, Spread())
     assert found.verdict == "FAIL"
     assert "2 is a NVIDIA L4 of 22 GiB" in found.found
-    assert found.remedy == "name equal ones: GPUS=0,1"
+    assert found.remedy == "name GPUs that are alike: GPUS=0,1 (2 x NVIDIA A100-SXM4-80GB) or GPUS=2 (1 x NVIDIA L4)"
     chosen, found = gpus.choose(mixed, Spread(gpus=(0, 1)))
     assert (found.verdict, len(chosen.gpus)) == ("PASS", 2)
     _, found = gpus.choose(machine(gpu(0), gpu(1, size=40 * GIB)), Spread())

@@ -513,8 +513,6 @@ def test_an_empty_file_becomes_the_planned_layout():
         ({"train_micro_batch_size_per_gpu": 3}, ["train_micro_batch_size_per_gpu: 3", "plan's 2"]),
         ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "plan's 4"]),
         ({"gradient_clipping": 0.5}, ["gradient_clipping: 0.5", "max_grad_norm: 1"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled: true", "bfloat16"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled: false", "bfloat16"]),
         ({"zero_optimization": {"stage": 3}}, ["zero3", "zero2"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam", "train.optim"]),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}, ["lr: 0.001", "0.0002"]),

@@ -50,10 +50,12 @@ def choose(hardware: Hardware, spread: Spread) -> tuple[Hardware, Finding]:
         f"{sum(gpu.name == name for gpu in machine.gpus)} x {name}" for name in [g.name for g in machine.gpus]
     )
     if len({(gpu.name, gpu.total_bytes) for gpu in machine.gpus}) > 1:
-        same = [gpu.index for gpu in chosen if gpu.name == chosen[0].name and gpu.total_bytes == chosen[0].total_bytes]
+        same = ",".join(str(gpu.index) for gpu in chosen if gpu.total_bytes == chosen[0].total_bytes)
+        some = replace(machine, gpus=tuple(chosen))
+        alike = some.alike_words(processes=spread.processes) if len(some.alike) > 1 else f"GPUS={same}"
         shown = listed(f"{gpu.index} is a {gpu.name} of {gpu.total_bytes / GIB:.0f} GiB" for gpu in machine.gpus)
         return machine, failed("GPUs", f"they differ: {shown}; every rank would run as the smallest and slowest",
-                               f"name equal ones: GPUS={','.join(map(str, same))}")  # fmt: skip
+                               f"name GPUs that are alike: {alike}")  # fmt: skip
     return machine, passed("GPUs", kinds)
 
 

@@ -1,9 +1,10 @@
-"""DeepSpeed's configuration: read as people write it, understood aloud, and filled from the plan.
+"""DeepSpeed's configuration: read as people write it, put into today's keys, and filled from the plan.
 
-`read` gives plain data, `understand` the same in today's keys, `layout_of` what it means, `fill` a configuration in
-which no "auto" is left. The formulas for "auto" are those of transformers
-(https://github.com/huggingface/transformers: `src/transformers/integrations/deepspeed.py`), so that a file which
-works with the Trainer means the same here; what they yield is shown.
+`read` gives plain data, `understand` the same in today's keys and what was translated, `layout_of` what it means,
+`with_batch` the run's settings with the batch that it names, `fill` a configuration in which no "auto" is left. The
+formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
+`src/transformers/integrations/deepspeed.py`), so that a file which works with the Trainer means the same here; what
+they yield is shown.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config import yaml_io
+from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch import deepspeed_keys as keys
 from sft_play.launch.given_file import json_of, looks_like_json, text_of
@@ -383,11 +385,11 @@ def layout_of(config: Config, *, name: str = "the DeepSpeed configuration", plan
     return layouts[stage, states]
 
 
-def layout_notes(config: Config) -> tuple[str, ...]:
+def layout_notes(config: Config, *, planned: str = "zero2") -> tuple[str, ...]:
     """Where a file differs from the layout that it is planned as."""
     zero = config.get("zero_optimization") or {}
     notes = []
-    layout = layout_of(config)
+    layout = layout_of(config, planned=planned)
     states, weights = _offloaded(zero, "offload_optimizer"), _offloaded(zero, "offload_param")
     if states and layout == "zero1":
         notes.append("optimizer states go to RAM, while zero1 is planned with them on the GPUs: it needs less there")
@@ -404,6 +406,73 @@ def layout_notes(config: Config) -> tuple[str, ...]:
 def _offloaded(zero: Config, key: str) -> bool:
     section = zero.get(key)
     return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")
+
+
+# --- the batch, which is planned with ---------------------------------------------------------------------------------
+
+_BATCH_KEYS = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "grad_accum",
+    "train_batch_size": "effective_batch_size",
+}
+"""DeepSpeed's numbers of the batch and the run YAML's fields for the same."""
+
+
+def with_batch(
+    train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The run's settings with the batch that an understood configuration names, where the run YAML leaves it open, and
+    a line for each number that was taken from it.
+
+    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set
+    one; where both others are known it is their product with the data-parallel `ranks`.
+
+    Raises:
+        ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
+            named, all contradictions at once.
+    """
+    said = {key: value for key in _BATCH_KEYS if isinstance(value := config.get(key), int)}
+    if not said:
+        return train, ()
+    given = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
+    if "effective_batch_size" in train.model_fields_set:
+        given["effective_batch_size"] = train.effective_batch_size
+    taken: dict[str, int] = {}
+    sources = {field: f"train.{field}={value}" for field, value in given.items()}
+    lines, problems = [], []
+    for key, value in said.items():
+        field = _BATCH_KEYS[key]
+        if given.get(field, value) != value:
+            problems.append(f'{key}: {value} contradicts train.{field}={given[field]}; keep one of them ("auto" here)')
+        elif field not in given:
+            taken[field], sources[field] = value, f"{key}: {value}"
+            lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
+    if not problems:
+        numbers = given | taken
+        micro, accum = (numbers.get(field) for field in ("batch_size", "grad_accum"))
+        if "effective_batch_size" not in numbers and micro and accum:
+            taken["effective_batch_size"] = micro * accum * ranks
+            lines.append(f"train.effective_batch_size → {micro} × {accum} × {ranks} ranks = {micro * accum * ranks}, "
+                         "which neither file gives")  # fmt: skip
+        problems += _not_a_product(train.model_copy(update=taken), sources, ranks)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return train.model_copy(update=taken), tuple(lines)
+
+
+def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
+    """What is wrong with numbers that do not multiply to the effective batch."""
+    micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
+    effective, unit = train.effective_batch_size, micro * accum * ranks
+    both = AUTO not in (train.batch_size, train.grad_accum)
+    if (effective == unit) if both else effective % unit == 0:
+        return []
+    parts = [sources[field] for field in ("batch_size", "grad_accum") if field in sources]
+    wanted = sources.get("effective_batch_size", f"train.effective_batch_size={effective} (its default)")
+    product = " × ".join([*parts, f"{ranks} ranks"])
+    verb = "is not" if both else "is no multiple of"
+    near = unit if both else max(unit, round(effective / unit) * unit)
+    return [f"{wanted} {verb} {product} = {unit}; an effective batch of {near} is"]
 
 
 # --- filled from the plan ---------------------------------------------------------------------------------------------
@@ -482,8 +551,9 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
 
 
 def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """`bf16.enabled` and `fp16.enabled`: what the run computes in. Absent means switched off to DeepSpeed."""
-    problems = []
+    """`bf16.enabled` and `fp16.enabled`: what the run computes in, whatever the file says: it was written for another
+    machine, or for another run. Absent means switched off to DeepSpeed."""
+    turned = []
     for key, compute in (("bf16", "bfloat16"), ("fp16", "float16")):
         wanted = numbers.compute == compute
         section = config.get(key)
@@ -496,11 +566,24 @@ def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
             section["enabled"] = wanted
             shown.append(f"{key}.enabled → {_show(wanted)} (the run computes in {numbers.compute})")
         elif present is not wanted:
-            problems.append(
-                f"{key}.enabled: {_show(present)} contradicts the run, which computes in {numbers.compute}; "
-                f'set it to "auto", or run with train.{key}={_show(present)}'
-            )
-    return problems
+            section["enabled"] = wanted
+            turned.append(f"{key}.enabled: {_show(present)} → {_show(wanted)}")
+    autocast = config.get("torch_autocast")
+    on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
+    if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
+        on["enabled"] = False
+        turned.append("torch_autocast.enabled: true → false")
+    if turned:
+        shown.append(f"{', '.join(turned)} (precision is the run's: it computes in {numbers.compute}; train.bf16 and "
+                     "train.fp16 choose)")  # fmt: skip
+    return []
+
+
+def _dtype_name(value: Any) -> str:
+    """A dtype as DeepSpeed's `torch_autocast` names it, whose default is bfloat16, in torch's word."""
+    name = str(value).removeprefix("torch.")
+    short = {AUTO: "bfloat16", "None": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+    return short.get(name, name)
 
 
 def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
@@ -515,6 +598,10 @@ def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[s
     if stage == 3:
         formulas["stage3_prefetch_bucket_size"] = (int(0.9 * square), "0.9 × hidden size squared")
         formulas["stage3_param_persistence_threshold"] = (10 * numbers.hidden_size, "10 × hidden size")
+        if zero.get("stage3_gather_16bit_weights_on_model_save") is not True:
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+            shown.append("zero_optimization.stage3_gather_16bit_weights_on_model_save → true (checkpoints hold whole "
+                         "weights)")  # fmt: skip
     for key, (value, how) in formulas.items():
         if zero.get(key) == AUTO:
             zero[key] = value

@@ -16,7 +16,7 @@ from sft_play.plan.memory import MemoryEstimate, Step
 from sft_play.plan.record import Raw
 from sft_play.plan.throughput import Speed
 
-_NAMES = {"host_bytes": "host"}
+_NAMES = {"host_bytes": "host", "load_bytes": "load"}
 """Fields of the memory estimate that the JSON calls otherwise."""
 
 

@@ -372,6 +372,8 @@ def needs_words(candidate: Candidate, *, terms: int) -> str:
 
 def largest_terms(memory: MemoryEstimate, count: int) -> str:
     """The largest terms of a peak, in GiB."""
+    if memory.loading_decides:
+        return f"while loading {_gib(memory.load_bytes)}, of which a step keeps {_gib(memory.stays)}"
     largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:count]
     return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in largest)
 

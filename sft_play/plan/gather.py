@@ -105,14 +105,16 @@ class Gathering:
         return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
 
 
-def zero_buckets(layout: Layout, trained_params: int, params: int, hidden: int) -> int:
+def zero_buckets(layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients on their way in stages 1 and 2, and in stage 3 one
     beside the parameters that it keeps gathered.
 
     A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
-    (integrations/deepspeed.py).
+    (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
+    element of one byte.
     """
     bucket = 2 * min(hidden * hidden, trained_params)
     if layout.shards_params:
-        return bucket + 2 * min(2 * ZERO_BUCKET_PARAMS, params)
+        wide = min(2 * ZERO_BUCKET_PARAMS, params - packed)
+        return bucket + 2 * wide + min(2 * ZERO_BUCKET_PARAMS - wide, packed // 2)
     return 2 * bucket

@@ -188,8 +188,6 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape) -> str | N
             return f"{shape.num_kv_heads} key heads do not split over {layout.tensor_parallel} ranks"
         if shape.num_experts:
             return "the experts' fused tensors are not split by transformers' tensor-parallel plan"
-    if layout.is_zero and layout.shards_params and mode == "qlora":
-        return "DeepSpeed does not shard 4-bit weights at load: each rank would read and hold them all"
     if optim == "paged_adamw_8bit" and (layout.is_fsdp or layout.is_zero):
         return "bitsandbytes' 8-bit states know no sharded parameters"
     if optim == "adafactor" and (layout.is_zero or layout.tensor_parallel > 1):

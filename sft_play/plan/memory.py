@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import GIB, MARGIN_BYTES, margin_of, reserved_bytes, stays
+from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
 from sft_play.plan.moments import Step, Terms, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
@@ -26,6 +26,10 @@ NCCL_BYTES = 688 * 2**20
 """NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB)."""
 SAVE_SHARD_BYTES = 50 * 10**9
 """Largest file that transformers writes at once (`max_shard_size` of `save_pretrained`), whole in the host's RAM."""
+
+LOAD_MARGIN = MARGINS["quantised"].share
+"""Share of the bytes of loading that is kept free beside them. Not measured on a GPU yet; a step's margin is for what
+activations may do, and there are none."""
 
 CPU_ACTIVATION_SLACK = 3.0
 """What a CPU process keeps of freed activations, times their size. With it and CPU_LATE_BYTES the prediction is 0.95
@@ -48,7 +52,10 @@ class MemoryEstimate:
     moment: str = ""
     """The moment of the step that is the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
-    """Allocated bytes at each moment."""
+    """Allocated bytes at each moment of a step."""
+    load_bytes: int = 0
+    """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank makes all NF4
+    weights of which it keeps a part."""
     host_bytes: int = 0
     """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
     host_save_bytes: int = 0
@@ -66,9 +73,21 @@ class MemoryEstimate:
         return stays(self.terms)
 
     @property
+    def required_to_load(self) -> int:
+        """Bytes that must be free for loading: tensors whose sizes are known, with a margin for what quantising them
+        one by one leaves in the allocator."""
+        return int(self.load_bytes * (1 + LOAD_MARGIN)) + MARGIN_BYTES + self.outside_allocator
+
+    @property
+    def loading_decides(self) -> bool:
+        """Whether loading needs more than any step does."""
+        return self.required_to_load > self.reserved + self.margin + self.outside_allocator
+
+    @property
     def required(self) -> int:
-        """Bytes that must be free on the device before the run starts."""
-        return self.reserved + self.margin + self.outside_allocator
+        """Bytes that must be free on the device before the run starts: for the steps, or for loading where it needs
+        more."""
+        return max(self.reserved + self.margin + self.outside_allocator, self.required_to_load)
 
 
 def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
@@ -100,6 +119,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         outside_allocator=paged + _outside(layout, on_gpu=step.on_gpu),
         moment=peak,
         moments=sums,
+        load_bytes=sum(walk.loading().values()),
         host_bytes=walk.resident.host + written,
         host_save_bytes=written,
         margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",

@@ -13,7 +13,7 @@ from sft_play.plan.gather import Gathering, units, zero_buckets
 from sft_play.plan.head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, Precision
-from sft_play.plan.states import optimizer_transient, resident, trained
+from sft_play.plan.states import large_tensors, optimizer_transient, resident, trained, weight_bytes
 from sft_play.plan.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
@@ -64,11 +64,11 @@ class Walk:
     def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
         layout = step.layout
         self.config, self.shape, self.step = config, shape, step
-        self.full = config.tuning.mode == "full"
+        self.full, self.nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
         loaded = numbers(config, precision, layout)
         self.trained = trained(config, shape, loaded)
         self.resident = resident(config, shape, loaded, layout)
-        self.numbers = _gathered_numbers(loaded, layout)
+        self.loaded, self.numbers = loaded, _gathered_numbers(loaded, layout)
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
         self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
         self.adds_up = step.grad_accum > 1
@@ -105,9 +105,9 @@ class Walk:
         return on_tensor_parallel(spec, step.layout.tensor_parallel)
 
     def _gathering(self) -> Gathering:
-        lora, nf4 = self.config.tuning.lora, self.config.tuning.mode == "qlora"
+        lora = self.config.tuning.lora
         rank = 0 if self.full else lora.r
-        found = units(self.shape, width=self.numbers.weights, nf4=nf4, rank=rank, targets=lora.target_modules)
+        found = units(self.shape, width=self.numbers.weights, nf4=self.nf4, rank=rank, targets=lora.target_modules)
         share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
         return Gathering(found, self.shape.layer_order, share, self.step.layout.shard)
 
@@ -183,7 +183,8 @@ class Walk:
     def _buckets(self) -> int:
         layout = self.step.layout
         if layout.is_zero:
-            return zero_buckets(layout, self.trained.params, self.shape.params, self.shape.hidden_size)
+            packed = self.shape.linear_params - self.shape.expert_params if self.nf4 else 0
+            return zero_buckets(layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed)
         return self.resident.buckets
 
     def _workspaces(self) -> int:
@@ -191,6 +192,27 @@ class Walk:
             return 0
         major = (self.step.capability or (0, 0))[0]
         return WORKSPACE_THREADS * CUBLAS_WORKSPACE_BYTES.get(major, OLDER_CUBLAS_WORKSPACE_BYTES)
+
+    def loading(self) -> Terms:
+        """What a rank holds of its device at most until the model is there, wrapped.
+
+        NF4 weights are made on each rank's own device, all of them: transformers reads and quantises one layer after
+        the other (core_model_loading.py; ZeRO-3's reading in parts is for plain weights alone), PEFT adds adapters in
+        fp32, and only then does an engine cut. DeepSpeed lets go of a tensor once it is cut; accelerate keeps all of
+        them until FSDP has its parts (fsdp_utils.py, `original_sd`). Plain weights are cut as they come.
+        """
+        parts, layout = self.resident, self.step.layout
+        if not self.nf4:
+            largest_one = max((elements for elements, _, _ in large_tensors(self.shape)), default=0)
+            passing = self.loaded.weights * largest_one if layout.shards_params else 0
+            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
+        made = [linear.weights for linear, _ in self.shape.linears]
+        made += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
+        adapters = 4 * self.trained.params
+        cut = parts.weights + parts.adapters if layout.is_fsdp else 0
+        weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
+        beside = max(cut, self.loaded.weights * max(made, default=0) - adapters)
+        return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
         """Every moment that can be the peak, with its terms."""

@@ -380,6 +380,13 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
     padding = ", shorter rows padded to it with a mask" if chosen.step.padded else ""
     padding = ", several chats to a row, with a mask between them" if job.packed else padding
     found.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
+    if job.config.tuning.mode == "qlora" and chosen.layout.shards_params:
+        memory = chosen.memory
+        where = ", the packed ones in RAM" if chosen.layout.offloads_params else ""
+        found.append(
+            f"{chosen.layout.name} divides NF4 weights once they are loaded: until then each rank holds all of them "
+            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
+        )
     return [*found, *([learned] if learned else [])]
 
 

@@ -88,10 +88,19 @@ def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
 
 def memory_line(plan: Plan) -> str:
     """The predicted peak of one rank and what it is made of, in GiB."""
+    memory = plan.memory
     return (
-        f"Predicted peak: {plan.memory.allocated / GIB:.2f} GiB ({_terms(plan.memory)}); with allocator slack, margin "
-        f"and context {plan.memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
+        f"Predicted peak: {memory.allocated / GIB:.2f} GiB ({_terms(memory)}){loading_words(plan.choice)}; with "
+        f"allocator slack, margin and context {memory.required / GIB:.2f} of {plan.budget_bytes / GIB:.1f} GiB"
     )
+
+
+def loading_words(candidate: Candidate) -> str:
+    """The peak of loading, as the end of a sentence, where a rank keeps only a part of what it loads, or loading needs
+    more than any step; else empty."""
+    memory = candidate.memory
+    said = candidate.layout.shards_params or memory.loading_decides
+    return f"; {memory.load_bytes / GIB:.2f} GiB while loading" if said else ""
 
 
 def _terms(memory: MemoryEstimate) -> str:
@@ -154,6 +163,7 @@ def bar_lines(plan: Plan) -> list[str]:
     parts.append(("s", "allocator slack", memory.reserved - memory.allocated))
     parts.append(("m", "margin", memory.margin))
     parts.append(("c", "context and communicators", memory.outside_allocator))
+    parts.append(("L", "more while loading", memory.required - sum(size for _, _, size in parts)))
     bar, filled = "", 0
     for letter, _, size in parts:
         filled += max(0, size)
@@ -165,7 +175,7 @@ def bar_lines(plan: Plan) -> list[str]:
         f"{letter} {name.replace('_', ' ')} {size / GIB:.2f}" for letter, name, size in parts if size > 0
     )
     margin = f"Margin: {memory.margin / GIB:.2f} GiB, {memory.margin_reason}" if memory.margin_reason else ""
-    moment = f"Peak: in the {memory.moment} of a step" if memory.moment else ""
+    moment = f"Peak: in the {memory.moment} of a step{loading_words(plan.choice)}" if memory.moment else ""
     return [
         f"{where} |{bar}| {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB",
         f"  {legend}",

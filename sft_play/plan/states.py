@@ -153,7 +153,8 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     what = trained(config, shape, widths)
     frozen = 0 if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
     if layout.is_zero:
-        return _zero(what, frozen, layout, config.train.optim, full=full)
+        kept = _kept_whole(shape, widths.weights) if nf4 and layout.shards_params else 0
+        return _zero(what, frozen, kept, layout, config.train.optim, full=full)
     if layout.tensor_parallel > 1:
         what, frozen = _tensor_parallel(what, frozen, shape, widths, layout.tensor_parallel, full=full)
     if layout.is_fsdp:
@@ -183,9 +184,7 @@ def _sharded(
     absmax is not (no parameter)."""
     width = 4 if upcast and not nf4 else what.width
     own = Trained(-(-what.params // layout.shard), width, what.embedding, what.head)
-    constants = (
-        sum(count * (nf4_bytes(x.weights) - packed_bytes(x.weights)) for x, count in shape.linears) if nf4 else 0
-    )
+    constants = _nf4_constants(shape) if nf4 else 0
     part = constants + (frozen - constants) // layout.shard
     states = 2 * width * own.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, own, full=False)
     held = own.params * width
@@ -211,9 +210,21 @@ def _tensor_parallel(
     return Trained(params, what.width, what.embedding, what.head), frozen
 
 
-def _zero(what: Trained, frozen: int, layout: Layout, optim: str, *, full: bool) -> Resident:
+def _nf4_constants(shape: ModelShape) -> int:
+    """What NF4 holds beside its packed weights: absmax and codes, which are no parameters and so are never cut."""
+    return sum(count * (nf4_bytes(linear.weights) - packed_bytes(linear.weights)) for linear, count in shape.linears)
+
+
+def _kept_whole(shape: ModelShape, width: int) -> int:
+    """Frozen bytes that every rank keeps whole on its device under ZeRO-3, offloaded or not: NF4's constants, and norms
+    and biases, which are below `stage3_param_persistence_threshold` (10 times the hidden size)."""
+    return _nf4_constants(shape) + width * shape.other_params
+
+
+def _zero(what: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:
     """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
-    states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3.
+    states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
+    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes.
 
     Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too; a
     gradient leaves the GPU with its bucket (stage3.py `grad_partitions_flat_buffer`, stage_1_and_2.py).
@@ -222,12 +233,12 @@ def _zero(what: Trained, frozen: int, layout: Layout, optim: str, *, full: bool)
     half = 2 * (own if layout.shards_params else what.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else what.params)
     states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
-    frozen = frozen // layout.shard if layout.shards_params else frozen
+    frozen = (frozen - kept) // layout.shard if layout.shards_params else frozen
     on_gpu = not layout.offloads_params
     host = 16 * own if layout.offloads_states else 0
     host += 0 if on_gpu else half + frozen
     return Resident(
-        weights=(frozen + (half if full else 0)) * on_gpu,
+        weights=kept + (frozen + (half if full else 0)) * on_gpu,
         adapters=0 if full else half * on_gpu,
         master=0 if layout.offloads_states else 4 * own,
         gradients=gradients,

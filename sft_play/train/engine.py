@@ -11,7 +11,7 @@ import datetime
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
+from accelerate.utils import is_peft_model
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import DtypeName
 from sft_play.train import checkpoints
@@ -118,15 +121,42 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
     state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def tell_accumulation(trainer: Any, plan: Plan) -> None:
+    """Tell accelerate how many passes make a step, where DeepSpeed counts them.
+
+    transformers tells it 1, since its own loop accumulates; accelerate would take DeepSpeed's number at the first step,
+    with a warning that the two differ. Without DeepSpeed it would divide every loss by the number, and is left alone.
+    """
+    if trainer.is_deepspeed_enabled:
+        trainer.accelerator.gradient_accumulation_steps = plan.batch.grad_accum
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that this rank holds of some weights, and of the same weights whole. `device` counts those that are on the
+    device that computes; the rest is offloaded to RAM."""
+
+    whole: int
+    here: int
+    device: int
+
+
 @dataclass(frozen=True)
 class Proof:
-    """What an engine made of the model, read from live objects: bytes are those that this rank holds."""
+    """What an engine made of the model, read from live objects: bytes are those that each rank holds.
+
+    `frozen_*` are the weights that do not train, as they are stored (NF4's packed bytes, without its constants);
+    `frozen_device_bytes_by_rank` leaves out what is offloaded to RAM.
+    """
 
     layout: str
     wrapped_class: str
     ranks: int
     whole_bytes: int
     bytes_by_rank: tuple[int, ...]
+    frozen_whole_bytes: int = 0
+    frozen_bytes_by_rank: tuple[int, ...] = ()
+    frozen_device_bytes_by_rank: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """`engine_proof` in plain data."""
@@ -135,11 +165,19 @@ class Proof:
     @property
     def line(self) -> str:
         """The proof in words."""
-        held = ", ".join(f"{size / 2**20:.1f}" for size in self.bytes_by_rank)
-        return (
+        line = (
             f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks; trained "
-            f"weights and their states per rank: {held} of {self.whole_bytes / 2**20:.1f} MiB"
+            f"weights and their states per rank: {_mib(self.bytes_by_rank)} of {_mib([self.whole_bytes])} MiB"
         )
+        if self.frozen_whole_bytes:
+            line += f"; frozen weights: {_mib(self.frozen_bytes_by_rank)} of {_mib([self.frozen_whole_bytes])} MiB"
+        if self.frozen_device_bytes_by_rank != self.frozen_bytes_by_rank:
+            line += f", {_mib(self.frozen_device_bytes_by_rank)} of them not in RAM"
+        return line
+
+
+def _mib(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{size / 2**20:.1f}" for size in sizes)
 
 
 def prove(trainer: Any, plan: Plan) -> Proof:
@@ -161,15 +199,26 @@ def prove(trainer: Any, plan: Plan) -> Proof:
     if layout.is_zero and stage != int(layout.name[4]):
         raise TrainingError(f"the plan says {layout.name}, and DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
-    sizes = _of_all(mine)
-    proof = Proof(layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes))
-    share = whole / layout.shard if layout.shards_states else whole
+    frozen, kept_whole = frozen_bytes(wrapped)
+    sizes, frozen_sizes = _of_all(mine), _of_all((frozen.here, frozen.device))
+    proof = Proof(
+        layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes), frozen.whole,
+        tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
+    )  # fmt: skip
+    _refuse_undivided(layout, "trained", whole, sizes, divided=layout.shards_states)
+    cut = [size - kept_whole for size in proof.frozen_bytes_by_rank]
+    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, divided=layout.shards_params)
+    return proof
+
+
+def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, divided: bool) -> None:
+    """Raises TrainingError where a rank holds more than its share of `whole` bytes."""
+    share = whole / layout.shard if divided else whole
     if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * world_size():
         raise TrainingError(
             f"the plan says {layout.name} over {layout.shard} ranks, and a rank holds {max(sizes):,} of {whole:,} "
-            "bytes: they are not divided; nothing was trained"
+            f"bytes of {what} weights: they are not divided; nothing was trained"
         )
-    return proof
 
 
 def proof_of_one(trainer: Any) -> Proof:
@@ -199,6 +248,30 @@ def held_bytes(trainer: Any) -> tuple[int, int]:
     return whole, mine
 
 
+def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
+    """The weights that do not train, and how many bytes of them DeepSpeed keeps whole on every rank on purpose (those
+    up to `stage3_param_persistence_threshold`)."""
+    from torch.distributed.tensor import DTensor
+
+    whole = here = device = persistent = 0
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            continue
+        width = parameter.element_size()
+        if hasattr(parameter, "ds_tensor"):
+            size = width * parameter.ds_numel
+            part = width * parameter.ds_tensor.numel()
+            if parameter.ds_persist:
+                part = size
+                persistent += size
+            on_device = parameter.ds_persist or parameter.ds_tensor.device.type == wrapped.device.type
+        else:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            size, part, on_device = width * parameter.numel(), width * local.numel(), True
+        whole, here, device = whole + size, here + part, device + (part if on_device else 0)
+    return Held(whole, here, device), persistent
+
+
 def _zero_bytes(engine: Any) -> tuple[int, int]:
     """Whole and own bytes of DeepSpeed's fp32 partitions of the trained weights."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
@@ -226,6 +299,19 @@ class ProveEngine(TrainerCallback):
         """Look, say and stop where it is not what the plan says."""
         self.proof = prove(self.trainer, self._plan)
         logger.info("%s", self.proof.line)
+        if self._plan.hardware.device == "cuda" and self._plan.choice.layout.shards_params:
+            _forget_loading(self._plan)
+
+
+def _forget_loading(plan: Plan) -> None:
+    """Say what loading held, and count from here: the figures of a run are those of its steps, and what the allocator
+    keeps of weights that are divided now is in the way of a step's tensors."""
+    logger.info(
+        "Loading held %.2f GiB at its peak (%.2f predicted)",
+        torch.cuda.max_memory_allocated() / GIB, plan.memory.load_bytes / GIB,
+    )  # fmt: skip
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def whole_state(trainer: Any) -> dict[str, Any] | None:
@@ -235,10 +321,28 @@ def whole_state(trainer: Any) -> dict[str, Any] | None:
         tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())
         return {name: tensor for name, tensor in state.items() if name not in tied}  # gathered apart, written once
     engine = getattr(trainer, "deepspeed", None)
-    if engine is not None and _zero_stage(engine) == 3:
-        gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict()
-        return gathered
-    return None
+    if engine is None or _zero_stage(engine) != 3:
+        return None
+    if is_peft_model(trainer.model):
+        return _adapter_of_zero3(engine.module)
+    gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict()
+    return gathered
+
+
+def _adapter_of_zero3(model: Any) -> dict[str, Any]:
+    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others: what trains, and the
+    embeddings, which PEFT saves beside it where rows were added. The base stays where it is."""
+    import deepspeed
+
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [layer.weight for layer in layers if layer is not None]
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or any(parameter is table for table in tables):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if is_first():
+                    found[name] = parameter.detach().cpu().clone()
+    return found
 
 
 @contextlib.contextmanager
@@ -268,7 +372,8 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
 
 def device_of(plan: Plan, config: RunConfig) -> str | None:
     """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them before they move; None for
-    ZeRO-3, which divides them while they are read."""
+    ZeRO-3, which divides plain weights while they are read, and takes NF4's from this rank's device, where transformers
+    makes them whole (it refuses to be told a place under ZeRO-3)."""
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None
@@ -286,7 +391,7 @@ def quant_storage(plan: Plan, config: RunConfig) -> DtypeName | None:
 
 
 def checkpoint_files(trainer: Any) -> tuple[str, ...]:
-    """Files without which a checkpoint of this engine cannot be gone on from."""
+    """Files without which a checkpoint of this engine cannot be resumed."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return ("trainer_state.json", "latest")
     return checkpoints.NEEDED

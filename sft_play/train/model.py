@@ -325,8 +325,9 @@ def load_model(
 ) -> Any:
     """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
 
-    `device` None leaves the place to DeepSpeed's ZeRO-3, which divides the weights while they are read. `storage` is
-    the dtype in which packed 4-bit weights are kept (None: bytes); only floating-point ones can be divided by FSDP.
+    `device` None leaves the place to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4 weights
+    are then made whole on the process's own device, and divided when the engine is made. `storage` is the dtype in
+    which packed 4-bit weights are kept (None: bytes); only floating-point ones can be divided by FSDP.
 
     Raises:
         ModelError: the weights cannot be fetched, are no safetensors, or some are missing.

@@ -613,6 +613,7 @@ def build_trainer(
     )
     if window is not None:
         window.trainer = trainer
+    engine_module.tell_accumulation(trainer, plan)
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,210 @@
+"""DeepSpeed files that people bring: their batch is the user's, their precision the run's, as they were typed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError
+from sft_play.launch import deepspeed_config as ds
+from sft_play.plan.batching import splits
+from tests.conftest import ROOT
+from tests.test_distributed import losses, start
+
+NUMBERS = ds.PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
+FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
+
+
+def settings(**train: object):
+    """The training settings of a run YAML that gives these numbers."""
+    text = "".join(f"  {key}: {value}\n" for key, value in train.items())
+    return config_from_text("model: {name: x}\n" + (f"train:\n{text}" if text else ""), name="run.yaml").train
+
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+def taken(train, config, ranks=2):
+    found, lines = ds.with_batch(train, config, ranks=ranks, name="theirs.json")
+    return (found.batch_size, found.grad_accum, found.effective_batch_size), lines
+
+
+def test_numbers_of_a_file_fill_what_the_run_yaml_leaves_open():
+    assert taken(settings(), {"zero_optimization": {"stage": 2}}) == (("auto", "auto", 32), ())
+    assert taken(settings(), dict.fromkeys(KEYS.values(), "auto")) == (("auto", "auto", 32), ())
+    numbers, lines = taken(settings(), {KEYS["micro"]: 4})  # 4 x accum x 2 = 32
+    assert numbers == (4, "auto", 32)
+    assert lines == ("train_micro_batch_size_per_gpu: 4 is the run's train.batch_size, which the run YAML leaves open",)
+    assert taken(settings(), {KEYS["accum"]: 8})[0] == ("auto", 8, 32)
+    assert taken(settings(), {KEYS["batch"]: 64})[0] == ("auto", "auto", 64)
+    assert taken(settings(batch_size=4, effective_batch_size=32), {KEYS["accum"]: 4})[0] == (4, 4, 32)
+
+
+def test_an_effective_batch_that_nobody_gave_is_the_product():
+    numbers, lines = taken(settings(), {KEYS["micro"]: 3, KEYS["accum"]: 5}, ranks=4)
+    assert numbers == (3, 5, 60)
+    assert lines[-1] == "train.effective_batch_size → 3 × 5 × 4 ranks = 60, which neither file gives"
+    assert taken(settings(batch_size=3), {KEYS["accum"]: 5})[0] == (3, 5, 30)
+    assert taken(settings(), dict(zip(KEYS.values(), (3, 5, 30), strict=True)))[0] == (3, 5, 30)
+
+
+@pytest.mark.parametrize(
+    ("train", "config", "words"),
+    [
+        ({"batch_size": 2}, {KEYS["micro"]: 4}, ["train_micro_batch_size_per_gpu: 4", "train.batch_size=2"]),
+        ({"grad_accum": 2}, {KEYS["accum"]: 4}, ["gradient_accumulation_steps: 4", "train.grad_accum=2"]),
+        ({"effective_batch_size": 32}, {KEYS["batch"]: 64}, ["train_batch_size: 64", "train.effective_batch_size=32"]),
+        ({}, {KEYS["micro"]: 5}, ["train.effective_batch_size=32 (its default)", "train_micro_batch_size_per_gpu: 5"]),
+        ({"effective_batch_size": 32}, {KEYS["micro"]: 3}, ["train.effective_batch_size=32", "per_gpu: 3", "of 30 is"]),
+        ({"batch_size": 4}, {KEYS["batch"]: 12}, ["train_batch_size: 12", "train.batch_size=4", "of 16 is"]),
+        (
+            {},
+            {KEYS["micro"]: 2, KEYS["accum"]: 2, KEYS["batch"]: 16},
+            ["train_batch_size: 16", "per_gpu: 2", "2 ranks"],
+        ),
+        ({"effective_batch_size": 32, "batch_size": 8}, {KEYS["accum"]: 4}, ["steps: 4", "train.batch_size=8", "= 64"]),
+    ],
+)
+def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
+    with pytest.raises(ConfigError) as error:
+        ds.with_batch(settings(**train), config, ranks=2, name="theirs.json")
+    assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
+    draw = random.Random(seed)
+    agreed = refused = 0
+    for _ in range(500):
+        ranks = draw.choice([1, 2, 3, 4, 8])
+        micro, accum = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 4, 5])
+        true = {"micro": micro, "accum": accum, "batch": micro * accum * ranks}
+        config = {KEYS[name]: draw.choice(["auto", true[name], true[name], draw.randint(1, 64)]) for name in KEYS}
+        config = {key: value for key, value in config.items() if draw.random() < 0.8}
+        text = {FIELDS[name]: draw.choice([true[name], true[name], draw.randint(1, 64)]) for name in KEYS}
+        text = {key: value for key, value in text.items() if draw.random() < 0.3}
+        train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
+        before = train.model_copy()
+        try:
+            found, lines = ds.with_batch(train, config, ranks=ranks, name="f")
+        except ConfigError as error:
+            refused += 1
+            for line in str(error).splitlines():
+                named = [key for key in said if f"{key}: {said[key]}" in line]
+                others = [key for key in text if f"train.{key}={text[key]}" in line] or "its default" in line
+                assert len(named) > 1 or (named and others) or "ranks" in line, line
+            continue
+        assert train == before
+        for field, value in text.items():
+            assert getattr(found, field) == value  # what the user wrote stays
+        for key, value in said.items():
+            field = next(FIELDS[name] for name in KEYS if KEYS[name] == key)
+            assert getattr(found, field) == value
+        assert len(lines) >= len({*said} - {KEYS[name] for name in KEYS if FIELDS[name] in text})
+        if said:
+            agreed += 1
+            assert all(split.effective_batch == found.effective_batch_size for split in splits(found, ranks=ranks))
+            split = splits(found, ranks=ranks)[0]
+            numbers = replace(NUMBERS, micro_batch=split.micro_batch, grad_accum=split.grad_accum,
+                              data_parallel_ranks=ranks)  # fmt: skip
+            ds.fill(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
+    assert agreed > 50
+    assert refused > 50
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16", "float32"])
+def test_precision_is_the_runs_whatever_a_file_says(compute):
+    numbers, states = replace(NUMBERS, compute=compute), (None, {}, {"enabled": True}, {"enabled": False})
+    for bf16, fp16 in itertools.product(states, states):
+        raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
+        raw = {key: dict(value) for key, value in raw.items() if value is not None}
+        config, lines = ds.fill(raw, numbers)
+        assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
+        assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
+        turned = [line for line in lines if "precision is the run's" in line]
+        wrong = [
+            (bf16 or {}).get("enabled") not in (None, compute == "bfloat16"),
+            (fp16 or {}).get("enabled") not in (None, compute == "float16"),
+        ]
+        assert len(turned) == any(wrong)
+
+
+def test_autocast_in_another_dtype_is_turned_off_and_in_the_same_stays():
+    for dtype, on in (({"dtype": "torch.bfloat16"}, True), ({}, True), ({"dtype": "fp16"}, False)):
+        config, lines = ds.fill({"torch_autocast": {"enabled": True, **dtype}}, NUMBERS)
+        assert config["torch_autocast"]["enabled"] is on
+        assert any("torch_autocast.enabled: true → false" in line for line in lines) is not on
+
+
+def test_checkpoints_of_stage_3_hold_whole_weights_whatever_the_file_says():
+    for given in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
+        config, lines = ds.fill({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
+        assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+        assert any("stage3_gather_16bit_weights_on_model_save → true" in line for line in lines)
+
+
+# --- a file as it was typed -------------------------------------------------------------------------------------------
+
+TYPED = """{
+  // ZeRO-3, the optimizer in RAM
+  "zero_optimization": {"stage": 3, "cpu_offload": true},
+  # the A100s have it
+  "_comment": "from the guide",
+  "bf16": {"enabled": true}, "gradient_accumulation_steps": "auto"
+}
+"""
+
+
+def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatch, tiny_llama):
+    path = tmp_path / "that.json"
+    path.write_text(TYPED)
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setenv("DEEPSPEED_CONFIG", str(path))
+    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
+    code, printed = command(*words, f"output.dir={tmp_path}")
+    assert code == 0, printed
+    assert "zero3_offload on the CPU" in printed
+    assert printed.count("precision is the run's: it computes in float32") == 1
+    assert 'read as zero_optimization.offload_optimizer: {"device": "cpu"}' in printed
+    path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
+    code, printed = command(*words, f"output.dir={tmp_path}")
+    assert code == 0, printed
+    assert "gradient_accumulation_steps: 4 is the run's train.grad_accum" in printed
+    assert "micro 2 x accum 4 x 2 ranks = 16" in printed  # the starter's effective batch of 16
+    code, printed = command(*words, f"output.dir={tmp_path}", "train.grad_accum=2")
+    assert code == 2
+    assert "that.json: gradient_accumulation_steps: 4 contradicts train.grad_accum=2" in printed
+    assert printed.count("error:") == 1
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
+def test_the_typed_file_trains_the_starter_over_two_ranks(tmp_path, tiny_llama):
+    """Slow where DeepSpeed's CPU Adam is built first; the model is a tiny one, all else is the starter's."""
+    (tmp_path / "that.json").write_text(TYPED)
+    words = ["--config", "configs/run_starter.yaml", f"model.name={tiny_llama}", f"output.dir={tmp_path}/outputs"]
+    words += ["train.max_steps=3", "train.logging_steps=1", "eval.generate_rows=2", "data.test_path=null"]
+    answer = start(tmp_path, "train-deepspeed", *words, "output.name=two", NPROC="2",
+                   DEEPSPEED_CONFIG=f"{tmp_path}/that.json", limit_s=900)  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "Engine: zero3_offload proved" in answer.stdout
+    one = start(tmp_path, "train", *words, "output.name=one")
+    assert one.returncode == 0, one.stdout + one.stderr
+    run = Path(tmp_path / "outputs")
+    assert losses(run / "two") == pytest.approx(losses(run / "one"), rel=1e-5)
+    kept = json.loads((run / "two" / "deepspeed.json").read_text())
+    assert (kept["bf16"]["enabled"], kept["zero_optimization"]["stage"]) == (False, 3)

@@ -1,0 +1,223 @@
+"""ZeRO-3 with QLoRA: what a rank holds while loading and in a step, and runs over two CPU ranks that prove it."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.candidates import weigh
+from sft_play.plan.layout import Layout, layouts_for
+from sft_play.plan.memory import Step, estimate
+from sft_play.plan.moments import Walk
+from sft_play.plan.plan import job_of, make_plan, plan_from_json
+from sft_play.plan.precision import Precision
+from sft_play.plan.show import plan_lines
+from sft_play.plan.states import nf4_bytes, weight_bytes
+from tests.models import uneven_run
+from tests.test_distributed import losses, start
+from tests.test_going_on import tensors
+
+BF16 = Precision("bfloat16", "bfloat16", "")
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
+H, F, KV, BLOCKS, WORDS = 4096, 14336, 1024, 32, 128256
+"""Llama-3.1-8B: hidden, MLP and key widths, blocks, vocabulary."""
+
+
+def run(text: str = "", *, name: str = LLAMA_8B, mode: str = "qlora"):
+    return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{text}", name="run")
+
+
+def walk(name: str, ranks: int, *, mode: str = "qlora") -> Walk:
+    return Walk(run(mode=mode), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
+    linears = [H * H] * 2 + [H * KV] * 2 + [H * F] * 3
+    packed = BLOCKS * sum(linears) // 2
+    constants = BLOCKS * sum(nf4_bytes(elements) for elements in linears) - packed
+    tables, norms = 2 * 2 * WORDS * H, 2 * (2 * BLOCKS + 1) * H
+    for ranks in (2, 4, 8):
+        held = walk("zero3", ranks).resident
+        assert held.weights == pytest.approx((packed + tables) / ranks + constants + norms, rel=0.001)
+        assert held.host == 0
+        offloaded, trained = walk("zero3_offload", ranks).resident, walk("zero3_offload", ranks).trained.params
+        assert offloaded.weights == constants + norms  # no parameters, or too small to be worth a gather
+        # beside them 18 bytes for each number of the adapters: 2 as they are, 4 master, 8 of states, 4 of gradients
+        assert offloaded.host == pytest.approx((packed + tables + 18 * trained) / ranks, rel=0.001)
+
+
+def test_loading_holds_all_weights_on_every_rank_whatever_the_layout():
+    shape = shape_of(LLAMA_8B)
+    whole = weight_bytes(shape, width=2, nf4=True)
+    adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
+    for ranks in (2, 8):
+        for name in ("ddp", "zero2", "zero3", "zero3_offload"):
+            assert sum(walk(name, ranks).loading().values()) == whole + adapters, name
+        fsdp = walk("fsdp", ranks)  # accelerate keeps the whole weights until all parts are made
+        part = fsdp.resident.weights + fsdp.resident.adapters
+        assert sum(fsdp.loading().values()) == whole + adapters + part
+    plain = walk("zero3", 8, mode="lora")  # read and divided tensor by tensor: its part, and the largest table
+    assert sum(plain.loading().values()) == plain.resident.weights + plain.resident.adapters + 2 * WORDS * H
+
+
+def test_zero3_is_proposed_where_it_wins_and_both_peaks_are_said():
+    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
+    shape, machine = shape_of("meta-llama/Llama-3.1-70B"), named("4xL40S,ram=512GiB")
+    plan = make_plan(config, shape, machine)
+    assert (plan.layout, plan.fits) == ("zero3", True)
+    by_layout = {candidate.layout.name: candidate for candidate in plan.candidates}
+    assert not by_layout["ddp"].fits  # the weights and a step's activations
+    assert not by_layout["fsdp"].fits  # the weights and, until it has them all, its parts
+    assert "while loading" in str(by_layout["fsdp"].rejected_because)
+    told = "\n".join(plan_lines(plan, config, command="make train"))
+    load, step = f"{plan.memory.load_bytes / 2**30:.2f}", f"{plan.memory.allocated / 2**30:.2f}"
+    assert f"Predicted peak: {step} GiB" in told
+    assert f"; {load} GiB while loading" in told
+    assert "zero3 divides NF4 weights once they are loaded: until then each rank holds all of them" in told
+    assert plan.as_json()["peak_bytes"]["load"] == plan.memory.load_bytes > plan.memory.allocated
+    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+def test_loading_that_does_not_fit_is_refused_and_named():
+    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
+    plan = make_plan(config, shape_of("meta-llama/Llama-3.1-70B"), named("8xRTX4090,ram=512GiB"))
+    assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
+    assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
+    assert any("while loading" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
+    draw = random.Random(seed)
+    model = draw.choice(["Qwen/Qwen2.5-3B-Instruct", LLAMA_8B, "google/gemma-3-27b-it", "meta-llama/Llama-3.1-70B",
+                         "Qwen/Qwen3-30B-A3B", "gpt2"])  # fmt: skip
+    machine = draw.choice(["2xRTX3060", "4xRTX4090", "8xH100", "2xT4", "4xA100-80GB,ram=1TiB"])
+    text = f"train: {{effective_batch_size: {draw.choice([8, 16, 64])}}}\ntuning: {{mode: qlora}}\n"
+    config = config_from_text(
+        f"model: {{name: {model}, max_seq_len: {draw.choice([256, 1024, 4096])}}}\n{text}", name="r"
+    )
+    shape, hardware = shape_of(model), named(machine)
+    job = job_of(config, shape, hardware)
+    whole = weight_bytes(shape, width=2, nf4=True)
+    candidates = weigh(job, layouts_for(config, shape, hardware)[0])
+    assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
+    for one in candidates:
+        memory = one.memory
+        assert memory.load_bytes >= whole
+        step = memory.reserved + memory.margin + memory.outside_allocator
+        assert memory.required == max(step, memory.required_to_load)
+        assert memory.loading_decides == (memory.required > step)
+        assert one.fits == (memory.required <= job.budget and one.host_required <= (job.host_budget or 1e18))
+        if not one.layout.shards_params:
+            assert not memory.loading_decides  # what stays and a step's activations are more
+
+
+def test_more_ranks_never_need_more_in_a_step():
+    for name in ("zero3", "zero3_offload"):
+        found = [
+            estimate(run(), shape_of(LLAMA_8B), BF16, Step(1, 2, 2048, layout=Layout(name, ranks, ranks)))
+            for ranks in (2, 4, 8, 16)
+        ]
+        assert sorted((one.allocated for one in found), reverse=True) == [one.allocated for one in found]
+        assert len({one.load_bytes for one in found}) == 1
+
+
+# --- over two CPU ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("layout", ["ddp", "zero3", "zero3_offload"])
+def test_losses_in_bf16_are_those_of_zero2(world, layout):
+    found = {}
+    for name in ("zero2", layout):
+        words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora", "train.bf16=true", f"output.name=bf16-{name}"]
+        answer = start(world, "train-distributed", *words, "output.if_exists=replace", STRATEGY=name, NPROC="2")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        found[name] = losses(world / "outputs" / f"bf16-{name}")
+    assert found[layout] == pytest.approx(found["zero2"], rel=2**-8)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_that_zero3_divides_is_resumed_and_written_out(world):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=qlora"]
+    whole = start(world, "train-distributed", *words, "output.name=unbroken", STRATEGY="zero3", NPROC="2")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    begun = start(
+        world,
+        "train-distributed",
+        *words,
+        "output.name=broken",
+        "train.stop_after_steps=2",
+        STRATEGY="zero3",
+        NPROC="2",
+    )
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = start(world, "resume", *words, RUN="broken")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert losses(world / "outputs" / "broken") == losses(world / "outputs" / "unbroken")
+    first, other = (tensors(world / "outputs" / name / "adapter") for name in ("unbroken", "broken"))
+    assert all((first[key] - other[key]).abs().max() == 0 for key in first)
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def engine_of(parts, *, device: str = "cpu"):
+    """What `frozen_bytes` reads of a DeepSpeed engine: parameters of 1,000 bytes, by what this rank holds of each."""
+    import torch
+
+    class Engine:
+        pass
+
+    made = []
+    for size, persists in parts:
+        parameter = torch.nn.Parameter(torch.zeros(0, dtype=torch.uint8), requires_grad=False)
+        parameter.ds_numel, parameter.ds_persist, parameter.ds_tensor = 1000, persists, torch.zeros(size).byte()
+        made.append(parameter)
+    engine = Engine()
+    engine.device, engine.parameters = torch.device(device), lambda: iter(made)
+    return engine
+
+
+@pytest.mark.build
+def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpose():
+    from sft_play.train.engine import Held, frozen_bytes
+
+    assert frozen_bytes(engine_of([(500, False), (500, True)])) == (Held(2000, 1500, 1500), 1000)
+    assert frozen_bytes(engine_of([(500, False), (500, True)], device="cuda")) == (Held(2000, 1500, 1000), 1000)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
+def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
+    from sft_play.errors import TrainingError
+    from sft_play.train.engine import _refuse_undivided
+
+    if fine:
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
+        return
+    with pytest.raises(TrainingError, match=r"a rank holds 100,000 of 100,000 bytes of frozen weights"):
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
+    _refuse_undivided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, divided=False)
