@@ -79,6 +79,7 @@ def plan_for(
     only: tuple[LayoutName, ...] = LAYOUT_NAMES,
     trace: bool = False,
     with_ways_out: bool = True,
+    keeps_params: bool = False,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
     shape = shape_for(config)
@@ -92,6 +93,7 @@ def plan_for(
         earlier=[] if hardware.named else record.load(),
         work=_work(config),
         with_ways_out=with_ways_out,
+        keeps_params=keeps_params,
     )
 
 
@@ -420,7 +422,9 @@ def plan_ranks(
     only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
-    plan = plan_for(config, hardware, only=only, trace=config.plan.trace and bool(hardware.gpus))
+    keeps = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
+    trace = config.plan.trace and bool(hardware.gpus)
+    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=keeps)
     require_fit(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None

@@ -13,8 +13,11 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
 from sft_play.launch import deepspeed_config as ds
 from sft_play.plan.batching import splits
+from sft_play.plan.plan import make_plan, plan_from_json
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
@@ -208,3 +211,42 @@ def test_the_typed_file_trains_the_starter_over_two_ranks(tmp_path, tiny_llama):
     assert losses(run / "two") == pytest.approx(losses(run / "one"), rel=1e-5)
     kept = json.loads((run / "two" / "deepspeed.json").read_text())
     assert (kept["bf16"]["enabled"], kept["zero_optimization"]["stage"]) == (False, 3)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
+    """`"stage": 3, "cpu_offload": true`: the states go to RAM and the weights, cut, stay: between zero3 and offload."""
+    config = config_from_text(
+        f"model: {{name: Qwen/Qwen2.5-7B}}\ntuning: {{mode: {mode}}}\ntrain: {{effective_batch_size: 8}}", name="x"
+    )
+    shape, machine = shape_of(config.model.name), named("4xA100-80GB")
+    kept, gone = (
+        make_plan(config, shape, machine, only=("zero3_offload",), keeps_params=keeps) for keeps in (True, False)
+    )
+    whole = make_plan(config, shape, machine, only=("zero3",))
+    assert kept.layout == gone.layout == "zero3_offload"
+    assert kept.choice.layout.keeps_params
+    assert kept.memory.terms["weights"] >= whole.memory.terms["weights"] > gone.memory.terms["weights"]
+    assert kept.memory.terms.get("optimizer", 0) == gone.memory.terms.get("optimizer", 0)
+    assert kept.memory.host_bytes < gone.memory.host_bytes
+    assert plan_from_json(json.loads(json.dumps(kept.as_json()))) == kept
+
+
+def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
+    states, weights = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
+    for zero, keeps in [
+        ({"stage": 3, **states}, True),
+        ({"stage": 3, **states, **weights}, False),
+        ({"stage": 2}, False),
+    ]:
+        config = {"zero_optimization": zero}
+        assert ds.keeps_params(config, ds.layout_of(config)) is keeps
+
+
+def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
+    for layout in ("zero2", "zero3"):
+        filled, lines = ds.fill({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
+        assert filled["zero_optimization"]["reduce_bucket_size"] == replace(NUMBERS, layout=layout).hidden_size ** 2
+        assert any("reduce_bucket_size" in line for line in lines)
+    filled, _ = ds.fill({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
+    assert filled["zero_optimization"]["reduce_bucket_size"] == 7

@@ -566,7 +566,7 @@ def test_a_file_that_means_no_layout_is_refused(zero, words):
 @pytest.mark.parametrize(
     ("zero", "layout", "words"),
     [
-        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "zero3_offload", "weights stay on the GPUs"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "zero3_offload", "planned there"),
         ({"stage": 3, "offload_param": {"device": "cpu"}}, "zero3", "weights go to RAM"),
         ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "zero1", "states go to RAM"),
         ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}, "zero2_offload", "NVMe (/n)"),

@@ -395,12 +395,17 @@ def layout_notes(config: Config, *, planned: str = "zero2") -> tuple[str, ...]:
         notes.append("optimizer states go to RAM, while zero1 is planned with them on the GPUs: it needs less there")
     if weights and layout == "zero3":
         notes.append("weights go to RAM, while zero3 is planned with them on the GPUs: it needs less there")
-    if layout == "zero3_offload" and not weights:
-        notes.append("weights stay on the GPUs (no offload_param), while zero3_offload is planned with them in RAM")
+    if keeps_params(config, layout):
+        notes.append("no offload_param: the weights stay on the GPUs, and are planned there")
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme":
             notes.append(f"{key} goes to NVMe ({zero[key].get('nvme_path')}); its speed is not planned")
     return tuple(notes)
+
+
+def keeps_params(config: Config, layout: LayoutName) -> bool:
+    """Whether a file that means `zero3_offload` offloads the optimizer states alone."""
+    return layout == "zero3_offload" and not _offloaded(config.get("zero_optimization") or {}, "offload_param")
 
 
 def _offloaded(zero: Config, key: str) -> bool:
@@ -602,6 +607,8 @@ def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[s
             zero["stage3_gather_16bit_weights_on_model_save"] = True
             shown.append("zero_optimization.stage3_gather_16bit_weights_on_model_save → true (checkpoints hold whole "
                          "weights)")  # fmt: skip
+    if "reduce_bucket_size" not in zero:  # DeepSpeed's 5e8 elements would be a GiB that nobody asked for
+        zero["reduce_bucket_size"] = AUTO
     for key, (value, how) in formulas.items():
         if zero.get(key) == AUTO:
             zero[key] = value

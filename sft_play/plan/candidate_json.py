@@ -34,6 +34,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "data_parallel_ranks": candidate.layout.data_parallel,
         "shard_ranks": candidate.layout.shard,
         "tensor_parallel_ranks": candidate.layout.tensor_parallel,
+        "keeps_params": candidate.layout.keeps_params,
         "micro_batch": batch.micro_batch,
         "grad_accum": batch.grad_accum,
         "effective_batch": batch.effective_batch,
@@ -62,7 +63,13 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
 
 def candidate_from_json(data: Mapping[str, Any]) -> Candidate:
     """The candidate that `candidate_json` wrote."""
-    layout = Layout(data["layout"], data["data_parallel_ranks"], data["shard_ranks"], data["tensor_parallel_ranks"])
+    layout = Layout(
+        data["layout"],
+        data["data_parallel_ranks"],
+        data["shard_ranks"],
+        data["tensor_parallel_ranks"],
+        data["keeps_params"],
+    )
     peak, step = data["peak_bytes"], dict(data["step"])
     step["capability"] = tuple(step["capability"]) if step["capability"] else None
     return Candidate(

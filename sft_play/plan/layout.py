@@ -43,6 +43,9 @@ class Layout:
     data_parallel: int = 1
     shard: int = 1
     tensor_parallel: int = 1
+    keeps_params: bool = False
+    """`zero3_offload` with the weights on the GPUs and the optimizer states alone in RAM: a DeepSpeed file that offloads
+    no parameters."""
 
     @property
     def ranks(self) -> int:
@@ -82,7 +85,7 @@ class Layout:
     @property
     def offloads_params(self) -> bool:
         """Whether the weights stay in the host's RAM too."""
-        return self.name == "zero3_offload"
+        return self.name == "zero3_offload" and not self.keeps_params
 
 
 SINGLE = Layout("single")

@@ -200,11 +200,13 @@ def make_plan(
     earlier: Sequence[record.Measured] = (),
     work: Callable[[int], Work | None] | None = None,
     with_ways_out: bool = True,
+    keeps_params: bool = False,
 ) -> Plan:
     """The plan of a run on all GPUs of `hardware` (or in its RAM).
 
     Args:
         only: layouts that may be taken; every one is weighed where none is left out.
+        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
         has_eval: whether evaluation batches run beside the training.
         confirm: traces the choice; what it says counts where it is larger, and a choice that then does not fit is
             given up for the next best.
@@ -220,6 +222,8 @@ def make_plan(
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
     possible, refused = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
     layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
+    if keeps_params:
+        layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
     candidates = weigh(job, layouts)
     chosen, candidates, said = _confirmed(job, candidates, confirm)
     plan = Plan(
