@@ -44,8 +44,7 @@ class Layout:
     shard: int = 1
     tensor_parallel: int = 1
     keeps_params: bool = False
-    """`zero3_offload` with the weights on the GPUs and the optimizer states alone in RAM: a DeepSpeed file that offloads
-    no parameters."""
+    """`zero3_offload` with the weights on the GPUs and the optimizer states alone in RAM, as a DeepSpeed file may say."""
 
     @property
     def ranks(self) -> int:
