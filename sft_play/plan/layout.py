@@ -44,7 +44,7 @@ class Layout:
     shard: int = 1
     tensor_parallel: int = 1
     keeps_params: bool = False
-    """`zero3_offload` with the weights on the GPUs and the optimizer states alone in RAM, as a DeepSpeed file may say."""
+    """`zero3_offload` with weights on the GPUs and the optimizer states alone in RAM, as a DeepSpeed file may say."""
 
     @property
     def ranks(self) -> int:
