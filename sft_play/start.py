@@ -457,6 +457,10 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
         max_grad_norm=config.train.max_grad_norm,
         compute=plan.precision.compute,
         layout=plan.layout,
+        learning_rate=config.learning_rate,
+        weight_decay=config.train.weight_decay,
+        betas=(deepspeed_config.ADAM_BETA1, config.train.adam_beta2),
+        eps=deepspeed_config.ADAM_EPS,
     )
     obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
     resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)

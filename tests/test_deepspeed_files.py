@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import config_from_text
+from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
 from sft_play.launch import deepspeed_config as ds
+from sft_play.launch.spread import DeepspeedWish, Spread
 from sft_play.plan.batching import splits
 from sft_play.plan.plan import make_plan, plan_from_json
+from sft_play.start import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
@@ -250,3 +252,29 @@ def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
         assert any("reduce_bucket_size" in line for line in lines)
     filled, _ = ds.fill({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
     assert filled["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("params", "contradicts"),
+    [
+        ({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, ()),
+        ({"lr": 2e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}, ()),
+        ({"lr": 1e-3}, ("lr: 0.001 contradicts train.learning_rate: 0.0002",)),
+        ({"betas": [0.8, 0.999], "weight_decay": 3e-7}, ("betas: [0.8, 0.999] contradicts", "weight_decay: 3e-07")),
+    ],
+)
+def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tmp_path, params, contradicts):
+    """Down the way of a run: the run's own numbers are what a file is compared with."""
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": 2}}))
+    loaded = load_config(
+        ROOT / "configs" / "run_lora.yaml", overrides=["train.effective_batch_size=8", "train.learning_rate=2e-4"]
+    )
+    wish = Spread(deepspeed=DeepspeedWish(file))
+    if not contradicts:
+        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), wish)[1] or {})
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan_ranks(loaded, named("2xH100"), wish)
+    for words in contradicts:
+        assert words in str(caught.value)

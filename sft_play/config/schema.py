@@ -442,6 +442,9 @@ class OutputConfig(Section):
     """What a run folder of that name that exists means: stop, go on with it, or move it aside."""
 
 
+AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
+
+
 class RunConfig(Section):
     """A run: everything a user may ask for, and nothing that was derived."""
 
@@ -471,3 +474,9 @@ class RunConfig(Section):
 
     output: OutputConfig = OutputConfig()
     """Where the run is written."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate: as given, or the usual one of the tuning mode."""
+        given = self.train.learning_rate
+        return AUTO_LEARNING_RATE[self.tuning.mode] if given == "auto" else given

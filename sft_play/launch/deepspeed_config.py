@@ -42,6 +42,9 @@ STAGES: dict[str, tuple[int, bool, bool]] = {
 }
 """Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are."""
 
+ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
+"""What every run's AdamW has: the defaults of transformers' `TrainingArguments`, which no key changes."""
+
 SHIPPED_FILES = ("zero2", "zero3", "zero3_offload")
 """Layouts whose configuration stands in `configs/deepspeed/`, to read and to copy."""
 
@@ -632,8 +635,8 @@ def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     ours = {
         "lr": (numbers.learning_rate, "train.learning_rate"),
         "weight_decay": (numbers.weight_decay, "train.weight_decay"),
-        "betas": (numbers.betas, "the run's betas"),
-        "eps": (numbers.eps, "the run's epsilon"),
+        "betas": (numbers.betas, "the run's (train.adam_beta2)"),
+        "eps": (numbers.eps, "the run's"),
     }
     said = []
     for key, value in (block.get("params") or {}).items():

@@ -41,7 +41,7 @@ METRICS = ("train/loss", "eval/loss", "eval/exact_match", "test/loss", "test/exa
 """Scalars that runs are compared by."""
 
 
-def hparams_of(config: RunConfig, plan: Plan, *, learning_rate: float) -> dict[str, str | int | float | bool]:
+def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | bool]:
     """What runs are compared by: the choices that change a result or its speed."""
     found: dict[str, str | int | float | bool] = {
         "model": config.model.name,
@@ -51,7 +51,7 @@ def hparams_of(config: RunConfig, plan: Plan, *, learning_rate: float) -> dict[s
         "effective_batch": plan.batch.effective_batch,
         "micro_batch": plan.batch.micro_batch,
         "max_seq_len": plan.max_seq_len,
-        "learning_rate": learning_rate,
+        "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.train.lr_scheduler_type,
         "warmup_steps": config.train.warmup_steps,
         "weight_decay": config.train.weight_decay,

@@ -57,7 +57,6 @@ from sft_play.train.trainer import (
     PlannedTrainer,
     build_trainer,
     check_trackers,
-    learning_rate,
     training_arguments,
 )
 
@@ -458,7 +457,7 @@ def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
     else:
         logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
     logger.info("Run folder: %s", job.folder.path)
-    logger.info("Learning rate: %g (%s)", learning_rate(job.loaded.config), job.loaded.config.train.lr_scheduler_type)
+    logger.info("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)
 
 
 def _say_parameters(model: Any) -> None:

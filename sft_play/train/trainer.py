@@ -50,14 +50,7 @@ from sft_play.train.rows import (
 
 logger = logging.getLogger(__name__)
 
-AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 """Usual peaks for fine-tuning: the QLoRA paper's for adapters, a tenth to a twentieth of it for all weights."""
-
-
-def learning_rate(config: RunConfig) -> float:
-    """The peak learning rate: as given, or the usual one of the tuning mode."""
-    given = config.train.learning_rate
-    return AUTO_LEARNING_RATE[config.tuning.mode] if given == "auto" else given
 
 
 def training_template(tokenizer: Any) -> str | None:
@@ -97,7 +90,7 @@ def training_arguments(
         gradient_accumulation_steps=plan.batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,
-        learning_rate=learning_rate(config),
+        learning_rate=config.learning_rate,
         lr_scheduler_type=train.lr_scheduler_type,
         warmup_steps=train.warmup_steps,
         weight_decay=train.weight_decay,
@@ -629,7 +622,7 @@ def _boards(
     writer = SummaryWriter(log_dir=str(folder.tensorboard), purge_step=resume_step + 1 if resume_step else None)
     board = TensorBoardCallback(writer)
     board.logging_dir = str(folder.tensorboard)  # where it writes what is logged after training too
-    hparams = hparams_of(config, plan, learning_rate=learning_rate(config))
+    hparams = hparams_of(config, plan)
     return [board, Board(writer, folder, hparams=hparams, answers=answers)]
 
 
