@@ -469,11 +469,13 @@ _DATA: tuple[tuple[str, Known], ...] = (
      Known("data.val_path", read=_rows_at("data.val_path"))),
     ("pretraining_dataset", Known("data.train_path", read=_rows_at("data.train_path"),
                                   words="with task_mode: cpt")),
-    ("val_set_size val_size test_size split_dataset_ratio validation_split eval_size val_split val_ratio eval_ratio",
+    ("val_set_size val_size test_size split_dataset_ratio validation_split eval_size val_split val_ratio eval_ratio "
+     "test_split_size",
      Known("data.val_fraction", read=_held_out_share)),
     ("validation_split_percentage", Known("data.val_fraction", read=_percentage)),
     ("dataset_dir dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_split "
-     "train_split eval_split split subset dataset_train_name media_dir data_shared_file_system custom_dataset_info",
+     "train_split eval_split split subset dataset_train_name data_dir media_dir "
+     "data_shared_file_system custom_dataset_info",
      says("data is named by its files: data.train_path, data.val_path (hub:owner/name:config for one of the hub)")),
     ("template chat_template conversation_template prompt_template", Known(
         values={"tokenizer_default": say("that is so here: remove it")}, read=_template,
@@ -500,7 +502,7 @@ _DATA: tuple[tuple[str, Known], ...] = (
      "dynamic_padding multipack_real_batches packing_ratio packing_num_proc sample_packing_sequentially "
      "sample_packing_eff_est sample_packing_group_size sample_packing_bin_size sample_packing_mp_start_method "
      "total_num_tokens total_supervised_tokens", says(_PADDING)),
-    ("max_samples max_train_samples num_train_samples max_eval_samples dataset_shard_idx dataset_shard_num "
+    ("max_samples max_train_samples num_train_samples max_eval_samples fraction dataset_shard_idx dataset_shard_num "
      "num_dataset_shards_to_save eval_limit eval_subset_num_batches limit",
      says("all rows are trained: a shorter file, or train.max_steps")),
     ("streaming dataset_streaming buffer_size shuffle_buffer_size streaming_multipack_buffer_size "
@@ -837,7 +839,7 @@ def answer(row: Known, value: Plain) -> Answer:
         if accepts(row.path, one):
             return to(row.path, one, row.words)
     if not row.path or row.words:
-        return say(row.words)
+        return say(row.words or REMOVE)
     return say(f"here it is {row.path} ({leaves()[row.path].expects})")
 
 
