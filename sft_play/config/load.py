@@ -280,10 +280,9 @@ def flag_hint(flag: str, value: str | None) -> str | None:
 def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
     """What an unknown key means here: by the table of other tools, by its name elsewhere, or by a near spelling."""
     key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
-    row = other_tools.known(parts)
-    if row is not None:
+    row, at = other_tools.known(parts), homes(key)
+    if row is not None and not (at and row.only_words):  # a key of that name that we have says more than words
         return f"; {_said(other_tools.answer(row, value), value, raw=raw, joint=joint)}"
-    at = homes(key)
     if section and not is_own and f"{section}.{key}" in at:
         at = [f"{section}.{key}"]
     if ".".join(parts) in leaves():

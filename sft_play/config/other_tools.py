@@ -44,6 +44,11 @@ class Known:
     words: str = ""
     switch: bool = False
 
+    @property
+    def only_words(self) -> bool:
+        """Whether the answer is the same whatever the value."""
+        return not (self.path or self.values or self.read)
+
 
 def to(path: str, value: Plain, words: str = "") -> Answer:
     """The answer that is one setting of ours."""
@@ -834,10 +839,11 @@ def answer(row: Known, value: Plain) -> Answer:
         return say("nothing is asked with it: remove it")
     found = row.read(value) if row.read else None
     if found is not None:
-        return Answer(found.settings, "; ".join(filter(None, [found.words, row.words if found.settings else ""])))
-    for one in _forms(value) if row.path else ():
-        if accepts(row.path, one):
-            return to(row.path, one, row.words)
+        more = row.words if found.settings and row.path else ""
+        return Answer(found.settings, "; ".join(filter(None, [found.words, more])))
+    for form in _forms(value) if row.path else ():
+        if accepts(row.path, form):
+            return to(row.path, form, row.words)
     if not row.path or row.words:
         return say(row.words or REMOVE)
     return say(f"here it is {row.path} ({leaves()[row.path].expects})")
@@ -846,12 +852,12 @@ def answer(row: Known, value: Plain) -> Answer:
 def _forms(value: Plain) -> Iterator[Plain]:
     """A value as it stands, and the number that it is in another form (`16.0`, `"2e-5"`)."""
     yield value
+    number: Plain = value
     if isinstance(value, str):
         try:
             number = float(value)
         except ValueError:
             return
         yield number
-        value = number
-    if isinstance(value, float) and value.is_integer():
-        yield int(value)
+    if isinstance(number, float) and number.is_integer():
+        yield int(number)
