@@ -38,7 +38,9 @@ HINTS = {
     "find_unused_parameters: true": (
         "every trained parameter is used in every step, so that it is not needed: remove it"
     ),
-    "sync_gradients_every: 4": "gradients are synchronised once a step, after the passes of train.grad_accum",
+    "sync_gradients_every: 4": (
+        "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
+    ),
     "profile_communication: true": ("train.profile_steps traces steps, and says how long communication is not hidden"),
     "train_micro_batch_size_per_gpu: 4": "here it is train.batch_size: 4",
     "train_micro_batch_size_per_gpu: auto": "here it is train.batch_size: auto, the default",

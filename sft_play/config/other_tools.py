@@ -222,7 +222,7 @@ _FSDP = "make train-distributed STRATEGY=fsdp (FSDP2)"
 _NO_MESH = "a mesh (model.mesh_shape) is not built by this version: make train-distributed takes the plan's layout"
 _FSDP_OPTIONS = "FSDP2 is set up by the plan; STRATEGY=fsdp (or fsdp_hybrid) takes no options: remove it"
 _EVERY_GRADIENT = "every trained parameter is used in every step, so that it is not needed: remove it"
-_SYNCED = "gradients are synchronised once a step, after the passes of train.grad_accum"
+_SYNCED = "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
 _SEEN = "train.profile_steps traces steps, and says how long communication is not hidden"
 _TOKENS = (
     "the tokenizer is used as it comes: add tokens in the model's folder, and train their rows with "
@@ -494,8 +494,9 @@ _DATA: tuple[tuple[str, Known], ...] = (
      words="and make style writes it into the rows")),
     ("train_on_inputs train_on_prompt train_on_source train_on_prompts",
      Known("data.loss_on", _switch("data.loss_on", "all", "assistant"))),
-    ("mask_history train_on_last_turn_only completion_only_loss", Known(
+    ("mask_history train_on_last_turn_only", Known(
         "data.loss_on", _switch("data.loss_on", "completion", "assistant"))),
+    ("completion_only_loss", Known("data.loss_on", _switch("data.loss_on", "completion", "all"))),
     ("train_on_responses_only", Known("data.loss_on", _switch("data.loss_on", "assistant", "all"))),
     ("assistant_only_loss mask_prompt", Known("data.loss_on", _switch("data.loss_on", "assistant", "all"))),
     ("loss_scale masking_strategy target_prompts target_responses", Known("data.loss_on", _LOSS)),

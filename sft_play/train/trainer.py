@@ -220,6 +220,8 @@ class PlannedTrainer(SFTTrainer):
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         super().__init__(**options)
+        if self.is_deepspeed_enabled:  # the Trainer says 1 for all engines; accelerate would warn and then set this
+            self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._lengths = None
         if group_window is not None:
             self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
