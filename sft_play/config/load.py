@@ -28,6 +28,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
 _VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
 """Names that mean another thing in every section: in a foreign one they are not followed elsewhere."""
+_ALIKE = 0.87
+"""How alike names are to be where nothing else connects them: `loss_fn` (0.86) is no misspelt `loss_on`."""
 OVERRIDE = "SET"
 """What an override is called where a message says where a value stands."""
 
@@ -296,7 +298,7 @@ def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, sectio
         return f"; did you mean {f'{section}.' if section else ''}{near}?"
     elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
     near = None if key in _VAGUE else nearest(key, sorted(elsewhere), other_tools.PLAIN)
-    if near:
+    if near and difflib.SequenceMatcher(None, key, near).ratio() >= _ALIKE:
         found = homes(near)
         return f"; did you mean {' or '.join(found[:3]) if found else _respelt(near, value, raw, joint)}?"
     return f"; {section or 'the root'} takes {', '.join(here or sections()[''].model_fields)}"

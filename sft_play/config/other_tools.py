@@ -388,7 +388,9 @@ _MODEL: tuple[tuple[str, Known], ...] = (
     ("use_unsloth use_unsloth_gc", Known("tuning.backend", {"true": _UNSLOTH, "false": to("tuning.backend", "bnb")})),
     ("torch_compile torch_compile_backend torch_compile_mode torch_compile_options compile compile_config",
      lacks("torch.compile is")),
-    ("train_from_scratch reinit_weights", lacks("training from random weights is", "model.name is a trained model")),
+    ("train_from_scratch reinit_weights d_model n_heads n_layers expansion_ratio vocab_size loss_fn attn_config "
+     "hidden_size num_layers num_hidden_layers num_attention_heads",
+     lacks("training from random weights is", "model.name is a trained model")),
     ("num_labels problem_type", lacks("classification is", "task_mode: sft writes the label as the answer")),
     ("use_cache use_kv_cache", says("training keeps no cache of keys: remove it")),
     ("upcast_layernorm upcast_lmhead_output fp32_norms fp32_norm_classes",
@@ -403,6 +405,7 @@ _TUNING: tuple[tuple[str, Known], ...] = (
     ("adapter", Known("tuning.mode", {**_ADAPTERS, "null": _FULL})),
     ("finetuning_type train_type tuner_type sft_type peft_type peft_method tuning_type training_mode",
      Known("tuning.mode", _ADAPTERS)),
+    ("peft_config.name", Known("tuning.mode", _ADAPTERS)),
     ("use_peft use_lora enable_lora", Known("tuning.mode", {"true": _LORA, "false": _FULL})),
     ("use_qlora", Known("tuning.mode", {"true": _QLORA, "false": _LORA})),
     ("full_finetuning full_finetune", Known("tuning.mode", {"true": _FULL, "false": _LORA})),
@@ -410,7 +413,8 @@ _TUNING: tuple[tuple[str, Known], ...] = (
     ("load_in_8bit", Known("tuning.mode", {"true": _EIGHT_BIT, "false": say("8 bits are never loaded: remove it")})),
     ("quantization_bit quant_bits bits quantization quantize", Known("tuning.mode", {**_BITS, "true": _QLORA,
      "nf4": _QLORA, "4bit": _QLORA, "bnb": _QLORA, "bitsandbytes": _QLORA, "bnb.nf4": _QLORA, "8bit": _EIGHT_BIT})),
-    ("quantization_method quant_method quantization_type", Known("tuning.mode", {"bnb": _QLORA, "bitsandbytes": _QLORA},
+    ("quantization_method quant_method quantization_type quant_config.name",
+     Known("tuning.mode", {"bnb": _QLORA, "bitsandbytes": _QLORA},
      words="4-bit NF4 by bitsandbytes is what tuning.mode: qlora is; other methods are not done here")),
     ("bnb_4bit_quant_type", Known(words="tuning.mode: qlora uses nf4 with double quantisation: remove it")),
     ("bnb_4bit_use_double_quant double_quantization use_bnb_nested_quant bnb_4bit_compute_dtype "
@@ -563,7 +567,8 @@ _TRAIN: tuple[tuple[str, Known], ...] = (
     ("lr_scheduler_kwargs cosine_min_lr_ratio cosine_constant_lr_ratio eta_min min_lr lr_quadratic_warmup "
      "lr_div_factor alpha_f t_warmup t_max scheduler.alpha_f min_lr_ratio warmup_min_lr warmup_max_lr",
      says(_SCHEDULE)),
-    ("optimizer optim optimizer_type optimizer.name optimizer.type optimizer._component_ optimizer.class_name",
+    ("optimizer optim optimizer_type optimizer.name optimizer.type optimizer._component_ optimizer.class_name "
+     "optim_config.name",
      Known("train.optim", _OPTIMIZERS)),
     ("optim_args optim_target_modules adam_beta3 adam_epsilon2 optimizer.fused lr_groups embedding_lr "
      "embedding_lr_scale", says(_ADAM)),
@@ -630,8 +635,8 @@ _TRAIN: tuple[tuple[str, Known], ...] = (
     ("full_determinism", says("a run repeats its numbers by train.seed on the same machine: remove it")),
     ("num_workers dataloader_num_proc train_loader.num_workers", Known("train.dataloader_num_workers")),
     ("pin_memory", Known("train.dataloader_pin_memory")),
-    ("dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers drop_last prefetch_factor "
-     "dataloader_multiprocessing_context", says("no row is dropped, and batches are prepared by "
+    ("dataloader_drop_last dataloader_prefetch_factor dataloader_persistent_workers persistent_workers drop_last "
+     "prefetch_factor dataloader_multiprocessing_context", says("no row is dropped, and batches are prepared by "
                                                 "train.dataloader_num_workers: remove it")),
     ("train_sampling_strategy", Known("train.group_by_length", {
         "group_by_length": to("train.group_by_length", True), "random": to("train.group_by_length", False)})),
@@ -749,7 +754,8 @@ _OTHER: tuple[tuple[str, Known], ...] = (
     ("reward_model ref_model ref_model_adapters ref_model_quantization_bit reward_model_type reward_model_adapters trl "
      "vllm ebft num_generations beta process_reward_model center_rewards_coefficient precompute_ref_log_probs "
      "ld_alpha reward_funcs advantage_estimator max_prompt_len", says(_PREFERENCE)),
-    ("strict debug mode is_preprocess check_model ignore_args_error lazy_mode verbose add_version env_capabilities "
+    ("train_loader.name test_value use_scattermoe use_sonicmoe bias_activation_fusion apply_rope_fusion "
+     "strict debug mode is_preprocess check_model ignore_args_error lazy_mode verbose add_version env_capabilities "
      "capabilities secrets gpu use_swift_lora", says("nothing here reads it: remove it")),
     ("use_galore use_apollo use_badam use_muon use_adam_mini torchdistx_path", lacks(
         "this optimizer is", "train.optim: paged_adamw_8bit or adafactor needs less memory")),
@@ -781,7 +787,8 @@ PREFIXES: tuple[tuple[tuple[str, ...], Known], ...] = (
 SECTIONS: Mapping[str, str] = {
     **dict.fromkeys(("training", "trainer", "training_args", "training_arguments", "trainer_args", "train_args",
                      "train_config", "training_config", "sft", "sft_config", "hyperparameters", "hparams", "optimizer",
-                     "optimizer_config", "params", "lr_scheduler", "scheduler", "logging", "checkpointing", "solver",
+                     "optimizer_config", "optim_config", "params", "variables",
+                     "lr_scheduler", "scheduler", "logging", "checkpointing", "solver",
                      "checkpoint", "training_arguments_config", "fit"), "train"),
     **dict.fromkeys(("model_args", "model_arguments", "model_configuration", "base"), "model"),
     **dict.fromkeys(("peft", "lora", "peft_config", "lora_config", "peft_args", "lora_args", "adapter_config"),
