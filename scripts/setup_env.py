@@ -303,10 +303,10 @@ def build(root: Path, venv: Path, python: Python, run: Runner) -> None:
 
 def failed(title: str, code: int, root: Path) -> str:
     """The message for a step that failed; its own output stands above."""
-    free = shutil.disk_usage(str(root)).free / 1e9
+    free = shutil.disk_usage(str(root)).free / 2**30
     return (
         f"{title} ended with exit code {code}; the lines above say why.\n"
-        f"  Check the network, pip's settings and the disk ({free:.0f} GB free; CUDA's torch needs 8), "
+        f"  Check the network, pip's settings and the disk ({free:.0f} GiB free; CUDA's torch needs 8), "
         "then run make again: it repairs .venv"
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from sft_play import failures, runs
-from sft_play.config.load import LoadedConfig, load_config, split_overrides
+from sft_play.config.load import LoadedConfig, flag_hint, load_config, split_overrides
 from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.doctor.check import Planned, examine
 from sft_play.environment import waiting_threads
@@ -133,13 +133,9 @@ def _flags() -> dict[str, Sequence[str]]:
 def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
     """Raises ConfigError for flags that nobody knows, that another command takes, that are empty or given twice."""
     command, flags = given.command, _flags()
-    own = [flag for flag, commands in flags.items() if command in commands]
-    for word in unknown:
-        flag = word.partition("=")[0]
-        near = nearest(flag, own, list(flags))
-        whose = "" if near is None or near in own else f" (a flag of {', '.join(flags[near])})"
-        hint = f"did you mean {near}{whose}?" if near else f"{command} takes {', '.join(own) or 'none'}"
-        raise ConfigError(f"{command} has no flag {one_line(flag)}; {hint}")
+    wrong = [_unknown_flag(command, word, words, flags) for word in unknown]
+    if wrong:
+        raise ConfigError(wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} problems:", *wrong]))
     for flag, commands in flags.items():
         value = getattr(given, flag.strip("-").replace("-", "_"))
         if value is None:
@@ -151,6 +147,19 @@ def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequ
         spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
         if sum(word.partition("=")[0] in spellings for word in words) > 1:
             raise ConfigError(f"{flag} is given twice; give it once")
+
+
+def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
+    """What is wrong with a flag that nobody takes: another tool's is a setting here, given as a word."""
+    flag, equals, value = word.partition("=")
+    after = [*words, ""][words.index(word) + 1] if word in words else ""
+    given = value if equals else after if after and not after.startswith("--") and "=" not in after else None
+    known = flag_hint(flag, given) if command in flag_commands("SET") else None
+    own = [one for one, commands in flags.items() if command in commands]
+    near = None if known else nearest(flag, own, list(flags))
+    whose = "" if near is None or near in own else f" (a flag of {', '.join(flags[near])})"
+    hint = known or (f"did you mean {near}{whose}?" if near else f"{command} takes {', '.join(own) or 'none'}")
+    return f"{command} has no flag {one_line(flag)}; {hint}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -287,7 +287,7 @@ def test_the_shipped_configs_are_all_there():
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
     header = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    for part in ("# Hardware:", "# Predicted peak:", "# Command: make train CONFIG=configs/"):
+    for part in ("# Hardware:", "# Predicted peak:", "# Command: make train"):
         assert any(line.startswith(part) for line in header), part
     config = load_config(file).config
     hardware = re.search(r"HARDWARE=([^)]+)\)", "\n".join(header))
@@ -304,3 +304,15 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
 
 def test_sections_and_leaves_do_not_overlap():
     assert not set(sections()) & set(leaves())
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
+    """Where the plan for the header's machine spreads over GPUs, the command is the one that spreads."""
+    header = "\n".join(line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    (command,) = re.findall(r"^# Command: (.*)$", header, re.MULTILINE)
+    config = load_config(file).config
+    machine = re.search(r"HARDWARE=([^)]+)\)", header)
+    layout = make_plan(config, shape_of(config.model.name), named(machine[1])).layout if machine else "single"
+    target = "train" if layout == "single" else "train-distributed"
+    assert command == f"make {target} CONFIG=configs/{file.name}"

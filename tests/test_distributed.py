@@ -82,6 +82,7 @@ def test_every_engine_is_proved_and_loses_what_one_process_loses(world, alone, s
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert f"Engine: {strategy} proved: the model is a {wrapped} over 2 ranks" in answer.stdout
+    assert "accumulation steps mismatch" not in answer.stdout + answer.stderr
     run = world / "outputs" / name
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 2, 2, 2)

@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 from lxml import etree
 
+from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data import document_reader, docx_package
 from sft_play.data.document_reader import ReaderProcess, read_document
 from sft_play.data.document_text import Block, ReadOptions, Tally, Unreadable, chunks, clean, join, paragraphs
 from sft_play.data.documents import documents
 from sft_play.data.docx_numbering import formatted
+from sft_play.data.files import data_paths, has_held_out_file
 from sft_play.data.rst_text import role_text
 from sft_play.errors import DataError
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 
 W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 STRICT_W = "http://purl.oclc.org/ooxml/wordprocessingml/main"
@@ -1076,3 +1078,36 @@ def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(document_reader, "MAX_FILE_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 20)
     assert "that are read; split it" in refusal(tmp_path / "a.txt")
+
+
+# What is written is what the shipped configs read
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_run_dapt_reads_what_dapt_docx_writes(count, tmp_path, monkeypatch, command):
+    """With the default paths, whether or not a document fell to validation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "documents").mkdir(parents=True)
+    for number in range(count):
+        (tmp_path / "data" / "documents" / f"{number}.txt").write_text(f"Text number {number} of the archive.\n")
+    run = ROOT / "configs" / "run_dapt.yaml"
+    code, said = command("dapt-docx", "--config", str(run))
+    assert code == 0, said
+    data = load_config(run).config.data
+    found = data_paths(data)
+    written = Path(data.documents.out_dir)
+    assert found.train == written / "train.jsonl"
+    assert found.val == (written / "val.jsonl" if count == 60 else None)
+    assert (found.test, len(found.notes)) == (None, int(count == 1))
+    assert has_held_out_file(data) == (count == 60)
+
+
+def test_run_dapt_names_the_command_that_writes_its_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"`make dapt-docx` writes them"):
+        data_paths(load_config(ROOT / "configs" / "run_dapt.yaml").config.data)
+
+
+def test_the_text_of_run_mixed_is_written_by_dapt_docx_too():
+    data = load_config(ROOT / "configs" / "run_mixed.yaml").config.data
+    assert Path(data.text_path) == Path(data.documents.out_dir) / "train.jsonl"

@@ -470,9 +470,9 @@ def test_a_rate_of_an_unknown_gpu_is_for_both_16_bit_formats():
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("A100", "A100 is read as A100-80GB with 80 GB; the catalogue also has A100-40GB"),
-        ("2xH100", "H100 is read as H100 SXM with 80 GB; the catalogue also has H100-PCIe, H100-NVL"),
-        ("RTX 6000", "RTX 6000 is read as RTX 6000 Ada with 48 GB; the catalogue also has RTX PRO 6000, Quadro"),
+        ("A100", "A100 is read as A100-80GB with 79.1 GiB; the catalogue also has A100-40GB"),
+        ("2xH100", "H100 is read as H100 SXM with 79.2 GiB; the catalogue also has H100-PCIe, H100-NVL"),
+        ("RTX 6000", "RTX 6000 is read as RTX 6000 Ada with 47.4 GiB; the catalogue also has RTX PRO 6000, Quadro"),
         ("4060ti", "4060ti is read as RTX 4060 Ti 8GB"),
     ],
 )

@@ -206,7 +206,7 @@ def test_the_simplest_layout_that_fits_is_taken_and_the_others_say_why_not():
     assert plan.layout == "ddp"
     reasons = {candidate.layout.name: candidate.rejected_because for candidate in plan.candidates}
     assert "not needed: ddp fits at" in reasons["zero3"]
-    assert "GB less per step" in reasons["zero3"]
+    assert "GiB less per step" in reasons["zero3"]
     assert {item.name for item in plan.not_possible} >= {"tp"}
 
 

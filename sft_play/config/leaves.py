@@ -5,6 +5,7 @@ Everything that lists options (error messages, the reference, the tests) reads t
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -35,6 +36,26 @@ class Leaf:
 def leaves() -> dict[str, Leaf]:
     """Every leaf by its dotted path, in the order of the schema."""
     return {leaf.path: leaf for leaf in _walk(RunConfig, "")}
+
+
+def accepts(path: str, value: Any) -> bool:
+    """Whether a leaf takes a value (plain data), whatever the others hold."""
+    data: dict[str, Any] = {"model": {"name": "any"}}
+    *holders, name = path.split(".")
+    where = data
+    for holder in holders:
+        where = where.setdefault(holder, {})
+    where[name] = value
+    try:
+        RunConfig.model_validate_json(json.dumps(data))
+    except ValidationError:
+        return False
+    return True
+
+
+def homes(name: str) -> list[str]:
+    """The leaves and sections of that name, by their dotted paths."""
+    return [path for path in [*leaves(), *sections()] if path and path.rpartition(".")[2] == name]
 
 
 @cache

@@ -16,49 +16,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sft_play.config.leaves import leaves, sections
+from sft_play.config import other_tools
+from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.reference import yaml_value
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show, walk
 from sft_play.errors import ConfigError
+from sft_play.variables import nearest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
+_VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
+"""Names that mean another thing in every section: in a foreign one they are not followed elsewhere."""
+_ALIKE = 0.87
+"""How alike names are to be where nothing else connects them: `loss_fn` (0.86) is no misspelt `loss_on`."""
 OVERRIDE = "SET"
 """What an override is called where a message says where a value stands."""
-
-RENAMED = {
-    "batch_size": "train.batch_size",
-    "config": "model.name",
-    "cutoff_len": "model.max_seq_len",
-    "dataset": "data.train_path",
-    "deepspeed": "DEEPSPEED_CONFIG= of `make train-deepspeed`",
-    "eval_dataset": "data.val_path",
-    "eval_steps": "eval.steps",
-    "eval_strategy": "eval.steps (null: each epoch, 0: never)",
-    "evaluation_strategy": "eval.steps (null: each epoch, 0: never)",
-    "gradient_accumulation_steps": "train.grad_accum",
-    "load_in_4bit": "tuning.mode: qlora",
-    "lora_alpha": "tuning.lora.alpha",
-    "lora_dropout": "tuning.lora.dropout",
-    "lora_r": "tuning.lora.r",
-    "lora_rank": "tuning.lora.r",
-    "lora_target": "tuning.lora.target_modules",
-    "lr": "train.learning_rate",
-    "max_length": "model.max_seq_len",
-    "max_seq_length": "model.max_seq_len",
-    "micro_batch_size": "train.batch_size",
-    "model_name_or_path": "model.name",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "output.dir",
-    "per_device_eval_batch_size": "eval.batch_size",
-    "per_device_train_batch_size": "train.batch_size",
-    "quantization": "tuning.mode: qlora",
-    "run_name": "output.name",
-    "sequence_len": "model.max_seq_len",
-    "train_dataset": "data.train_path",
-    "warmup_ratio": "train.warmup_steps (below 1 it is a share)",
-}
-"""What people know an option as from other tools, and what it is here."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +150,7 @@ def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> 
 def _validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
     unknown = list(_unknown_keys(document))
     blocked = {path for path, _ in unknown} | set(_misplaced(document))
-    problems = [problem for _, problem in unknown] + list(_misplaced(document).values())
+    problems = [problem for _, found in unknown for problem in found] + list(_misplaced(document).values())
     broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
     problems += [
         Problem(dotted(path), place(document, path), "half of a surrogate pair in the text") for path in broken
@@ -242,36 +215,118 @@ def place(document: Document, path: Path_) -> str:
     return document.where(path)
 
 
-def _unknown_keys(document: Document) -> Iterator[tuple[Path_, Problem]]:
+def _unknown_keys(document: Document) -> Iterator[tuple[Path_, list[Problem]]]:
+    """Each key that no section of ours has, with its problems: one, or those of every key in a foreign section."""
     for name, section in sections().items():
-        holder = _at(document.data, tuple(name.split(".")) if name else ())
+        own: Path_ = tuple(name.split(".")) if name else ()
+        holder = _at(document.data, own)
         if not isinstance(holder, dict):
             continue
         for key in holder:
             if key not in section.model_fields:
-                path: Path_ = (*(name.split(".") if name else ()), key)
-                shown = show(holder[key], raw=document.raw.get(path))
-                message = f"unknown key (value {shown}){_suggestion(name, key)}"
-                yield path, Problem(dotted(path), place(document, path), message)
+                path: Path_ = (*own, key)
+                yield path, list(_foreign(document, path, holder[key], section=name))
 
 
-def _suggestion(section: str, key: str) -> str:
-    """The nearest known key, here or elsewhere; the section's keys where nothing is near."""
-    if key in RENAMED:
-        return f"; here it is {RENAMED[key]}"
-    known = list(leaves()) + [name for name in sections() if name]
-    for path in known:
-        if path.rpartition(".")[2] == key:
-            return f"; it belongs at {path}"
-    here = list(sections()[section].model_fields)
-    near = difflib.get_close_matches(key, here, n=1, cutoff=0.7)
+def _foreign(document: Document, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
+    """The problems of an unknown key: of every key in it where it is a section that the table does not answer whole.
+
+    `section` is ours that holds it, or that a section of another tool is about; None where that is not known.
+    """
+    key = str(path[-1])
+    if not isinstance(value, dict) or not value or _is_answered_whole(path):
+        yield _unknown(document, path, value, section=section)
+        return
+    about = other_tools.SECTIONS.get(key.lower())
+    meant = None if about is not None else nearest(key, [name for name in sections() if name])
+    fields = sections()[about or meant or ""].model_fields if about or meant else {}
+    answered = [inner for inner in value if about is not None or (inner not in fields and _is_known((*path, inner)))]
+    if about is None and (section is not None or not answered):
+        yield _unknown(document, path, value, section=section)
+    for inner in value:
+        if inner in answered or (meant is not None and inner not in fields):
+            yield from _foreign(document, (*path, inner), value[inner], section=about or meant)
+
+
+def _is_answered_whole(path: Path_) -> bool:
+    """Whether a section of another tool has one answer, whatever stands in it."""
+    row = other_tools.known(tuple(map(str, path)))
+    return row is not None and not row.path and str(path[-1]).lower() not in other_tools.SECTIONS
+
+
+def _is_known(path: Path_) -> bool:
+    return other_tools.known(tuple(map(str, path))) is not None or bool(homes(str(path[-1])))
+
+
+def _unknown(document: Document, path: Path_, value: Plain, *, section: str | None) -> Problem:
+    where, key = place(document, path), str(path[-1])
+    raw = document.raw.get(path)
+    joint = "=" if where == OVERRIDE else ": "
+    hint = _suggestion(tuple(map(str, path)), value, raw=raw, section=section, joint=joint)
+    shown = "not shown" if _SECRET.search(key) and isinstance(value, str) else f"value {show(value, raw=raw)}"
+    return Problem(dotted(path), where, f"unknown key ({shown}){hint}")
+
+
+def flag_hint(flag: str, value: str | None) -> str | None:
+    """What a flag of another tool (`--mixed_precision`) with its value means here; None where nobody knows."""
+    parts = tuple(flag.lstrip("-").replace("-", "_").split("."))
+    try:
+        read = True if value is None else parse_value(value, name=flag)
+    except ConfigError:
+        read = value
+    if ".".join(parts) not in leaves() and (parts[-1] in _VAGUE or not _is_known(parts)):
+        return None
+    return _suggestion(parts, read, raw=value, section=None, joint="=").removeprefix("; ")
+
+
+def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
+    """What an unknown key means here: by the table of other tools, by its name elsewhere, or by a near spelling."""
+    key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
+    row, at = other_tools.known(parts), homes(key)
+    if row is not None and not (at and row.only_words):  # a key of that name that we have says more than words
+        return f"; {_said(other_tools.answer(row, value), value, raw=raw, joint=joint)}"
+    if section and not is_own and f"{section}.{key}" in at:
+        at = [f"{section}.{key}"]
+    if ".".join(parts) in leaves():
+        at = [".".join(parts)]
+    if at and (is_own or len(at) == 1 or key not in _VAGUE):
+        shown = f"{joint}{_written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
+        return f"; it belongs at {' or '.join(at[:3])}{shown}"
+    here = list(sections()[section].model_fields) if section is not None else []
+    near = nearest(key, here)
     if near:
-        return f"; did you mean {f'{section}.' if section else ''}{near[0]}?"
-    by_name = {path.rpartition(".")[2]: path for path in known}
-    near = difflib.get_close_matches(key, [*by_name, *RENAMED], n=1, cutoff=0.7)
-    if near:
-        return f"; did you mean {by_name.get(near[0], RENAMED.get(near[0], near[0]))}?"
-    return f"; {section or 'the root'} takes {', '.join(here)}"
+        return f"; did you mean {f'{section}.' if section else ''}{near}?"
+    elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
+    near = None if key in _VAGUE else nearest(key, sorted(elsewhere), other_tools.PLAIN)
+    if near and difflib.SequenceMatcher(None, key, near).ratio() >= _ALIKE:
+        found = homes(near)
+        return f"; did you mean {' or '.join(found[:3]) if found else _respelt(near, value, raw, joint)}?"
+    return f"; {section or 'the root'} takes {', '.join(here or sections()[''].model_fields)}"
+
+
+def _respelt(key: str, value: Plain, raw: str | None, joint: str) -> str:
+    return f"{key} ({_said(other_tools.answer(other_tools.KNOWN[key], value), value, raw=raw, joint=joint)})"
+
+
+def _said(answer: other_tools.Answer, value: Plain, *, raw: str | None, joint: str) -> str:
+    """An answer of the table in words: `here it is train.bf16: true`."""
+    settings = []
+    for path, ours in answer.settings:
+        is_same = ours is value or (ours == value and type(ours) is type(value))
+        default = ", the default" if leaves()[path].default == ours else ""
+        settings.append(f"{path}{joint}{_written(ours, raw if is_same else None)}{default}")
+    words = answer.words.replace("{value}", show(value, raw=raw).strip('"'))
+    if not settings:
+        return words
+    return f"here it is {' and '.join(settings)}{f' ({words})' if words else ''}"
+
+
+def _written(value: Plain, raw: str | None) -> str:
+    """A value as YAML and `SET=` read it."""
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_value(value, name="") == value
+        return value if plain else show(value)
+    return show(value, raw=raw) if raw else yaml_value(value)
 
 
 def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
@@ -303,8 +358,19 @@ def _leaf_message(name: str, document: Document, path: Path_, missing: bool) -> 
         return f"missing; {leaf.doc}"
     value = _at(document.data, path)
     raw = document.raw.get(path)
-    hint = _hint(value, raw, leaf.expects)
+    hint = _hint(value, raw, leaf.expects) or _habit(name, value)
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
+
+
+def _habit(name: str, value: Plain) -> str:
+    """What a value of another tool means, where the key is named and placed as ours."""
+    row = other_tools.KNOWN.get(name.rpartition(".")[2])
+    if row is None or row.path != name or value is None:
+        return ""
+    found = other_tools.answer(row, value)
+    is_answer = found.settings or other_tools.spelled(value) in row.values
+    said = _said(found, value, raw=None, joint=": ").replace("here it is", "write", 1)
+    return f"; {said}" if is_answer else ""
 
 
 def _hint(value: Plain, raw: str | None, expected: str) -> str:

@@ -175,14 +175,20 @@ class DocumentsConfig(Section):
 PROCESSED_TRAIN = "data/processed/train.jsonl"
 """Where `make process` writes the training rows."""
 
+TEXT_TRAIN = "data/processed_text/train.jsonl"
+"""Where `make dapt-docx` writes the training text."""
+
+WRITTEN = {PROCESSED_TRAIN: ("val.jsonl", "test.jsonl"), TEXT_TRAIN: ("val.jsonl",)}
+"""The held-out files that a command may write beside the training rows, by the default place of these."""
+
 
 def _beside_processed(name: str) -> Callable[[dict[str, Any]], str | None]:
-    """The default of a held-out path: the file beside the default `train_path`, and none beside one of the user's own,
-    to whose rows it does not belong."""
+    """The default of a held-out path: the file that a command writes beside `train_path`, and none beside one of the
+    user's own, to whose rows it does not belong."""
 
     def default(validated: dict[str, Any]) -> str | None:
         train = PurePath(validated.get("train_path", PROCESSED_TRAIN))
-        return str(train.with_name(name)) if train == PurePath(PROCESSED_TRAIN) else None
+        return str(train.with_name(name)) if name in WRITTEN.get(str(train), ()) else None
 
     return default
 
@@ -195,8 +201,8 @@ class DataConfig(Section):
     `datasets`."""
 
     val_path: Name | None = derived(_beside_processed("val.jsonl"), owner="data.files")
-    """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any. The default holds
-    with the default train_path only; with a train_path of your own it is null."""
+    """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any. The default is the
+    file beside what make process or make dapt-docx writes; with a train_path of your own it is null."""
 
     test_path: Name | None = derived(_beside_processed("test.jsonl"), owner="data.files")
     """Held-out rows for the figures before and after; null uses the validation rows. The default holds with the default

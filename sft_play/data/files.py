@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data import json_rows, tables
 from sft_play.data.raw import (
     BOM,
@@ -105,7 +105,8 @@ class Part:
 def data_paths(data: DataConfig) -> DataPaths:
     """The files that a run reads, all of them there.
 
-    Where `make process` had no rows for the default `val_path` or `test_path`, they may be missing, which is noted.
+    Where `make process` or `make dapt-docx` had no rows for the default `val_path` or `test_path`, they may be missing,
+    which is noted.
 
     Raises:
         DataError: naming every file that is missing.
@@ -118,7 +119,7 @@ def data_paths(data: DataConfig) -> DataPaths:
         found = None if value is None else _found(value)
         if value is None or found is not None:
             return found
-        if not _is_default(key, value) or not _is_default("train_path", data.train_path):
+        if not _is_default(key, data):
             missing.append(f"data.{key}: {_absent(value)}")
         elif key != "train_path" and _existing(data.train_path) is not None:
             notes.append(f"data.{key}: there is no {value}; it is not used")
@@ -132,7 +133,7 @@ def data_paths(data: DataConfig) -> DataPaths:
     text = find("text_path", data.text_path)
     if unwritten:
         missing.append(
-            f"{', '.join(unwritten)}: not there; these are the defaults, which `make process` writes: give your own "
+            f"{', '.join(unwritten)}: not there; `make {_writer(data)}` writes them: run it first, or give your own "
             "data.train_path, beside which no val_path or test_path is the default"
         )
     if missing or train is None:
@@ -140,18 +141,25 @@ def data_paths(data: DataConfig) -> DataPaths:
     return DataPaths(train, val, test, text, tuple(notes))
 
 
-def _is_default(key: str, value: str) -> bool:
-    default = getattr(DataConfig(), key)
-    return default is not None and PurePath(value) == PurePath(default)
+def _is_default(key: str, data: DataConfig) -> bool:
+    """Whether a path is where a command writes by default, beside the training rows that it writes."""
+    if str(PurePath(data.train_path)) not in WRITTEN:
+        return False
+    default = getattr(DataConfig(train_path=data.train_path), key)
+    return default is not None and PurePath(getattr(data, key)) == PurePath(default)
+
+
+def _writer(data: DataConfig) -> str:
+    """The target of make that writes the default training rows."""
+    return "dapt-docx" if PurePath(data.train_path) == PurePath(TEXT_TRAIN) else "process"
 
 
 def has_held_out_file(data: DataConfig) -> bool:
-    """Whether a run reads validation or test rows from a file; a default for which `make process` had no rows is not
-    read."""
-    is_written = _is_default("train_path", data.train_path) and _existing(data.train_path) is not None
+    """Whether a run reads validation or test rows from a file; a default that no command wrote is not read."""
+    is_written = _is_default("train_path", data) and _existing(data.train_path) is not None
     given = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
     return any(
-        not (is_written and _is_default(key, value)) or _existing(value) is not None for key, value in given.items()
+        not (is_written and _is_default(key, data)) or _existing(value) is not None for key, value in given.items()
     )
 
 

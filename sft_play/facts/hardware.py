@@ -212,7 +212,7 @@ def _read_as(name: str, found: tuple[CatalogEntry, ...]) -> tuple[str, ...]:
         return ()
     chosen = first.aliases[0] if key_of(first.name) == key_of(name) and first.aliases else first.name
     listed = ", ".join(entry.name for entry in others)
-    return (f"{name} is read as {chosen} with {first.box_gb} GB; the catalogue also has {listed}",)
+    return (f"{name} is read as {chosen} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {listed}",)
 
 
 def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:

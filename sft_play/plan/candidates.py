@@ -343,8 +343,8 @@ def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: flo
     is_less_simple = SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
     text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_fits_at(job, chosen)}"
     moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
-    if abs(moved) >= 10**8:
-        text += f" and moves {abs(moved) / 1e9:.1f} GB {'less' if moved > 0 else 'more'} per step"
+    if abs(moved) >= GIB // 10:
+        text += f" and moves {abs(moved) / GIB:.1f} GiB {'less' if moved > 0 else 'more'} per step"
     if ratio < AS_FAST or not is_less_simple:
         text += f"; this is predicted {speed_words(ratio)}"
     return text

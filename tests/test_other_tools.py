@@ -1,0 +1,365 @@
+"""Keys of other tools: each is answered with our place and the user's value, all of a file in one round."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from sft_play.config import other_tools
+from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError
+from sft_play.variables import OF_OTHERS, VARIABLES, targets
+
+MINIMAL = "model: {name: gpt2}\n"
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        config_from_text(text, name="run.yaml", overrides=overrides)
+    lines = str(error.value).splitlines()
+    return [line.strip() for line in lines[1:]] if re.fullmatch(r"\d+ problems:", lines[0]) else lines
+
+
+HINTS = {
+    "backend: deepspeed": "make train-deepspeed (or make train-distributed STRATEGY=zero2)",
+    "backend: accelerate": "make train-distributed",
+    "backend: unsloth": "here it is tuning.backend: unsloth",
+    "mixed_precision: bf16": "here it is train.bf16: true",
+    "mixed_precision: fp16": "here it is train.fp16: true",
+    "mixed_precision: 'no'": "here it is train.bf16: false",
+    "mixed_precision: fp8": "here it is train.bf16: true (FP8 is not trained here)",
+    "zero3_offload: true": "make train-distributed STRATEGY=zero3_offload",
+    "find_unused_parameters: true": (
+        "every trained parameter is used in every step, so that it is not needed: remove it"
+    ),
+    "sync_gradients_every: 4": (
+        "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
+    ),
+    "profile_communication: true": ("train.profile_steps traces steps, and says how long communication is not hidden"),
+    "train_micro_batch_size_per_gpu: 4": "here it is train.batch_size: 4",
+    "train_micro_batch_size_per_gpu: auto": "here it is train.batch_size: auto, the default",
+    "per_device_train_batch_size: 2": "here it is train.batch_size: 2",
+    "gradient_accumulation_steps: 8": "here it is train.grad_accum: 8",
+    "base_model: Qwen/Qwen3-8B": "here it is model.name: Qwen/Qwen3-8B",
+    "template: qwen": (
+        "the model's own chat template is used; another: data.chat_template: FILE.jinja, chatml or plain"
+    ),
+    "template: chatml": "here it is data.chat_template: chatml",
+    "save_strategy: epoch": "here it is train.save_steps: null (each epoch)",
+    "save_strategy: steps": "here it is train.save_steps: N (steps between two checkpoints)",
+    "adapter: qlora": "here it is tuning.mode: qlora, the default",
+    "adapter: lora": "here it is tuning.mode: lora",
+    "finetuning_type: full": "here it is tuning.mode: full",
+    "finetuning_type: freeze": (
+        "single layers are not trained here: tuning.mode: lora (adapters) or full (every weight)"
+    ),
+    "stage: sft": "here it is task_mode: sft, the default",
+    "stage: pt": "here it is task_mode: cpt",
+    "stage: dpo": "preference tuning is not done here (task_mode: sft, cpt or cpt_mixed): use TRL's trainers for it",
+    "val_set_size: 0.05": "here it is data.val_fraction: 0.05",
+    "val_set_size: 0": "here it is data.val_fraction: 0.0, the default",
+    "val_set_size: 500": (
+        "data.val_fraction is a share (0.05), never a number of rows; 500 rows of your choice go into a file of their "
+        "own: data.val_path"
+    ),
+    "sample_packing: true": "here it is data.packing: best_fit",
+    "flash_attn: fa2": "here it is model.attn_implementation: flash_attention_2",
+    "flash_attention: true": "here it is model.attn_implementation: flash_attention_2",
+    "attn_implementation: sdpa": "here it is model.attn_implementation: sdpa",
+    "train_on_inputs: false": "here it is data.loss_on: assistant, the default",
+    "train_on_inputs: true": "here it is data.loss_on: all",
+    "push_to_hub: true": (
+        "nothing is uploaded; the trained weights lie in RUN/adapter (full: RUN/model): hf upload OWNER/NAME "
+        "RUN/adapter"
+    ),
+    "load_in_8bit: true": "8-bit weights are not trained here: tuning.mode: qlora (4 bits) or lora (16 bits)",
+    "load_in_8bit: false": "8 bits are never loaded: remove it",
+    "load_in_4bit: true": "here it is tuning.mode: qlora, the default",
+    "learning_rate: 2.0e-5": "it belongs at train.learning_rate: 2.0e-5",
+    "num_train_epochs: 3.0": "here it is train.epochs: 3.0",
+    "lora_alpha: 16.0": "here it is tuning.lora.alpha: 16",
+    "lora_target: all": "here it is tuning.lora.target_modules: auto, the default",
+    "lora_target: q_proj,v_proj": 'here it is tuning.lora.target_modules: ["q_proj", "v_proj"]',
+    "cutoff_len: 4096": "here it is model.max_seq_len: 4096",
+    "warmup_ratio: 0.1": "here it is train.warmup_steps: 0.1 (below 1 it is a share of the steps)",
+    "optimizer: adamw_bnb_8bit": "here it is train.optim: paged_adamw_8bit",
+    "report_to: none": "here it is train.report_to: []",
+    "deepspeed: ds_z3.json": "make train-deepspeed DEEPSPEED_CONFIG=ds_z3.json",
+    "deepspeed: zero3": "make train-distributed STRATEGY=zero3",
+    "wandb_project: mine": "WANDB_PROJECT=mine before make, with train.report_to: [wandb]",
+    "wandb_project:": "nothing is asked with it: remove it",
+    "torch_dtype: bfloat16": "here it is model.dtype: bfloat16",
+    "ddp_timeout: 180000000": "here it is distributed.timeout_s: 86400 (the longest)",
+    "dataset: tatsu-lab/alpaca": (
+        "here it is data.train_path: hub:tatsu-lab/alpaca (the format is recognised, see make preview)"
+    ),
+    "max_duration: 3ep": "here it is train.epochs: 3",
+}
+
+
+@pytest.mark.parametrize(("line", "hint"), HINTS.items())
+def test_a_key_of_another_tool_is_answered_with_its_value_in_our_words(line, hint):
+    (said,) = problems(MINIMAL + line)
+    key = line.partition(":")[0]
+    assert said.startswith(f"run.yaml:2: {key}: unknown key (value ")
+    assert said.endswith(f"); {hint}"), said
+
+
+def test_settings_that_a_hint_names_are_taken():
+    text = "\n".join(["tuning: {mode: lora}", "train: {bf16: true, save_steps: null, batch_size: 4}"])
+    assert config_from_text(MINIMAL + text, name="x").train.save_steps is None
+
+
+def test_a_section_of_another_tool_is_answered_whole_in_one_round():
+    said = problems(
+        MINIMAL + "training:\n  num_train_epochs: 3\n  bf16: true\n  mixed_precision: bf16\n  backend: deepspeed\n"
+        "  lora: {r: 8, bias: none}\n  optimizer: {name: adamw, lr: 1e-4, betas: [0.9, 0.95]}\n  seed: 1\n"
+    )
+    assert [line.split(": ")[1] for line in said] == [
+        *("training.num_train_epochs", "training.bf16", "training.mixed_precision", "training.backend"),
+        *("training.lora.r", "training.lora.bias", "training.optimizer.name", "training.optimizer.lr"),
+        *("training.optimizer.betas", "training.seed"),
+    ]
+    text = "\n".join(said)
+    for hint in ("train.epochs: 3", "train.bf16: true", "make train-deepspeed", "at tuning.lora.r: 8",
+                 "train.optim: adamw_torch_fused", "train.learning_rate: 1e-4", "train.adam_beta2: 0.95",
+                 "at train.seed: 1"):  # fmt: skip
+        assert hint in text, hint
+
+
+AXOLOTL = """\
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+load_in_4bit: true
+datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}]
+dataset_prepared_path: last_run_prepared
+val_set_size: 0.1
+output_dir: ./outputs/qlora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+eval_sample_packing: true
+lora_r: 32
+lora_target_modules: [gate_proj, down_proj]
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+resume_from_checkpoint:
+loss_watchdog_threshold: 5.0
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+special_tokens: {pad_token: "<|end_of_text|>"}
+fsdp_config: {fsdp_limit_all_gathers: true}
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
+quantization_bit: 4
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: qwen3_nothink
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+output_dir: saves/qwen3-4b
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+ddp_timeout: 180000000
+eval_strategy: steps
+"""
+TRL = """\
+model_name_or_path: Qwen/Qwen2-0.5B
+dataset_name: trl-lib/Capybara
+learning_rate: 2.0e-4
+num_train_epochs: 1
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+eos_token: <|im_end|>
+eval_strategy: steps
+eval_steps: 100
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+push_to_hub: true
+assistant_only_loss: true
+use_liger_kernel: true
+max_length: 4096
+neftune_noise_alpha: 5
+dataset_text_field: content
+run_name: first
+"""
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY, TRL], ids=["axolotl", "llama-factory", "trl"])
+def test_a_file_of_another_tool_is_answered_in_one_round(text):
+    keys = [line.partition(":")[0] for line in text.splitlines()]
+    assert len(keys) >= 20
+    said = problems(MINIMAL + text)
+    assert [line.split(": ")[1] for line in said] == keys
+    assert not [line for line in said if re.search(r"\); (did you mean|the root takes)", line)]
+
+
+def test_an_override_is_answered_as_an_override_is_written():
+    assert problems(MINIMAL, "mixed_precision=bf16", "training.num_train_epochs=3") == [
+        'SET: mixed_precision: unknown key (value "bf16"); here it is train.bf16=true',
+        "SET: training.num_train_epochs: unknown key (value 3); here it is train.epochs=3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mixed_precision", "bf16"], "here it is train.bf16=true"),
+        (["--mixed-precision=bf16"], "here it is train.bf16=true"),
+        (["--learning_rate", "1e-4"], "it belongs at train.learning_rate=1e-4"),
+        (["--use_peft", "--lora_alpha", "16"], "here it is tuning.mode=lora"),
+        (["--train.epochs", "2"], "it belongs at train.epochs=2"),
+    ],
+)
+def test_a_flag_of_another_tool_is_answered_with_the_word_to_give(words, said, command):
+    code, printed = command("train", *words)
+    assert code == 2
+    assert said in printed
+    assert "did you mean" not in printed
+
+
+def test_flags_of_another_tool_are_answered_in_one_round(command):
+    code, printed = command("train", "--model_name_or_path", "a/b", "--lora_rank", "8", "--bf16", "--num_epochs=3")
+    assert code == 2
+    for said in ("model.name=a/b", "train.bf16=true", "train.epochs=3"):
+        assert said in printed
+
+
+def test_a_secret_is_not_shown():
+    for key in ("hub_token", "hf_hub_token", "swanlab_api_key", "swanlab_secret"):
+        (said,) = problems(MINIMAL + f"{key}: abcdef123456")
+        assert "abcdef" not in said, key
+    assert 'value "<pad>"' in problems(MINIMAL + "pad_token: <pad>")[0]
+
+
+def test_a_value_of_another_tool_at_our_key_is_translated():
+    said = "\n".join(problems(MINIMAL + "data: {packing: true}\ntrain: {max_steps: -1, report_to: none}\n"))
+    assert "data.packing: expected none or best_fit, found true; write data.packing: best_fit" in said
+    assert "train.max_steps: expected a whole number of at least 1 or null, found -1; without a limit" in said
+    assert "write train.report_to: []" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("base_modle: a/b", "did you mean base_model (here it is model.name: a/b)?"),
+        ("train: {learing_rate: 1e-4}", "did you mean train.learning_rate?"),
+        ("train: {epoch: 2}", "did you mean train.epochs?"),
+        ("trian: {epochs: 2}", "did you mean train?"),
+    ],
+)
+def test_a_misspelt_key_is_guessed_at(line, hint):
+    assert problems(MINIMAL + line)[0].endswith(hint)
+
+
+@pytest.mark.parametrize("key", ["banana", "my_own_thing", "notes", "wheels", "author"])
+def test_a_key_of_nobody_is_not_guessed_at(key):
+    assert "the root takes model, task_mode" in problems(MINIMAL + f"{key}: 1")[0]
+
+
+# --- over the whole table ---------------------------------------------------------------------------------------------
+def test_every_target_of_the_table_exists_and_takes_the_translated_values():
+    assert len(other_tools.KNOWN) > 500
+    for key, row in other_tools.KNOWN.items():
+        assert row.path in leaves() or (not row.path and (row.words or row.values or row.read)), key
+        for spelling, answer in row.values.items():
+            assert spelling == spelling.lower(), key
+            for path, value in answer.settings:
+                assert accepts(path, value), (key, spelling, path, value)
+    assert set(other_tools.SECTIONS.values()) <= set(sections())
+
+
+VALUES = [True, False, None, 0, 1, 4, -1, 0.05, 0.9, 500, 3.0, 1e9, "", "auto", "no", "16", "2e-5", "a/b", "x.jsonl",
+          "10ba", "2ep", [], ["a"], [{"path": "a/b"}], [0.9, 0.95], {}, {"a": 1}]  # fmt: skip
+
+
+def test_whatever_the_value_a_hint_names_only_what_is_taken():
+    chance = random.Random(0)
+    for key, row in other_tools.KNOWN.items():
+        for value in chance.sample(VALUES, 8):
+            answer = other_tools.answer(row, value)
+            assert answer.settings or answer.words, (key, value)
+            for path, ours in answer.settings:
+                assert accepts(path, ours), (key, value, path, ours)
+
+
+def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
+    rows = [*other_tools.KNOWN.values(), *(row for _, row in other_tools.PREFIXES)]
+    words = {row.words for row in rows} | {answer.words for row in rows for answer in row.values.values()}
+    seen = 0
+    for text in words:
+        for key in re.findall(
+            r"(?<![/\w])(?:model|tuning|data|train|eval|distributed|output)\.[a-z_0-9]+(?:\.[a-z_]+)*", text
+        ):
+            seen += 1
+            assert key in leaves() or key in sections(), text
+        for target in re.findall(r"(?<!before )\bmake ([a-z]+(?:-[a-z]+)*) (?:[A-Z(]|$)", text):
+            assert target in targets(), text
+        for name in re.findall(r"\b([A-Z_]{3,})=", text):
+            assert name in VARIABLES or name.startswith(OF_OTHERS), text
+    assert seen > 60
+
+
+def test_no_key_of_the_table_is_guessed_at():
+    keys = other_tools.PLAIN
+    said = problems(MINIMAL + "".join(f"{key}: 1\n" for key in keys))
+    assert len(said) == len(keys)
+    assert not [line for line in said if "did you mean" in line]
+
+
+def fields_of(package: str, file: str) -> set[str]:
+    """The annotated fields of the classes in a module of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
+    return {
+        item.target.id
+        for node in tree.body if isinstance(node, ast.ClassDef)
+        for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "count"),
+    [
+        ("transformers", "training_args.py", 100),
+        ("trl", "trainer/sft_config.py", 20),
+        ("trl", "trainer/model_config.py", 15),
+        ("trl", "scripts/utils.py", 5),
+    ],
+)
+def test_every_option_of_the_installed_trainers_is_answered(package, file, count):
+    keys = {key for key in fields_of(package, file) if not key.startswith("_")}
+    assert len(keys) >= count
+    assert not [key for key in sorted(keys) if other_tools.known((key,)) is None and not homes(key)]
