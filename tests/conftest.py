@@ -21,6 +21,8 @@ SHARED = ROOT.parent / "shared" / "data"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background with Ctrl-C ignored, which every process of a test would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup what it runs with SIGHUP ignored
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share the cores
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
