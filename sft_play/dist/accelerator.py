@@ -110,7 +110,9 @@ def _say_launcher(found: Asked) -> None:
     """Take away what `accelerate launch` said and the settings say too; FSDP is accelerate's to bring."""
     told = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
     if told and found.deepspeed is None and found.fallback is None:
-        _warn("accelerate launch was told to use DeepSpeed, and backend: accelerate is what runs; set backend: deepspeed")
+        _warn(
+            "accelerate launch was told to use DeepSpeed, and backend: accelerate is what runs; set backend: deepspeed"
+        )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if is_of_accelerate(os.environ) and precision not in ("no", found.mixed_precision):
         _warn(f"accelerate launch was told mixed_precision {one_line(precision)}; {found.name} says "
@@ -175,7 +177,9 @@ def _plugin(config: dict[str, Any]) -> Any:
     zero = config["zero_optimization"]
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     if offloads and config.get("zero_force_ds_cpu_optimizer", True) and (missing := adam_obstacles()):
-        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU, and slower")
+        _warn(
+            f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU, and slower"
+        )
         config["zero_force_ds_cpu_optimizer"] = False
     return DeepSpeedPlugin(hf_ds_config=config)
 
@@ -232,7 +236,9 @@ def wrap_model_optimizer(
         ConfigError: the model cannot recompute its activations; or the DeepSpeed file fixes a batch that this is not.
     """
     if gradient_checkpointing is None:
-        gradient_checkpointing = bool(getattr(getattr(accelerator, "dist_config", None), "gradient_checkpointing", False))
+        gradient_checkpointing = bool(
+            getattr(getattr(accelerator, "dist_config", None), "gradient_checkpointing", False)
+        )
     if gradient_checkpointing:
         _checkpoint_activations(model)
     plugin = getattr(accelerator, "deepspeed_plugin", None)
@@ -278,7 +284,9 @@ def _fill_deepspeed(
     _drop_autos(config)
 
 
-def _fill_batch(config: dict[str, Any], accelerator: Any, others: tuple[Any, ...], micro_batch_size: int | None) -> None:
+def _fill_batch(
+    config: dict[str, Any], accelerator: Any, others: tuple[Any, ...], micro_batch_size: int | None
+) -> None:
     sizes = [size for size in map(_batch_size, others) if size is not None]
     micro = config.get("train_micro_batch_size_per_gpu", "auto")
     if micro in ("auto", None):
@@ -286,8 +294,8 @@ def _fill_batch(config: dict[str, Any], accelerator: Any, others: tuple[Any, ...
         micro = micro_batch_size or next(iter(sizes), 1)
     elif sizes and sizes[0] != micro:
         raise ConfigError(
-            f"the DeepSpeed file's train_micro_batch_size_per_gpu: {micro} is not the data loader's batch of {sizes[0]}; "
-            'set it to "auto"'
+            f"the DeepSpeed file's train_micro_batch_size_per_gpu: {micro} is not the data loader's batch of "
+            f'{sizes[0]}; set it to "auto"'
         )
     steps = accelerator.gradient_accumulation_steps
     product = micro * steps * accelerator.num_processes

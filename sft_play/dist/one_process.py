@@ -253,7 +253,9 @@ class NoOpAccelerator:
         self._schedulers.append(made)
         return made
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
         """The data loader, its batches on the device."""
         if isinstance(data_loader, _Loader):
             return data_loader

@@ -29,9 +29,7 @@ _MARKS = ("adapter_config.json", "config.json", "model.safetensors")
 """A folder with one of them is a saved model's, which a new save may replace."""
 
 
-def save_sharded(
-    accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None
-) -> Path:
+def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> Path:
     """Save a prepared model once, whole, as safetensors; every rank calls it. Returns the folder's path.
 
     An adapter is what `PeftModel.from_pretrained` opens, a transformers model what its `from_pretrained` opens, any
@@ -44,7 +42,7 @@ def save_sharded(
         TrainingError: a rank failed or ended meanwhile. Nothing is left, and every rank raises.
         ModelError: what was written is not finite, or not what the model holds.
     """
-    path = Path(folder).expanduser().absolute()
+    path = Path(folder).expanduser().resolve()
     aside = path.with_name(f".{path.name}.building")
     is_first = bool(accelerator.is_main_process)
     with _told_to_stop():
@@ -122,12 +120,13 @@ def _told_to_stop() -> Iterator[None]:
 def _begin(path: Path, aside: Path) -> None:
     """Look whether the folder may be written, finish what a killed save left, and make the one beside it."""
     _finish(path)
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
+    if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is no folder; name one that is not there, or one of a saved model")
     if path.is_dir() and any(path.iterdir()) and not any((path / mark).is_file() for mark in _MARKS):
         some = ", ".join(sorted(item.name for item in path.iterdir())[:3])
         raise RunFolderError(
-            f"{path} is there and holds no saved model ({one_line(some)}), so that it is not replaced; name a folder below it"
+            f"{path} is there and holds no saved model ({one_line(some)}), so that it is not replaced; name a folder "
+            "below it"
         )
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -151,7 +150,7 @@ def _swap(aside: Path, path: Path) -> None:
 
 
 def _finish(path: Path) -> None:
-    """Bring a swap to its end that may have been interrupted anywhere: the new folder, with the old one's other files."""
+    """End a swap that may have been interrupted anywhere: the new folder, with the old one's other files."""
     old = _replaced(path)
     if not old.is_dir():
         return
@@ -203,7 +202,9 @@ def _saves_embeddings(bare: Any, adapter: str) -> bool:
     PEFT would ask the hub whether the vocabulary was resized.
     """
     targets = getattr(bare.peft_config[adapter], "target_modules", None) or ()
-    if not isinstance(targets, str) and {"embed_tokens", "lm_head", "wte"} & {str(one).split(".")[-1] for one in targets}:
+    if not isinstance(targets, str) and {"embed_tokens", "lm_head", "wte"} & {
+        str(one).split(".")[-1] for one in targets
+    }:
         return True
     ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if hasattr(bare, "get_input_embeddings") else []
     return any(weight.requires_grad for end in ends if end is not None for weight in end.parameters(recurse=False))

@@ -161,7 +161,9 @@ def _read(config: Any) -> _Reading:
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
-        data = {str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()}
+        data = {
+            str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()
+        }
         return _Reading(Document(name="config", data=data), None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
@@ -338,7 +340,8 @@ def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[st
         )
     zero = config.get("zero_optimization") or {}
     if reading.get("zero3_offload") and zero.get("stage", "auto") not in ("auto", None, 3):
-        yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
+        found = f"zero_optimization.stage: {zero['stage']}"
+        yield f"{found} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
         yield f"offload_param needs stage 3 and the stage is {zero['stage']}; set stage 3, or take it out"
