@@ -99,7 +99,7 @@ def collate(pad):
 
 
 def loss_of(accelerator, model, batch):
-    """The loss over all ranks' trained tokens, each counted alike: gradients are averaged over ranks, hence the factor."""
+    """The loss over all ranks' trained tokens, each counted alike: gradients are averaged over ranks, so the factor."""
     labels = batch.pop("labels")[:, 1:]
     logits = model(**batch).logits[:, :-1]
     total = torch.nn.functional.cross_entropy(

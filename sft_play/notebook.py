@@ -91,7 +91,7 @@ def _sources(path: Path) -> Iterator[str]:
             f"{shown} is no notebook of format 4 (nbformat: {one_line(str(found))}); open and save it in Jupyter, or "
             "jupyter nbconvert --to notebook --nbformat 4"
         )
-    metadata = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
+    metadata: Any = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
     kernel = metadata.get("kernelspec") or metadata.get("language_info") or {}
     language = str(kernel.get("language", kernel.get("name", "python")) if isinstance(kernel, dict) else "python")
     if not language.lower().startswith(("python", "ipython")):

@@ -254,12 +254,13 @@ def wrap_model_optimizer(
 def _checkpoint_activations(model: Any) -> None:
     """Turn on the recomputation of activations, in the form that works with frozen weights and under DDP."""
     name = type(model).__name__
-    enable = getattr(model, "gradient_checkpointing_enable", None)
+    word = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # transformers' two names
+    enable = getattr(model, f"{word}_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(f"gradient_checkpointing: {name} has no gradient_checkpointing_enable, which transformers' "
                           "models have; set it to false, or recompute in your model's forward")  # fmt: skip
     try:
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(**{f"{word}_checkpointing_kwargs": {"use_reentrant": False}})
     except ValueError as error:
         raise ConfigError(f"gradient_checkpointing: {name} cannot: {one_line(str(error))}; set it to false") from None
     if getattr(getattr(model, "config", None), "use_cache", None):
@@ -318,7 +319,7 @@ def _batch_size(item: Any) -> int | None:
 
 def _hidden_size(model: Any) -> int | None:
     """The widest hidden size of a transformers model; None where it has none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     sizes = getattr(text, "hidden_sizes", None) or [getattr(text, "hidden_size", None)]
     return max((size for size in sizes if isinstance(size, int)), default=None)

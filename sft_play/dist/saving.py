@@ -218,8 +218,8 @@ def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
         with deepspeed.zero.GatheredParameters([tensor], modifier_rank=None):
             return tensor.detach().clone() if keep else tensor.detach()[:0]
     if hasattr(tensor, "full_tensor"):  # FSDP2
-        return tensor.full_tensor()  # type: ignore[no-any-return]
-    return tensor  # type: ignore[no-any-return]
+        return tensor.full_tensor()
+    return tensor
 
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:

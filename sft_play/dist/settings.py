@@ -43,7 +43,7 @@ class DistConfig(Section):
     gradient_checkpointing: bool = False
     """Whether `wrap_model_optimizer` turns on the recomputation of activations."""
 
-    deepspeed_config: Name | None = "configs/deepspeed/zero2.json"
+    deepspeed_config: Name | None = None
     """DeepSpeed's file in JSON or YAML; null takes ZeRO-2, or ZeRO-3 with offload."""
 
     zero3_offload: bool = False
@@ -249,7 +249,7 @@ def _hint(key: str, value: Any) -> str:
     if known is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"; write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
     if known is int and word.isdigit() and int(word) > 0:
-        return f"; write {int(word)} without quotes"
+        return f"; write {int(word)}"
     return ""
 
 
@@ -272,7 +272,7 @@ def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: D
         reading.add(
             "mixed_precision", "fp16 needs a GPU, and there is none: accelerate would compute in fp32; set bf16 or no"
         )
-    return wish  # type: ignore[no-any-return]
+    return wish
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
     if not has_deepspeed:
         return None, "the package deepspeed is not installed"
     given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
-    if given is None or (offload and given == DistConfig.model_fields["deepspeed_config"].default):
+    if given is None:
         return _filled(deepspeed_config.shipped("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
     more = [reading.folder] if reading.folder is not None else []
     path = _found(Path(given), *more)
@@ -332,8 +332,7 @@ def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[st
     if not allowed:
         yield "bf16.enabled and fp16.enabled are both true; keep one of them"
     elif wish not in (None, "auto", *allowed):
-        said = {key: config[key]["enabled"] for key in ("bf16", "fp16") if config.get(key, {}).get("enabled") != "auto"}
-        listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in said.items())
+        listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
         yield (
             f"{listed} contradicts mixed_precision: {wish} of {reading.document.name}; "
             f'set mixed_precision: {" or ".join(allowed)}, or enabled to "auto" in the file'
@@ -349,9 +348,13 @@ def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[st
 
 def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
     """What a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
-    said = {key: (config.get(key) or {}).get("enabled", "auto") for key in ("bf16", "fp16")}
     found: tuple[Precision, ...] = ("no", "bf16", "fp16")
-    for key, value in said.items():
-        if isinstance(value, bool):
-            found = tuple(one for one in found if (one == key) is value)
+    for key, value in _enabled(config).items():
+        found = tuple(one for one in found if (one == key) is value)
     return found
+
+
+def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether bf16 and fp16 are enabled, as far as a DeepSpeed configuration fixes it."""
+    said = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    return {key: value for key, value in said.items() if isinstance(value, bool)}
