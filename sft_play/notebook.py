@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import io
 import json
 import linecache
 import os
@@ -133,6 +134,8 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
     Raises:
         SftPlayError: what a cell raised of the project's own errors, with the cell and its line.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines come as they are printed, in a pipe too
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
     sys.modules["__main__"] = module

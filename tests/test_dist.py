@@ -639,7 +639,8 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
         assert first[f"{name}-steps"] == steps == 2
         if kind == "MULTI_CPU":
             assert first[f"{name}-synced"] == second[f"{name}-synced"] == steps  # of 4 passes
-        check_saved(tmp_path / name, model, 1e-4 if precision == "no" else 3e-2)
+        # a step of Adam moves by the learning rate, either way where bf16 weights (DeepSpeed's) round a gradient's sign
+        check_saved(tmp_path / name, model, 1e-4 if precision == "no" else 5e-2)
     # rank 1 was killed in the midst of saving over bf16-adapter
     assert "what was there before is untouched" in (tmp_path / "said.txt").read_text()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
