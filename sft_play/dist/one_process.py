@@ -188,6 +188,7 @@ class NoOpAccelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
+        """Say whether this pass is the last, where a loop of your own counts."""
         self._steps.is_last = sync_gradients
 
     @property
@@ -197,6 +198,7 @@ class NoOpAccelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        """Another number from the next pass on."""
         self._steps.num_steps = gradient_accumulation_steps
 
     # What is prepared.
