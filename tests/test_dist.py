@@ -561,7 +561,19 @@ from tests.test_dist import tiny, train
 
 out, config = Path(sys.argv[1]), json.loads(sys.argv[2])
 found, synced, written = {}, [], []
-if config.get("backend") != "deepspeed":
+if config.pop("fsdp", False):  # accelerate shards over GPUs alone: the ranks are called so, and stay on the CPU
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
+                   "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+                   "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+    made = get_accelerator
+    def get_accelerator(settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return made(settings)
+elif config.get("backend") != "deepspeed":
     from torch.nn.parallel import DistributedDataParallel
     make = DistributedDataParallel.__init__
     def hooked(self, *args, **kwargs):
@@ -660,6 +672,17 @@ def check_saved(folder: Path, model: Any, tolerance: float) -> None:
 
 def test_two_ranks_train_as_one_and_save_once_or_not_at_all(tmp_path):
     check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "find_unused_parameters": False}, "MULTI_CPU")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp_train_as_one_and_save_once_or_not_at_all(tmp_path):
+    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "fsdp": True}, "FSDP")
+
+
+def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert get_accelerator({}).distributed_type == "NO"
+    assert "accelerate launch was told to use FSDP" in caplog.text
 
 
 @pytest.mark.slow

@@ -61,6 +61,9 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     _say_launcher(found)
     _forget_earlier()
     accelerator = _made(found, on_cpu=not device.is_gpu)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":
+        _warn(f"accelerate launch was told to use FSDP, which accelerate leaves out here (type "
+              f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = found.settings
     _require_alike(accelerator, found)
     return accelerator

@@ -25,6 +25,8 @@ from sft_play.log import one_line
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_UNTOUCHED = "nothing was written, and what was there before is untouched"
+_WHOLE = "every rank was well before the folder was replaced: it is whole, the new one or the old"
 _MARKS = ("adapter_config.json", "config.json", "model.safetensors")
 """A folder with one of them is a saved model's, which a new save may replace."""
 
@@ -51,7 +53,7 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
             bare = accelerator.unwrap_model(model, keep_torch_compile=False)
             weights = _run(accelerator, lambda: _gathered(accelerator, model, bare, keep=is_first), path)
             _together(accelerator, lambda: _write(bare, tokenizer, weights, aside) if is_first else None, path)
-            _together(accelerator, lambda: _swap(aside, path) if is_first else None, path)
+            _together(accelerator, lambda: _swap(aside, path) if is_first else None, path, left=_WHOLE)
         finally:
             if is_first:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -63,8 +65,8 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
 # --- ranks that fail --------------------------------------------------------------------------------------------------
 
 
-def _run(accelerator: Any, work: Callable[[], Any], path: Path) -> Any:
-    """Work in which ranks wait for each other; raises TrainingError where one of them went away."""
+def _run(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> Any:
+    """Work in which ranks wait for each other; raises TrainingError, with what is left, where one of them went away."""
     try:
         return work()
     except SftPlayError:
@@ -74,11 +76,11 @@ def _run(accelerator: Any, work: Callable[[], Any], path: Path) -> Any:
             raise
         raise TrainingError(
             f"rank {accelerator.process_index}: saving {path} failed ({type(error).__name__}: "
-            f"{one_line(str(error), limit=300)}); nothing was written, and what was there before is untouched"
+            f"{one_line(str(error), limit=300)}); {left}"
         ) from error
 
 
-def _together(accelerator: Any, work: Callable[[], Any], path: Path) -> None:
+def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> None:
     """Work of one rank; every rank waits for it and raises where any rank failed, that rank its own error."""
     failure: Exception | None = None
     try:
@@ -89,7 +91,7 @@ def _together(accelerator: Any, work: Callable[[], Any], path: Path) -> None:
     every = [said]
     if accelerator.num_processes > 1:
         every = [None] * accelerator.num_processes
-        _run(accelerator, lambda: dist.all_gather_object(every, said), path)
+        _run(accelerator, lambda: dist.all_gather_object(every, said), path, left=left)
     if failure is not None:
         raise failure
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
