@@ -263,16 +263,16 @@ def _check_together(reading: _Reading) -> None:
 
 def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: Device) -> Precision:
     """What is computed in: auto takes what a DeepSpeed file fixes, else what the device has."""
-    wish = reading.get("mixed_precision")
-    if wish in (None, "auto"):
-        allowed = _allowed(deepspeed or {})
-        best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
-        wish = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
-    if wish == "fp16" and not device.is_gpu:
+    wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
+    best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
+    found: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
+    if wish not in (None, "auto"):
+        found = wish
+    if found == "fp16" and not device.is_gpu:
         reading.add(
             "mixed_precision", "fp16 needs a GPU, and there is none: accelerate would compute in fp32; set bf16 or no"
         )
-    return wish
+    return found
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
