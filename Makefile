@@ -105,6 +105,8 @@ launch-command: setup ## Show the command and variables that start the ranks, an
 	@$(SCRIPT)/launch_command.py
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
+run-notebook: setup ## Run a notebook of yours over ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
+	@$(PROGRAM) run-notebook
 doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank
 	@$(PROGRAM) doctor
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
@@ -170,6 +172,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: STRATEGY=zero2          layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload
 #: NPROC=2  GPUS=0,1       processes on this node; the GPUs to use
 #: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
+#: NOTEBOOK=FILE           run-notebook: the notebook (.ipynb); it runs from its own folder
 #: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
 #: TB_PORT=6006 TB_HOST=127.0.0.1 TB_KEEP=1   TensorBoard's address; let it live on after the run
 #: STYLE='You are terse.'  style, full-pipeline: the system prompt
@@ -202,4 +205,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean

@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -71,6 +72,7 @@ COMMANDS = {
     "check": "check everything that can be checked before training, on one page; the exit code tells",
     "full-pipeline": "process, style where asked, render and check",
     "mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)",
+    "run-notebook": "run a notebook's cells in order on every rank (NOTEBOOK=, NPROC=)",
     "generate": "renew generated files: configs/reference.yaml, configs/run.schema.json, the starter's data",
 }
 
@@ -191,6 +193,7 @@ class Request:
     row: int | None = None
     templates: Path | None = None
     tokenizer: str | None = None
+    notebook: Path | None = None
     spread: Spread = dataclasses.field(default_factory=Spread)
 
 
@@ -235,6 +238,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         row=_count(value(given.row, "ROW"), "ROW", "a row, counted from 1"),
         templates=Path(templates).expanduser() if (templates := value(given.templates, "TEMPLATES")) else None,
         tokenizer=value(given.tokenizer, "TOKENIZER"),
+        notebook=Path(notebook).expanduser() if (notebook := value(given.notebook, "NOTEBOOK")) else None,
         full=bool(given.full) or environment.get("FULL", "") not in ("", "0"),
         watch=bool(given.watch) or environment.get("WATCH", "") not in ("", "0"),
         peaks=Path(peaks).expanduser() if (peaks := value(given.peaks, "PEAKS")) else None,
@@ -624,6 +628,26 @@ def _memory_check(request: Request) -> int:
     return 0
 
 
+def _run_notebook(request: Request) -> int:
+    from sft_play import notebook
+
+    if request.notebook is None:
+        raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
+    try:
+        cells = notebook.read(request.notebook)
+    except SyntaxError as error:
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        return 1
+    ranks = ranks_of(os.environ)
+    if ranks is not None:
+        set_up_logging(request.command, rank=ranks.rank)
+        return notebook.run(cells, request.notebook, rank=ranks.rank)
+    spread = request.spread
+    made = notebook.launch_of(request.notebook, detect(), processes=spread.processes, gpus=spread.gpus)
+    logger.info("Launch: %s", made.line)
+    notebook.start(made)
+
+
 def _consolidate(request: Request) -> int:
     if not request.run:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
@@ -934,5 +958,6 @@ _COMMANDS = {
     "check": _check,
     "full-pipeline": _full_pipeline,
     "mask-score": _mask_score,
+    "run-notebook": _run_notebook,
     "generate": _generate,
 }

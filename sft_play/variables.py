@@ -81,11 +81,12 @@ VARIABLES: Dict[str, Variable] = {
     "ROW": Variable(("preview",), "this row, counted from 1"),
     "TEMPLATES": Variable(("mask-score",), "folder of chat templates"),
     "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer"),
+    "NOTEBOOK": Variable(("run-notebook",), "the notebook (.ipynb) to run over ranks"),
     "STRATEGY": Variable(
         (*LAUNCHING, "resume", "doctor", "plan"), "layout over several ranks: ddp, fsdp, zero2, …", ranks=_TO_RANKS
     ),
-    "NPROC": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate"), "processes on this node"),
-    "GPUS": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate"), "GPUs to use, such as 0,1"),
+    "NPROC": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate", "run-notebook"), "processes on this node"),
+    "GPUS": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate", "run-notebook"), "GPUs to use, such as 0,1"),
     "NNODES": Variable((*LAUNCHING, "resume", "doctor"), "machines (with NODE_RANK, MASTER_ADDR, MASTER_PORT)"),
     "NODE_RANK": Variable((*LAUNCHING, "resume", "doctor"), has_flag=False),
     "MASTER_ADDR": Variable((*LAUNCHING, "resume", "doctor"), has_flag=False),

@@ -37,6 +37,7 @@ FLOORS = {
     "seeing": 4,
     "failures": 1,
     "dist": 4,
+    "notebook": 4,
     "start": 5,
     "pipeline": 6,
     "cli": 7,

@@ -22,14 +22,14 @@ NEED_ENVIRONMENT = [
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
     *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data", "mutation-score"),
-    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
+    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
     *("verify-layouts", "gpu-info", "memory-check"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
-    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score"),
+    *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
 SCRIPTS = {
     name: f"scripts/{name.removesuffix('-tb').replace('-', '_')}.py"
@@ -43,7 +43,21 @@ VARIABLES = list(variables.VARIABLES)
 SHOWN = (
     *("CONFIG", "SET", "HARDWARE", "JSON", "OUT", "TRACE", "WHATIF", "MAX", "PRICE", "PEAKS", "RUN", "TESTS"),
     *("TORCH", "PYTHON", "VENV", "STRATEGY", "NPROC", "GPUS", "NNODES", "DEEPSPEED_CONFIG", "ACCELERATE_CONFIG"),
-    *("LAYOUTS", "MODES", "STEPS", "FULL", "WATCH", "STYLE", "N", "ROW", "FORCE", "TEMPLATES", "TOKENIZER", "ROWS"),
+    *(
+        "LAYOUTS",
+        "MODES",
+        "STEPS",
+        "FULL",
+        "WATCH",
+        "STYLE",
+        "N",
+        "ROW",
+        "FORCE",
+        "TEMPLATES",
+        "TOKENIZER",
+        "ROWS",
+        "NOTEBOOK",
+    ),
 )
 INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
 

@@ -34,7 +34,8 @@ from sft_play.train.heartbeat import noted
 
 logger = logging.getLogger(__name__)
 
-COMMAND = "train-distributed"
+COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
+"""What its words begin with: the command that started the ranks."""
 LEFTOVER_S = 5.0
 """How long what ranks have started, such as a data loader's processes, may take to notice that they have ended."""
 _NO_NODES = ("RendezvousTimeoutError", "RendezvousConnectionError", "DistStoreError", "DistNetworkError")

@@ -1,0 +1,360 @@
+"""What `get_accelerator` is asked: seven keys of a YAML file or a mapping, strict, with every problem at once.
+
+A DeepSpeed file is read and understood here too, so that what contradicts in the two is part of the same message.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from sft_play.config.leaves import expects
+from sft_play.config.schema import Name, Section
+from sft_play.config.yaml_io import Document, Problem, parse, read_text, show
+from sft_play.errors import ConfigError
+from sft_play.launch import deepspeed_config
+from sft_play.log import one_line
+
+DEFAULT_CONFIG = "configs/train/common.yaml"
+PROJECT = Path(__file__).resolve().parents[2]
+"""The checkout, where `configs/` lies; of an installed package, a folder that has none."""
+
+Precision = Literal["no", "fp16", "bf16"]
+
+
+class DistConfig(Section):
+    """The keys of `configs/train/common.yaml`."""
+
+    backend: Literal["accelerate", "deepspeed"] = "accelerate"
+    """Who spreads the training over ranks: accelerate's DDP (or FSDP under `accelerate launch`), or DeepSpeed."""
+
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
+    """What autocast computes in; auto takes bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
+
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    """Micro-batches per optimizer step."""
+
+    gradient_checkpointing: bool = False
+    """Whether `wrap_model_optimizer` turns on the recomputation of activations."""
+
+    deepspeed_config: Name | None = None
+    """DeepSpeed's file in JSON or YAML; null takes ZeRO-2, or ZeRO-3 with offload."""
+
+    zero3_offload: bool = False
+    """DeepSpeed ZeRO-3 with weights and optimizer states in RAM."""
+
+    find_unused_parameters: bool = False
+    """DDP's search for parameters that got no gradient."""
+
+
+KNOWN_AS = {
+    "accumulation_steps": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    "activation_checkpointing": "gradient_checkpointing",
+    "deepspeed": "deepspeed_config",
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "distributed_type": "backend",
+    "precision": "mixed_precision",
+    "dtype": "mixed_precision",
+    "torch_dtype": "mixed_precision",
+    "bf16": "mixed_precision: bf16",
+    "fp16": "mixed_precision: fp16",
+    "cpu_offload": "zero3_offload",
+    "offload": "zero3_offload",
+    "zero_stage": "zero_optimization.stage in the file that deepspeed_config names",
+    "gradient_clipping": "gradient_clipping in the file that deepspeed_config names, or accelerator.clip_grad_norm_",
+    "max_grad_norm": "accelerator.clip_grad_norm_(model.parameters(), …) in your script",
+    "train_micro_batch_size_per_gpu": "the batch_size of your DataLoader",
+    "batch_size": "the batch_size of your DataLoader",
+}
+"""What people know a key as from other tools, and what it is here."""
+_PRECISIONS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "no",
+    "fp32": "no",
+    "32": "no",
+    "none": "no",
+    "false": "no",
+    "off": "no",
+}
+_OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings that hold together, and DeepSpeed's configuration in today's keys where DeepSpeed is to run.
+
+    `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` are lines
+    on what was translated or is not used.
+    """
+
+    settings: DistConfig
+    name: str
+    mixed_precision: Precision
+    deepspeed: dict[str, Any] | None = None
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides about precision: whether there is a GPU, and whether it computes in bfloat16."""
+
+    is_gpu: bool
+    has_bf16: bool = False
+
+
+@dataclass
+class _Reading:
+    """A configuration while it is read: its place, the values that are right, and what is wrong."""
+
+    document: Document
+    folder: Path | None
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, key: str, message: str) -> None:
+        self.problems.append(str(Problem(one_line(key), self.document.where((key,)), message)))
+
+    def get(self, key: str) -> Any:
+        """The value of a key, its default where none is given; None where what is given is wrong."""
+        return self.values.get(key)
+
+
+def asked(
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: Device, has_deepspeed: bool
+) -> Asked:
+    """The settings of a file or a mapping, looked at together with the DeepSpeed file that they name.
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping; or keys are unknown, values wrong, or values contradict
+            each other, the device or the DeepSpeed file: every one of them in one message.
+    """
+    reading = _read(config)
+    _check_keys(reading)
+    _check_together(reading)
+    deepspeed, fallback = None, None
+    if reading.get("backend") == "deepspeed":
+        deepspeed, fallback = _deepspeed(reading, has_deepspeed=has_deepspeed)
+    precision = _precision(reading, deepspeed, device)
+    if reading.problems:
+        lines = list(dict.fromkeys(reading.problems))
+        raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
+    settings = DistConfig(**reading.values)
+    return Asked(settings, reading.document.name, precision, deepspeed, fallback, tuple(reading.notes))
+
+
+# --- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def _read(config: Any) -> _Reading:
+    """The plain data of whatever was given, with the folder that its own paths may be relative to."""
+    if isinstance(config, DistConfig):
+        config = config.model_dump()
+    if isinstance(config, Mapping):
+        data = {
+            str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()
+        }
+        return _Reading(Document(name="config", data=data), None)
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
+    path = _found(Path(config))
+    if path is None and os.fspath(config) == DEFAULT_CONFIG:
+        reading = _Reading(Document(name="the defaults"), None)
+        reading.notes.append(f"{DEFAULT_CONFIG} is neither in {Path.cwd()} nor in {PROJECT}: the defaults are used")
+        return reading
+    path = path or Path(config).expanduser()
+    name = one_line(str(path))
+    document = parse(read_text(path), name=name)
+    reading = _Reading(document, path.absolute().parent, problems=[str(problem) for problem in document.problems])
+    if len(_OF_A_RUN & set(document.data)) > 1:
+        raise ConfigError(f"{name} is a run YAML, for make train CONFIG=; get_accelerator takes {_keys()}")
+    return reading
+
+
+def _found(path: Path, *more: Path) -> Path | None:
+    """The first place at which a file is: as it stands, then below `more` folders, then in the project."""
+    path = path.expanduser()
+    return next((place for place in _places(path, *more) if place.exists()), None)
+
+
+def _places(path: Path, *more: Path) -> list[Path]:
+    if path.is_absolute():
+        return [path]
+    return [path, *(folder / path for folder in (*more, PROJECT))]
+
+
+# --- keys and values --------------------------------------------------------------------------------------------------
+
+
+def _keys() -> str:
+    return ", ".join(DistConfig.model_fields)
+
+
+def _check_keys(reading: _Reading) -> None:
+    """Each key by itself: those that are right become `values`."""
+    data = reading.document.data
+    for key in data:
+        if key not in DistConfig.model_fields:
+            reading.add(key, f"unknown key (value {_shown(data[key])}); {_nearest(key)}")
+    for key, known in DistConfig.model_fields.items():
+        if key not in data:
+            reading.values[key] = known.default
+            continue
+        try:
+            reading.values[key] = getattr(DistConfig.model_validate({key: data[key]}), key)
+        except ValidationError:
+            wanted = expects(known.annotation, tuple(known.metadata))
+            raw = reading.document.raw.get((key,)) if not isinstance(data[key], str) else None
+            reading.add(key, f"expected {wanted}, found {_shown(data[key], raw)}{_hint(key, data[key])}")
+
+
+def _shown(value: Any, raw: str | None = None) -> str:
+    try:
+        return show(value, raw=raw)
+    except (TypeError, ValueError):  # an object of a script's own
+        return one_line(repr(value), limit=80)
+
+
+def _nearest(key: str) -> str:
+    """What an unknown key may have meant."""
+    plain = key.lower().replace("-", "_")
+    if plain in KNOWN_AS:
+        return f"here it is {KNOWN_AS[plain]}"
+    near = difflib.get_close_matches(plain, [*DistConfig.model_fields, *KNOWN_AS], n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {KNOWN_AS.get(near[0], near[0])}?"
+    return f"the keys are {_keys()}"
+
+
+def _hint(key: str, value: Any) -> str:
+    known = DistConfig.model_fields[key].annotation
+    word = str(value).strip().lower()
+    if key == "mixed_precision":
+        meant = _PRECISIONS.get(word.removeprefix("torch."))
+        near = [meant] if meant else difflib.get_close_matches(word, ["auto", "no", "fp16", "bf16"], n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+    if key == "backend":
+        near = difflib.get_close_matches(word, ["accelerate", "deepspeed"], n=1, cutoff=0.5)
+        return f"; did you mean {near[0]}?" if near else ""
+    if known is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+        return f"; write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
+    if known is int and word.isdigit() and int(word) > 0:
+        return f"; write {int(word)}"
+    return ""
+
+
+def _check_together(reading: _Reading) -> None:
+    """What is right key by key but not together."""
+    if reading.get("backend") == "accelerate" and reading.get("zero3_offload"):
+        reading.add("zero3_offload", "true is DeepSpeed's, and backend is accelerate; set backend: deepspeed")
+    if reading.get("backend") == "deepspeed" and reading.get("find_unused_parameters"):
+        reading.notes.append("find_unused_parameters is DDP's: ZeRO needs no such search, and does none")
+
+
+def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: Device) -> Precision:
+    """What is computed in: auto takes what a DeepSpeed file fixes, else what the device has."""
+    wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
+    best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
+    found: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
+    if wish not in (None, "auto"):
+        found = wish
+    if found == "fp16" and not device.is_gpu:
+        reading.add(
+            "mixed_precision", "fp16 needs a GPU, and there is none: accelerate would compute in fp32; set bf16 or no"
+        )
+    return found
+
+
+# --- DeepSpeed's file -------------------------------------------------------------------------------------------------
+
+
+def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any] | None, str | None]:
+    """DeepSpeed's configuration, or why accelerate runs in its place."""
+    if not has_deepspeed:
+        return None, "the package deepspeed is not installed"
+    given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
+    if given is None:
+        return _filled(deepspeed_config.shipped("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
+    more = [reading.folder] if reading.folder is not None else []
+    path = _found(Path(given), *more)
+    if path is None:
+        places = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in _places(Path(given), *more)))
+        return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {places})"
+    name = one_line(str(path))
+    try:
+        config, notes = deepspeed_config.understand(deepspeed_config.read(path), name=name)
+    except ConfigError as error:
+        reading.problems += str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ").splitlines()
+        return None, None
+    reading.notes += [f"{name}: {note}" for note in notes]
+    return _filled(config, reading, name), None
+
+
+def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, Any]:
+    """The configuration with what the settings say; each contradiction becomes a problem."""
+    reading.problems += [f"{name}: {text}" for text in _contradictions(config, reading)]
+    zero = config.get("zero_optimization") or {}
+    config["zero_optimization"] = zero
+    if zero.get("stage", "auto") in ("auto", None):
+        zero["stage"] = 3 if reading.get("zero3_offload") else 2
+    if reading.get("zero3_offload"):
+        for key in ("offload_optimizer", "offload_param"):
+            section = zero.get(key)
+            if not isinstance(section, dict) or section.get("device", "none") in ("none", "auto", None):
+                zero[key] = {"device": "cpu", "pin_memory": True}
+    if config.get("gradient_accumulation_steps", "auto") in ("auto", None):
+        config["gradient_accumulation_steps"] = reading.get("gradient_accumulation_steps")
+    if config.get("gradient_clipping", "auto") in ("auto", None):
+        config["gradient_clipping"] = 1.0
+        reading.notes.append(f"{name}: gradient_clipping → 1.0; DeepSpeed clips, and clip_grad_norm_ does not")
+    return config
+
+
+def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[str]:
+    """Where the file says other than the settings beside it."""
+    steps, theirs = reading.get("gradient_accumulation_steps"), config.get("gradient_accumulation_steps", "auto")
+    if steps is not None and theirs not in ("auto", None, steps):
+        yield (
+            f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of "
+            f'{reading.document.name}; set one of them to the other, or the file\'s to "auto"'
+        )
+    wish, allowed = reading.get("mixed_precision"), _allowed(config)
+    if not allowed:
+        yield "bf16.enabled and fp16.enabled are both true; keep one of them"
+    elif wish not in (None, "auto", *allowed):
+        listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
+        yield (
+            f"{listed} contradicts mixed_precision: {wish} of {reading.document.name}; "
+            f'set mixed_precision: {" or ".join(allowed)}, or enabled to "auto" in the file'
+        )
+    zero = config.get("zero_optimization") or {}
+    if reading.get("zero3_offload") and zero.get("stage", "auto") not in ("auto", None, 3):
+        found = f"zero_optimization.stage: {zero['stage']}"
+        yield f"{found} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
+    param = zero.get("offload_param")
+    if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
+        yield f"offload_param needs stage 3 and the stage is {zero['stage']}; set stage 3, or take it out"
+
+
+def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
+    """What a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
+    found: tuple[Precision, ...] = ("no", "bf16", "fp16")
+    for key, value in _enabled(config).items():
+        found = tuple(one for one in found if (one == key) is value)
+    return found
+
+
+def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether bf16 and fp16 are enabled, as far as a DeepSpeed configuration fixes it."""
+    said = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    return {key: value for key, value in said.items() if isinstance(value, bool)}

@@ -1,0 +1,227 @@
+"""A notebook over ranks: each runs all code cells in order, as Jupyter would one after the other; rank 0 prints.
+
+The cells are compiled as they stand, under names such as `work.ipynb, cell 3`, so that a traceback shows the cell and
+its line. No kernel is started: what only IPython understands (`!pip`, `%%bash`) is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import io
+import json
+import linecache
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sft_play import failures
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.command import Launch, Nodes, torchrun
+from sft_play.log import one_line
+
+COMMAND = "run-notebook"
+CPU_RANKS = 2
+"""Ranks without a GPU and without NPROC: the fewest that show what several do."""
+_IGNORED = re.compile(r"%(matplotlib|load_ext|reload_ext|autoreload|config|time|pdb)\b.*|%%(time|capture)\b.*")
+"""Magic lines that change how a notebook looks in a browser, and nothing that it computes."""
+_MAGIC = re.compile(r"[%!?].*|.*\?|[\w., ]+=\s*[%!].*")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A code cell: its number among the code cells, counted from 1, the name it runs under, and its text."""
+
+    number: int
+    name: str
+    source: str
+    tree: ast.Module
+
+
+def read(path: Path) -> list[Cell]:
+    """The code cells of a notebook that have something to run.
+
+    Raises:
+        ConfigError: there is no such file, it is no notebook of format 4 in Python, or cells hold lines that only
+            IPython understands: all of them are named.
+        SyntaxError: a cell is not Python.
+    """
+    cells, refused = [], []
+    for number, source in enumerate(_sources(path), start=1):
+        name = f"{path.name}, cell {number}"
+        text, magic = _plain(source, name)
+        refused += [f"cell {number}, line {line}: {one_line(words, limit=60)}" for line, words in magic]
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        tree = ast.parse(text, name) if not magic else ast.Module([], [])
+        if tree.body:
+            cells.append(Cell(number, name, source, tree))
+    if refused:
+        raise ConfigError(
+            f"NOTEBOOK={one_line(str(path))} holds what only IPython understands, and every rank would run it: "
+            f"{'; '.join(refused)}; take it out, or write it in Python (subprocess.run)"
+        )
+    if not cells:
+        raise ConfigError(f"NOTEBOOK={one_line(str(path))} has no code cell with anything in it")
+    return cells
+
+
+def _sources(path: Path) -> Iterator[str]:
+    """The text of each code cell."""
+    shown = f"NOTEBOOK={one_line(str(path))}"
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        near = sorted(other.name for other in path.absolute().parent.glob("*.ipynb"))
+        there = f"; there are: {one_line(', '.join(near[:12]))}" if near else ""
+        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){there}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}; name a notebook (.ipynb)") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a null character in the name
+        raise ConfigError(f"{shown} is no notebook: not valid JSON ({one_line(str(error))})") from None
+    if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or data.get("nbformat") != 4:
+        found = data.get("nbformat") if isinstance(data, dict) else None
+        raise ConfigError(
+            f"{shown} is no notebook of format 4 (nbformat: {one_line(str(found))}); open and save it in Jupyter, or "
+            "jupyter nbconvert --to notebook --nbformat 4"
+        )
+    metadata: Any = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
+    kernel = metadata.get("kernelspec") or metadata.get("language_info") or {}
+    language = str(kernel.get("language", kernel.get("name", "python")) if isinstance(kernel, dict) else "python")
+    if not language.lower().startswith(("python", "ipython")):
+        raise ConfigError(f"{shown} is written in {one_line(language)}; only Python runs here")
+    for cell in data["cells"]:
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            source = cell.get("source", "")
+            yield "".join(map(str, source)) if isinstance(source, list) else str(source)
+
+
+def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
+    """A cell as Python, lines that change nothing left out; and the magic lines that would change something.
+
+    A line is looked at only where Python does not understand it: `%` may begin the second line of an expression.
+    """
+    lines, refused = source.splitlines(), []
+    for _ in range(len(lines)):
+        try:
+            ast.parse("\n".join(lines), name)
+            break
+        except SyntaxError as error:
+            place = (error.lineno or 1) - 1
+            text = lines[place] if place < len(lines) else ""
+            bare = text.strip()
+            if not _MAGIC.fullmatch(bare):
+                break
+            if not _IGNORED.fullmatch(bare):
+                refused.append((place + 1, bare))
+            lines[place] = text[: len(text) - len(text.lstrip())] + ("pass" if not bare.startswith("%%") else "")
+    return "\n".join(lines), refused
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
+    """Run the cells in this process, from the notebook's folder; the exit code.
+
+    Raises:
+        SftPlayError: what a cell raised of the project's own errors, with the cell and its line.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines come as they are printed, in a pipe too
+    module = types.ModuleType("__main__")
+    module.__dict__["display"] = _display
+    sys.modules["__main__"] = module
+    folder = path.absolute().parent
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with contextlib.ExitStack() as held:
+        if rank != 0:
+            held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
+        for cell in cells:
+            try:
+                for code in _codes(cell):
+                    exec(code, module.__dict__)
+            except SftPlayError as error:
+                place = f"{cell.name}, line {_line(error, cell)}"
+                raise type(error)(f"{place}: {error}") from error
+            except Exception as error:
+                return _failed(error, cell)
+    return 0
+
+
+def _display(*values: Any) -> None:
+    """IPython's word for showing values in the midst of a cell."""
+    for value in values:
+        sys.displayhook(value)
+
+
+def _codes(cell: Cell) -> list[types.CodeType]:
+    """The cell's statements, and its last expression, whose value is shown unless a semicolon ends it."""
+    body = cell.tree.body
+    shows = isinstance(body[-1], ast.Expr) and not cell.source.rstrip().endswith(";")
+    first, last = (body[:-1], body[-1:]) if shows else (body, [])
+    codes = [compile(ast.Module(first, []), cell.name, "exec")] if first else []
+    return codes + ([compile(ast.Interactive(last), cell.name, "single")] if last else [])
+
+
+def _own_frames(error: BaseException, cell: Cell) -> Any:
+    """The traceback from the cell on: how it came to be run says nothing."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename != cell.name:
+        found = found.tb_next
+    return found
+
+
+def _line(error: BaseException, cell: Cell) -> int:
+    found = _own_frames(error, cell)
+    return int(found.tb_lineno) if found is not None else 1
+
+
+def _failed(error: Exception, cell: Cell) -> int:
+    """Say how a cell failed; the exit code."""
+    error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
+    if not failures.hand_over(error):
+        sys.stderr.write("".join(traceback.format_exception(error)))
+    return 1
+
+
+# --- all ranks --------------------------------------------------------------------------------------------------------
+
+
+def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Sequence[int] = ()) -> Launch:
+    """The command that starts the ranks, and its variables: a rank a GPU, or `CPU_RANKS`.
+
+    Raises:
+        ConfigError: more ranks are asked for than there are GPUs, or GPUs that are not there.
+    """
+    there = len(machine.gpus)
+    count = processes or len(gpus) or there or CPU_RANKS
+    if (gpus and max(gpus) >= there) or (there and count > (len(gpus) or there)):
+        asked = f"GPUS={','.join(map(str, gpus))}" if gpus else f"NPROC={count}"
+        raise ConfigError(f"{asked}: this machine has {there} GPUs, and each rank needs one of its own")
+    made = torchrun(
+        [COMMAND, "--notebook", str(path.absolute())],
+        processes=count,
+        nodes=Nodes(),
+        threads=None if machine.gpus else max(1, machine.cpu_cores // count),
+        gpus=",".join(str(gpu) for gpu in gpus) or None,
+    )
+    return dataclasses.replace(made, environment={**made.environment, failures.COMMAND_VARIABLE: COMMAND})
+
+
+def start(made: Launch) -> NoReturn:
+    """Become the agent of the ranks: signals and the exit code are its own from here on."""
+    package = str(Path(__file__).resolve().parents[1])
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
+    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(made.words[0], made.watched, {**kept, **made.environment})

@@ -1,0 +1,693 @@
+"""sft_play.dist: settings as asked or one message, wrapping, saving over ranks, and one process without accelerate."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from sft_play.config.yaml_io import parse
+from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, saving, wrap_model_optimizer
+from sft_play.dist.settings import DEFAULT_CONFIG, Device, DistConfig, asked
+from sft_play.errors import BackendError, ConfigError, RunFolderError
+from tests.conftest import ROOT
+
+CPU, GPU, OLD_GPU = Device(is_gpu=False), Device(is_gpu=True, has_bf16=True), Device(is_gpu=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps one state per process: none is left to other tests."""
+    before = dict(os.environ)
+    monkeypatch.chdir(ROOT)
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+# settings
+
+RIGHT: dict[str, list[Any]] = {
+    "backend": ["accelerate", "deepspeed"],
+    "mixed_precision": ["auto", "no", "fp16", "bf16"],
+    "gradient_accumulation_steps": [1, 2, 7, 512],
+    "gradient_checkpointing": [True, False],
+    "deepspeed_config": [None, "configs/deepspeed/zero2.json", "configs/deepspeed/zero3.json"],
+    "zero3_offload": [True, False],
+    "find_unused_parameters": [True, False],
+}
+WRONG: dict[str, list[Any]] = {
+    "backend": ["accelerat", "fsdp", None, 3, ["deepspeed"]],
+    "mixed_precision": ["float32", "bfloat16", True, False, None, 16, "fp8"],
+    "gradient_accumulation_steps": [0, -1, "4", 1.5, True, None],
+    "gradient_checkpointing": ["yes", 1, None, "true"],
+    "deepspeed_config": ["", 5, {"zero_optimization": {}}, True],
+    "zero3_offload": ["cpu", 1, None],
+    "find_unused_parameters": ["no", 0, []],
+}
+UNKNOWN = {
+    "mixed_precison": "mixed_precision",
+    "Backend": "backend",
+    "grad_accum": "gradient_accumulation_steps",
+    "bf16": "mixed_precision: bf16",
+    "train_micro_batch_size_per_gpu": "batch_size of your DataLoader",
+    "frobnicate": "the keys are backend, mixed_precision",
+}
+
+
+def together(values: dict[str, Any], device: Device) -> set[str]:
+    """The keys that are right alone and wrong together, by hand."""
+    full = {**DistConfig().model_dump(), **values}
+    found = set()
+    if full["zero3_offload"] and full["backend"] == "accelerate":
+        found.add("zero3_offload")
+    zero2 = full["deepspeed_config"] == "configs/deepspeed/zero2.json"
+    if full["zero3_offload"] and full["backend"] == "deepspeed" and zero2:
+        found.add("zero2.json: zero_optimization.stage")
+    if full["mixed_precision"] == "fp16" and not device.is_gpu:
+        found.add("mixed_precision")
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_settings_are_as_asked_or_every_wrong_key_is_named_at_once(seed):
+    chance, refused, taken = random.Random(seed), 0, 0
+    for _ in range(150):
+        device = chance.choice([CPU, GPU])
+        config: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
+        for key in RIGHT:
+            pick = chance.random()
+            if pick < 0.55:
+                config[key] = chance.choice(RIGHT[key])
+            elif pick < 0.65:
+                config[key], wrong[key] = chance.choice(WRONG[key]), key
+        if chance.random() < 0.2:
+            key = chance.choice(list(UNKNOWN))
+            config[key], wrong[key] = 1, UNKNOWN[key]
+        right = {key: value for key, value in config.items() if key not in wrong}
+        bad_together = together(right, device)
+        if "backend" in wrong:
+            bad_together &= {"mixed_precision"}
+        if wrong or bad_together:
+            with pytest.raises(ConfigError) as caught:
+                asked(config, device=device, has_deepspeed=True)
+            for key, said in {**wrong, **{key: key for key in bad_together}}.items():
+                assert f"{key}: " in str(caught.value), (config, str(caught.value))
+                assert said in str(caught.value), (config, str(caught.value))
+            lines = str(caught.value).splitlines()
+            assert len(lines) == 1 or len(lines) - 1 >= len(wrong) + len(bad_together)
+            refused += 1
+        else:
+            found = asked(config, device=device, has_deepspeed=True)
+            assert found.settings == DistConfig(**config)
+            assert found.mixed_precision in ("no", "bf16", "fp16")
+            if config.get("mixed_precision", "auto") != "auto":
+                assert found.mixed_precision == config["mixed_precision"]
+            assert (found.deepspeed is not None) == (config.get("backend") == "deepspeed")
+            if found.deepspeed is not None:
+                check_deepspeed(found.deepspeed, found.settings)
+            taken += 1
+    assert refused > 40
+    assert taken > 15
+
+
+def check_deepspeed(config: dict[str, Any], settings: DistConfig) -> None:
+    zero = config["zero_optimization"]
+    asked_file = settings.deepspeed_config
+    wanted = 3 if settings.zero3_offload or (asked_file or "").endswith("zero3.json") else 2
+    assert zero["stage"] == wanted
+    assert config["gradient_accumulation_steps"] == settings.gradient_accumulation_steps
+    assert ("offload_param" in zero) == settings.zero3_offload
+    assert config["gradient_clipping"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"), [(CPU, "no"), (OLD_GPU, "fp16"), (GPU, "bf16")], ids=["cpu", "old", "new"]
+)
+def test_auto_takes_what_the_device_has(device, precision):
+    assert asked({}, device=device, has_deepspeed=True).mixed_precision == precision
+
+
+def test_the_shipped_file_says_the_defaults_and_is_found_from_anywhere(monkeypatch, tmp_path):
+    text = (ROOT / DEFAULT_CONFIG).read_text(encoding="utf-8")
+    assert parse(text, name="x").data == DistConfig().model_dump()
+    monkeypatch.chdir(tmp_path)
+    found = asked(DEFAULT_CONFIG, device=CPU, has_deepspeed=True)
+    assert found.settings == DistConfig()
+    assert found.name == str(ROOT / DEFAULT_CONFIG)
+    monkeypatch.setattr("sft_play.dist.settings.PROJECT", tmp_path / "installed")
+    assert "the defaults are used" in asked(DEFAULT_CONFIG, device=CPU, has_deepspeed=True).notes[0]
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "backend: deepspeeed\nmixed_precison: no\n",
+            ["my.yaml:1: backend", "did you mean deepspeed?", "my.yaml:2: mix"],
+        ),
+        ("gradient_accumulation_steps: 010\n", ['expected a whole number of at least 1, found "010"; write 10']),
+        ("mixed_precision: yes\n", ["expected auto, no, fp16 or bf16"]),
+        ("gradient_checkpointing: on\n", ["expected true or false, found", "write true"]),
+        ("model: {name: x}\ntrain: {}\n", ["is a run YAML, for make train CONFIG="]),
+        ("- backend\n", ["the root is a list"]),
+        ("backend: accelerate\nbackend: deepspeed\n", ["stands twice"]),
+    ],
+)
+def test_a_file_is_refused_with_its_lines(tmp_path, text, said):
+    with pytest.raises(ConfigError) as caught:
+        asked(write(tmp_path / "my.yaml", text), device=CPU, has_deepspeed=True)
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [3, None, ["backend"], "configs/train/nowhere.yaml"])
+def test_what_is_no_config_is_one_message(config):
+    with pytest.raises(ConfigError, match=r"config is (int|NoneType|list)|does not exist"):
+        asked(config, device=CPU, has_deepspeed=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "said"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            {"gradient_accumulation_steps": 2},
+            "contradicts gradient_accumulation_st",
+        ),
+        ({"bf16": {"enabled": True}}, {"mixed_precision": "no"}, "bf16.enabled: true contradicts mixed_precision: no"),
+        ({"bf16": {"enabled": False}}, {"mixed_precision": "bf16"}, "bf16.enabled: false contradicts"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, {}, "are both true"),
+        ({"fp16": {"enabled": True}}, {}, "fp16 needs a GPU"),
+        ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "stage: 2 contradicts zero3_offload: true"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
+        ({"zero_optimisation": {"stage": 2}}, {}, "the nearest is zero_optimization"),
+        ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 cannot be meant"),
+        ("{", {}, "not valid JSON"),
+    ],
+)
+def test_what_contradicts_the_deepspeed_file_is_said_with_the_rest(tmp_path, file, settings, said):
+    config = {"backend": "deepspeed", "deepspeed_config": write(tmp_path / "ds.json", file), **settings, "frob": 1}
+    with pytest.raises(ConfigError) as caught:
+        asked(config, device=CPU, has_deepspeed=True)
+    assert said in str(caught.value)
+    assert "frob: unknown key" in str(caught.value)
+    assert "DEEPSPEED_CONFIG" not in str(caught.value)
+
+
+def test_a_yaml_deepspeed_file_beside_the_settings_is_found(tmp_path):
+    write(tmp_path / "ds.yaml", "zero_optimization: {stage: 3}\nbf16: true\n")
+    config = write(tmp_path / "my.yaml", "backend: deepspeed\ndeepspeed_config: ds.yaml\nzero3_offload: true\n")
+    found = asked(config, device=CPU, has_deepspeed=True)
+    assert found.deepspeed is not None
+    assert found.mixed_precision == "bf16"
+    assert found.deepspeed["zero_optimization"]["offload_param"]["device"] == "cpu"
+
+
+# one process
+
+
+def test_the_accelerator_has_exactly_the_settings(caplog):
+    """Made again and again in one process, as a notebook's cell is run again."""
+    chance = random.Random(3)
+    for _ in range(8):
+        config = {
+            "mixed_precision": chance.choice(["no", "bf16"]),
+            "gradient_accumulation_steps": chance.choice([1, 3, 8]),
+            "find_unused_parameters": chance.choice([True, False]),
+        }
+        accelerator = get_accelerator(config)
+        assert accelerator.mixed_precision == config["mixed_precision"]
+        assert accelerator.gradient_accumulation_steps == config["gradient_accumulation_steps"]
+        assert accelerator.ddp_handler.find_unused_parameters is config["find_unused_parameters"]
+        assert accelerator.distributed_type == "NO"
+        assert accelerator.dist_config == DistConfig(**config)
+    assert "are replaced" in caplog.text
+
+
+def test_what_the_environment_says_does_not_replace_the_settings(monkeypatch, caplog):
+    """As `accelerate launch` sets it: accelerate itself lets the variable win over the argument."""
+    for name, value in {"GRADIENT_ACCUMULATION_STEPS": "16", "MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "no"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    accelerator = get_accelerator({"gradient_accumulation_steps": 2, "mixed_precision": "no"})
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (2, "no")
+    assert accelerator.distributed_type == "NO"
+    assert "was told to use DeepSpeed" in caplog.text
+    assert "was told mixed_precision bf16" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["file", "package"])
+def test_without_deepspeed_accelerate_runs_with_a_warning(reason, caplog, monkeypatch):
+    config = {"backend": "deepspeed", "deepspeed_config": "configs/nowhere.json", "mixed_precision": "bf16"}
+    if reason == "package":
+        there = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else there(name))
+        del config["deepspeed_config"]
+    accelerator = get_accelerator(config)
+    assert accelerator.distributed_type == "NO"
+    assert accelerator.mixed_precision == "bf16"
+    said = {"file": f"{ROOT}/configs/nowhere.json", "package": "deepspeed is not installed"}[reason]
+    warning = next(record for record in caplog.records if "falls back to accelerate" in record.getMessage())
+    assert warning.levelno == logging.WARNING
+    assert said in warning.getMessage()
+
+
+def test_a_launcher_that_started_too_few_is_refused(monkeypatch):
+    """`accelerate launch --cpu --num_processes 2` starts one process and says nothing."""
+    for name, value in {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "no"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match=r"this is 1: .* torchrun --standalone --nproc-per-node 2"):
+        get_accelerator({})
+
+
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else there(name))
+
+
+def test_without_accelerate_one_process_trains_with_a_warning_and_several_are_refused(monkeypatch, caplog):
+    absent(monkeypatch)
+    accelerator = get_accelerator({"gradient_accumulation_steps": 4, "mixed_precision": "bf16"})
+    assert isinstance(accelerator, NoOpAccelerator)
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (4, "bf16")
+    assert "accelerate is not installed" in caplog.text
+    with pytest.raises(AttributeError, match="pip install accelerate"):
+        accelerator.profile()
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BackendError, match="2 ranks were started"):
+        get_accelerator({})
+
+
+def test_the_stand_in_has_accelerates_names_and_parameters():
+    from accelerate import Accelerator
+
+    own = {name: member for name, member in vars(NoOpAccelerator).items() if not name.startswith("_")}
+    methods = {name for name, member in own.items() if inspect.isfunction(member)}
+    for name in methods:
+        real = inspect.signature(getattr(Accelerator, name)).parameters
+        if [one.kind for one in real.values()] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            real = inspect.signature(inspect.unwrap(getattr(Accelerator, name))).parameters  # log, init_trackers
+        mine = inspect.signature(own[name]).parameters
+        if list(real) != ["args", "kwargs"]:
+            assert [(one.name, one.kind, one.default) for one in mine.values()] == [
+                (one.name, one.kind, one.default) for one in real.values()
+            ], name
+    theirs = {name for name in dir(Accelerator) if not name.startswith("_")}
+    attributes = {*theirs, "state", "scaler", "trackers"}
+    assert set(own) <= attributes, set(own) - attributes
+    # what one process without accelerate cannot mean
+    assert {name for name in theirs if callable(getattr(Accelerator, name))} - methods == {
+        *("deepspeed_ulysses_dl_adapter", "get_tracker", "lomo_backward", "maybe_context_parallel", "profile"),
+        *("register_load_state_pre_hook", "register_save_state_pre_hook", "trigger_sync_in_backward"),
+        "verify_device_map",
+    }
+
+
+def tiny(seed: int = 0, *, adapter: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=64, num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True, **sizes
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    return model
+
+
+def token_rows(count: int = 10) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (8,), generator=generator) for _ in range(count)]
+
+
+def train(
+    accelerator: Any, *, batch: int, epochs: int = 2, adapter: bool = False, rows: int = 10
+) -> tuple[list[float], Any, int]:
+    """Losses of every pass (mean over ranks), the prepared model, and optimizer steps."""
+    model = tiny(adapter=adapter)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = DataLoader(token_rows(rows), batch_size=batch)
+    model, optimizer, loader, schedule, nothing = wrap_model_optimizer(
+        accelerator, model, optimizer, loader, schedule, None
+    )
+    assert nothing is None
+    model.train()
+    losses, steps = [], 0
+    for _ in range(epochs):
+        for ids in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    steps += 1
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses, model, steps
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_stand_in_trains_as_accelerate_does(precision, steps):
+    """10 rows in batches of 4: the last of an epoch ends an accumulation early."""
+    real = get_accelerator({"mixed_precision": precision, "gradient_accumulation_steps": steps})
+    wanted, model, real_steps = train(real, batch=4)
+    mine = NoOpAccelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
+    found, other, own_steps = train(mine, batch=4)
+    assert found == wanted
+    assert own_steps == real_steps == {1: 6, 2: 4}[steps]
+    assert wanted[-1] < wanted[0]
+    for one, two in zip(mine.unwrap_model(other).parameters(), real.unwrap_model(model).parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_stand_in_keeps_and_continues_its_state(tmp_path):
+    accelerator = NoOpAccelerator()
+    _, model, _ = train(accelerator, batch=4, epochs=1)
+    accelerator.save_state(str(tmp_path))
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for weight in model.parameters():
+        weight.data.zero_()
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    loader = accelerator.prepare(DataLoader(token_rows(), batch_size=4))
+    assert len(list(accelerator.skip_first_batches(loader, 1))) == 2
+    assert accelerator.free_memory(model, loader) == [None, None]
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_checkpointed_activations_train_the_same(adapter):
+    losses = {}
+    for on in (True, False):
+        accelerator = get_accelerator({"gradient_checkpointing": on})
+        losses[on], model, _ = train(accelerator, batch=4, epochs=1, adapter=adapter)
+        base = accelerator.unwrap_model(model)
+        assert (
+            any(module.gradient_checkpointing for module in base.modules() if hasattr(module, "gradient_checkpointing"))
+            is on
+        )
+    assert losses[True] == pytest.approx(losses[False], abs=1e-6)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing: Linear has no gradient_checkpointing_enable"):
+        wrap_model_optimizer(accelerator, torch.nn.Linear(2, 2), gradient_checkpointing=True)
+
+
+class _Plugin:
+    """An accelerator as far as DeepSpeed's configuration is filled."""
+
+    num_processes, gradient_accumulation_steps, dist_config = 2, 3, None
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.deepspeed_plugin = type("Plugin", (), {"deepspeed_config": config})
+
+    def prepare(self, *args: Any) -> Any:
+        return args if len(args) > 1 else args[0]
+
+
+def test_deepspeed_is_told_what_model_and_data_say(caplog):
+    config = asked({"backend": "deepspeed", "gradient_accumulation_steps": 3}, device=CPU, has_deepspeed=True).deepspeed
+    assert config is not None
+    config["zero_optimization"]["overlap_comm"] = "auto"
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    model = tiny()
+    wrap_model_optimizer(_Plugin(config), model, torch.optim.SGD(model.parameters()), DataLoader(token_rows(), 5))
+    assert (config["train_micro_batch_size_per_gpu"], config["train_batch_size"]) == (5, 30)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 16 * 16
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert "overlap_comm" not in config["zero_optimization"]
+    assert "optimizer block (AdamW) is left out: the script's is used" in caplog.text
+    for key, value, said in (
+        ("train_batch_size", 16, "16 is not"),
+        ("train_micro_batch_size_per_gpu", 2, "batch of 5"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            wrap_model_optimizer(_Plugin({**config, key: value}), model, None, DataLoader(token_rows(), 5))
+
+
+# saving
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adapter", "full", "module"])
+def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
+    from peft import PeftModel
+    from safetensors.torch import load_model
+    from transformers import LlamaForCausalLM
+
+    accelerator = NoOpAccelerator(mixed_precision="bf16")
+    model = torch.nn.Linear(3, 4).to(dtype) if kind == "module" else tiny(adapter=kind == "adapter", dtype=dtype)
+    (prepared, _) = wrap_model_optimizer(accelerator, model)
+    folder = save_sharded(accelerator, prepared, tmp_path / "out")
+    if kind == "adapter":
+        opened: Any = PeftModel.from_pretrained(tiny(dtype=dtype), folder, autocast_adapter_dtype=False)
+    elif kind == "full":
+        opened = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+    else:
+        load_model(opened := torch.nn.Linear(3, 4).to(dtype), folder / "model.safetensors")
+    wanted, found = model.state_dict(), opened.state_dict()
+    assert set(wanted) == set(found)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name], tensor), name
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def save(folder: Path, seed: int) -> Path:
+    return save_sharded(NoOpAccelerator(), tiny(seed), folder)
+
+
+def weights(folder: Path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def test_an_earlier_save_is_replaced_with_its_notes_kept(tmp_path):
+    folder = save(tmp_path / "out", 0)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "model-00001-of-00002.safetensors").write_text("of an older save")
+    save(folder, 1)
+    assert torch.equal(weights(folder), tiny(1).state_dict()["model.embed_tokens.weight"])
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not (folder / "model-00001-of-00002.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("where", ["_write", "_swap", "rename"])
+def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeypatch):
+    folder = save(tmp_path / "out", 0)
+    if where == "_write":
+        broken = tiny(1)
+        broken.model.norm.weight.data[0] = float("nan")
+        with pytest.raises(Exception, match="not finite"):
+            save_sharded(NoOpAccelerator(), broken, folder)
+    else:
+        rename = Path.rename
+
+        def fail(path: Path, target: Path) -> Path:
+            if path.name.endswith(".building"):
+                raise OSError(28, "No space left on device")
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", fail)
+        with pytest.raises(OSError, match="No space left"):
+            save(folder, 1)
+        monkeypatch.undo()
+    assert torch.equal(weights(folder), tiny(0).state_dict()["model.embed_tokens.weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_swap_that_was_killed_is_ended_by_the_next_save(tmp_path):
+    folder = save(tmp_path / "out", 0)
+    folder.rename(tmp_path / ".out.replaced")
+    (tmp_path / ".out.building").mkdir()
+    saving._finish(folder)
+    assert torch.equal(weights(folder), tiny(0).state_dict()["model.embed_tokens.weight"])
+    save(folder, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    write(tmp_path / "thesis.txt", "years of work")
+    with pytest.raises(RunFolderError, match=r"holds no saved model \(thesis.txt\)"):
+        save(tmp_path, 0)
+    with pytest.raises(RunFolderError, match="is no folder"):
+        save(tmp_path / "thesis.txt", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+# two ranks
+
+TWO_RANKS = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from sft_play.dist import get_accelerator, save_sharded, saving
+from sft_play.errors import TrainingError
+from tests.test_dist import tiny, train
+
+out, config = Path(sys.argv[1]), json.loads(sys.argv[2])
+found, synced, written = {}, [], []
+if config.pop("fsdp", False):  # accelerate shards over GPUs alone: the ranks are called so, and stay on the CPU
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true",
+                   "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+                   "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+    made = get_accelerator
+    def get_accelerator(settings):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        return made(settings)
+elif config.get("backend") != "deepspeed":
+    from torch.nn.parallel import DistributedDataParallel
+    make = DistributedDataParallel.__init__
+    def hooked(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        def hook(state, bucket):
+            synced.append(bucket.is_last())
+            return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(
+                lambda done: done.value()[0] / 2)
+        self.register_comm_hook(None, hook)
+    DistributedDataParallel.__init__ = hooked
+write = saving._write
+saving._write = lambda *args: (written.append(1), write(*args))
+for precision in ("no", "bf16"):
+    accelerator = get_accelerator({**config, "mixed_precision": precision})
+    found["kind"] = str(accelerator.distributed_type)
+    found["precision"] = accelerator.mixed_precision
+    found["accumulation"] = accelerator.gradient_accumulation_steps
+    for adapter in (False, True) if precision == "no" else (True,):
+        synced.clear()
+        if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
+            accelerator = get_accelerator({**config, "mixed_precision": precision})
+        losses, model, steps = train(accelerator, batch=2, adapter=adapter, rows=8)
+        name = f"{precision}-{'adapter' if adapter else 'full'}"
+        found[name] = losses
+        found[f"{name}-steps"], found[f"{name}-synced"] = steps, sum(synced)
+        save_sharded(accelerator, model, out / name)
+found["written"] = len(written)
+(out / f"rank{accelerator.process_index}.json").write_text(json.dumps(found))
+gathered = saving._gathered
+def dying(*args, **kwargs):
+    weights = gathered(*args, **kwargs)
+    if accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return weights
+saving._gathered = dying
+try:
+    save_sharded(accelerator, model, out / "bf16-adapter")
+except TrainingError as error:
+    (out / "said.txt").write_text(str(error))
+    os._exit(3)
+"""
+
+
+def two_ranks(tmp_path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both ranks found; rank 1 dies in a last save, of which rank 0 says so."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", TWO_RANKS, str(tmp_path), json.dumps(config)]
+    ranks = [
+        subprocess.Popen(
+            words, cwd=ROOT, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [3, -9], "\n".join(said)
+    return json.loads((tmp_path / "rank0.json").read_text()), json.loads((tmp_path / "rank1.json").read_text())
+
+
+def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
+    first, second = two_ranks(tmp_path, config)
+    assert kind in first["kind"]
+    assert (first["precision"], first["accumulation"]) == ("bf16", 2)
+    assert (first["written"], second["written"]) == (3, 0)
+    for name, tolerance in {"no-full": 1e-5, "no-adapter": 1e-5, "bf16-adapter": 2e-2}.items():
+        precision, _, part = name.partition("-")
+        alone = get_accelerator({"mixed_precision": precision, "gradient_accumulation_steps": 2})
+        losses, model, steps = train(alone, batch=4, adapter=part == "adapter", rows=8)
+        assert first[name] == pytest.approx(second[name], abs=1e-7)
+        assert first[name] == pytest.approx(losses, abs=tolerance), name
+        assert first[f"{name}-steps"] == steps == 2
+        if kind == "MULTI_CPU":
+            assert first[f"{name}-synced"] == second[f"{name}-synced"] == steps  # of 4 passes
+        # a step of Adam moves by the learning rate, either way where bf16 weights (DeepSpeed's) round a gradient's sign
+        check_saved(tmp_path / name, model, 1e-4 if precision == "no" else 5e-2)
+    # rank 1 was killed in the midst of saving over bf16-adapter
+    assert "what was there before is untouched" in (tmp_path / "said.txt").read_text()
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def check_saved(folder: Path, model: Any, tolerance: float) -> None:
+    from peft import PeftModel
+    from transformers import LlamaForCausalLM
+
+    if (folder / "adapter_config.json").exists():
+        opened: Any = PeftModel.from_pretrained(tiny(), folder)
+    else:
+        opened = LlamaForCausalLM.from_pretrained(folder)
+    for name, tensor in opened.state_dict().items():
+        assert torch.allclose(tensor.float(), model.state_dict()[name].float(), atol=tolerance), name
+
+
+def test_two_ranks_train_as_one_and_save_once_or_not_at_all(tmp_path):
+    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "find_unused_parameters": False}, "MULTI_CPU")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp_train_as_one_and_save_once_or_not_at_all(tmp_path):
+    check_two_ranks(tmp_path, {"gradient_accumulation_steps": 2, "fsdp": True}, "FSDP")
+
+
+def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert get_accelerator({}).distributed_type == "NO"
+    assert "accelerate launch was told to use FSDP" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_of_deepspeed_train_as_one_and_save_once_or_not_at_all(stage, tmp_path):
+    file = write(tmp_path / "ds.json", {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+    config = {"backend": "deepspeed", "deepspeed_config": str(file), "gradient_accumulation_steps": 2}
+    check_two_ranks(tmp_path, config, "DEEPSPEED")

@@ -1,0 +1,237 @@
+"""make run-notebook: every rank runs the cells in order, rank 0 prints; what fails is told by cell and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play import notebook
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import Hardware, detect, named
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+TOOLS = Path(sys.executable).parent
+
+
+def book(folder: Path, *cells: str, **changes: Any) -> Path:
+    """A notebook of these code cells."""
+    made = [{"cell_type": "markdown", "metadata": {}, "source": "# text"}]
+    made += [
+        {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": [], "source": text} for text in cells
+    ]
+    path = folder / "work.ipynb"
+    path.write_text(json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 4, **changes}))
+    return path
+
+
+def words_of(cell: notebook.Cell) -> str:
+    import ast
+
+    return ast.unparse(cell.tree)
+
+
+def test_cells_are_read_in_order_with_lines_as_text_or_list(tmp_path):
+    path = book(tmp_path, "a = 1\n", "", "# nothing", "b = (7\n% 4)")
+    data = json.loads(path.read_text())
+    data["cells"][1]["source"] = ["a = 1\n", "a += 1"]
+    path.write_text(json.dumps(data))
+    cells = notebook.read(path)
+    assert [(cell.number, cell.name) for cell in cells] == [(1, "work.ipynb, cell 1"), (4, "work.ipynb, cell 4")]
+    assert [words_of(cell) for cell in cells] == ["a = 1\na += 1", "b = 7 % 4"]
+
+
+def test_magic_that_changes_nothing_is_left_out_and_a_text_of_it_is_kept(tmp_path):
+    path = book(tmp_path, '%matplotlib inline\n%load_ext autoreload\nif True:\n    %autoreload 2\nx = """\n%time\n"""')
+    assert words_of(notebook.read(path)[0]) == "pass\npass\nif True:\n    pass\nx = '\\n%time\\n'"
+    assert words_of(notebook.read(book(tmp_path, "%%time\na = 1"))[0]) == "a = 1"
+
+
+def test_other_magic_is_refused_all_at_once_before_anything_runs(tmp_path):
+    path = book(tmp_path, "!pip install x\na = 1", "%%bash\nls", "a = 1\nfiles = !ls\nprint?")
+    with pytest.raises(ConfigError) as caught:
+        notebook.read(path)
+    for said in ("cell 1, line 1: !pip install x", "cell 2, line 1: %%bash", "cell 3, line 2: files = !ls",
+                 "cell 3, line 3: print?"):  # fmt: skip
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[]", "is no notebook of format 4 (nbformat: None)"),
+        (b'{"nbformat": 3, "worksheets": []}', "nbformat: 3"),
+        (b'{"nbformat": 4, "cells": 5}', "is no notebook of format 4"),
+        (b'{"nbformat": 4, "cells": [], "metadata": {}}', "has no code cell"),
+        (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}], "metadata": null}', "has no code cell"),
+        (b'{"nbformat": 4, "cells": [], "metadata": {"kernelspec": {"language": "R"}}}', "is written in R"),
+        (None, "does not exist"),
+    ],
+)
+def test_what_is_no_notebook_is_one_message_and_exit_2(content, said, tmp_path, command):
+    path = tmp_path / "work.ipynb"
+    if content is not None:
+        path.write_bytes(content)
+    code, printed = command("run-notebook", "--notebook", str(path))
+    assert (code, printed.count("error:")) == (2, 1)
+    assert said in printed
+
+
+def test_a_folder_none_and_what_is_not_python(tmp_path, command):
+    assert command("run-notebook", "--notebook", str(tmp_path))[0] == 2
+    code, printed = command("run-notebook")
+    assert (code, "NOTEBOOK= names no file" in printed) == (2, True)
+    code, printed = command("run-notebook", "--notebook", str(book(tmp_path, "a = 1", "b = 2\nif b\n")))
+    assert code == 1
+    assert 'File "work.ipynb, cell 2", line 2' in printed
+    assert "SyntaxError" in printed
+
+
+def test_ranks_are_the_gpus_or_two(tmp_path):
+    path = book(tmp_path, "a = 1")
+    cpu = Hardware((), "cpu", 8, 2**30, 2**30)
+    made = notebook.launch_of(path, cpu, processes=None)
+    assert " --nproc-per-node 2 --module sft_play run-notebook --notebook " in made.line
+    assert (made.environment["OMP_NUM_THREADS"], made.environment["SFT_PLAY_COMMAND"]) == ("4", "run-notebook")
+    made = notebook.launch_of(path, named("4xH200"), processes=None)
+    assert "--nproc-per-node 4 " in made.line
+    assert "OMP_NUM_THREADS" not in made.environment
+    made = notebook.launch_of(path, named("4xH200"), processes=None, gpus=(1, 3))
+    assert "--nproc-per-node 2 " in made.line
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    with pytest.raises(ConfigError, match=r"NPROC=5: this machine has 4 GPUs"):
+        notebook.launch_of(path, named("4xH200"), processes=5)
+    with pytest.raises(ConfigError, match="this machine has 0 GPUs"):
+        notebook.launch_of(path, cpu, processes=None, gpus=(0, 1))
+
+
+def clean() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=cwd, env={**clean(), **environment}, text=True, timeout=600, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_every_rank_runs_every_cell_and_rank_0_prints_until_one_fails(tmp_path):
+    path = book(
+        tmp_path,
+        "import os, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\nprint('hello from', rank)",
+        "%matplotlib inline\nPath(f'ran{rank}').write_text(__name__)\nrank + 40",
+        "rank + 50;\nwhile not Path(f'ran{1 - rank}').exists():\n    time.sleep(0.05)",
+        "rank + 50;",
+        "def broken(number):\n    return 1 / number\n\nbroken(0)",
+        "Path(f'never{rank}').touch()",
+    )
+    answer = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2")
+    assert re.findall(r"Error (\d+)$", answer.stdout.strip()) == ["1"]
+    assert answer.stdout.count("hello from") == 1
+    assert "hello from 0\n40\n" in answer.stdout
+    assert "50" not in answer.stdout.partition("40\n")[2].partition("Traceback")[0]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["ran0", "ran1", "work.ipynb"]
+    assert (tmp_path / "ran1").read_text() == "__main__"
+    said = answer.stdout.partition("Traceback")[2]
+    assert 'File "work.ipynb, cell 5", line 4, in <module>\n    broken(0)' in said
+    assert 'File "work.ipynb, cell 5", line 2, in broken\n    return 1 / number' in said
+    assert re.search(r"\[run-notebook\] error: rank [01] of 2", said)
+    assert "ended with ZeroDivisionError: division by zero" in said
+    assert "notebook.py" not in said
+
+
+def test_an_error_of_ours_in_a_cell_is_its_message_with_the_cell(tmp_path):
+    path = book(tmp_path, "from sft_play.errors import ConfigError", "a = 1\nraise ConfigError('frob: unknown key')")
+    answer = run(sys.executable, "scripts/run_notebook.py", "--notebook", str(path), "--nproc", "1")
+    assert answer.returncode == 2
+    assert "[run-notebook] error: work.ipynb, cell 2, line 2: frob: unknown key" in answer.stdout
+    assert "Traceback" not in answer.stdout
+
+
+# the examples
+
+
+def test_the_example_notebook_is_valid_and_holds_no_outputs():
+    data = json.loads((EXAMPLES / "train_with_accelerator.ipynb").read_text(encoding="utf-8"))
+    assert (data["nbformat"], data["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in data["cells"]}) == len(data["cells"]) > 5
+    code = [cell for cell in data["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert all(set(cell) == {"cell_type", "id", "metadata", "source"} for cell in data["cells"] if cell not in code)
+    assert len(notebook.read(EXAMPLES / "train_with_accelerator.ipynb")) == len(code)
+
+
+def check_example(answer: subprocess.CompletedProcess[str], folder: Path) -> list[float]:
+    """The losses that it printed."""
+    assert answer.returncode == 0, answer.stdout
+    losses = [float(text) for text in re.findall(r"^step \d+: loss ([\d.]+)$", answer.stdout, re.MULTILINE)]
+    assert len(losses) == 3, answer.stdout  # once, not once per rank
+    assert sorted(item.name for item in folder.parent.iterdir() if item.suffix != ".yaml") == [folder.name]
+    assert (folder / "adapter_model.safetensors").is_file()
+    return losses
+
+
+SCRIPT = "examples/train_with_accelerator.py"
+SHORT = ("--steps", "3", "--batch", "2")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process with the batch of two ranks."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    return check_example(run(sys.executable, SCRIPT, *SHORT[:3], "4", "--save", str(folder)), folder)
+
+
+def test_the_example_runs_under_torchrun(tmp_path):
+    words = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT)
+    check_example(run(*words, *SHORT, "--save", str(tmp_path / "out")), tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_the_example_runs_under_every_launcher(launcher, backend, alone, tmp_path):
+    if detect().gpus:
+        pytest.skip("the ranks would take GPUs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = {
+        "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2"],
+        "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", port],
+        "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", port],
+    }[launcher]
+    program = shutil.which(words[0], path=str(TOOLS))
+    if program is None:
+        pytest.skip(f"{words[0]} is not beside this Python")
+    config = tmp_path / "my.yaml"
+    config.write_text(f"backend: {backend}\n")
+    path = f"{TOOLS}{os.pathsep}{os.environ['PATH']}"
+    answer = run(
+        program, *words[1:], SCRIPT, *SHORT, "--config", str(config), "--save", str(tmp_path / "out"),
+        PATH=path, DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    assert check_example(answer, tmp_path / "out") == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_example_notebook_runs_over_ranks(tmp_path):
+    (tmp_path / "nb").mkdir()
+    path = shutil.copy(EXAMPLES / "train_with_accelerator.ipynb", tmp_path / "nb")
+    answer = run("make", f"VENV={TOOLS.parent}", "run-notebook", f"NOTEBOOK={path}", "NPROC=2")
+    assert answer.returncode == 0, answer.stdout
+    assert answer.stdout.count("2 ranks on cpu") == 1
+    assert answer.stdout.count("batch 4: loss") == 1
+    assert (tmp_path / "outputs" / "with_accelerator_notebook" / "adapter_model.safetensors").is_file()
