@@ -106,7 +106,7 @@ launch-command: setup ## Show the command and variables that start the ranks, an
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
 run-notebook: setup ## Run a notebook of yours over ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
-	@$(PROGRAM) run-notebook
+	@$(SCRIPT)/run_notebook.py
 doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank
 	@$(PROGRAM) doctor
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)

@@ -66,7 +66,7 @@ def read(path: Path) -> list[Cell]:
     if refused:
         raise ConfigError(
             f"NOTEBOOK={one_line(str(path))} holds what only IPython understands, and every rank would run it: "
-            f"{'; '.join(refused)}; take it out, or write it in Python (subprocess.run)"
+            f"{'; '.join(refused)}; take it out, or write it in Python (the module subprocess)"
         )
     if not cells:
         raise ConfigError(f"NOTEBOOK={one_line(str(path))} has no code cell with anything in it")

@@ -35,7 +35,7 @@ SCRIPTS = {
     name: f"scripts/{name.removesuffix('-tb').replace('-', '_')}.py"
     for name in (
         *("train", "train-tb", "resume", "train-distributed", "train-distributed-tb", "train-deepspeed"),
-        *("train-deepspeed-tb", "launch-command", "verify-layouts", "plan"),
+        *("train-deepspeed-tb", "launch-command", "run-notebook", "verify-layouts", "plan"),
     )
 }
 """Targets that launch or train, and what each executes."""

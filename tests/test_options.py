@@ -206,6 +206,8 @@ def trainer(config: RunConfig) -> Facts:
     seen: Facts = {}
 
     class Recorder:
+        is_deepspeed_enabled = False
+
         def __init__(self, **options: Any) -> None:
             seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "group_window")})
             seen["packs"] = options["packs"] and len(options["packs"])
