@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import sft_play
+from sft_play.config.leaves import leaves
 from sft_play.config.load import LoadedConfig, differing_keys, resolved
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError
@@ -567,7 +568,11 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
     new = json.loads(json.dumps(_scrub(resolved(loaded.config, effective_batch=math.prod(batch.values())))))
     if not isinstance(old, dict):
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
-    differing = {key: pair for key, pair in differing_keys(old, new).items() if key not in FREE_TO_CHANGE}
+    differing = {
+        key: pair
+        for key, pair in differing_keys(old, new).items()
+        if key not in FREE_TO_CHANGE and not _came_later(old, key, pair[1])
+    }
     lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]
     manifest = folder.manifest()
     recorded = manifest.get("data")
@@ -586,6 +591,14 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
             f"{folder.path} was made with other settings, so going on would mix two runs:\n{listed}\n"
             "set these back, or start a new run"
         )
+
+
+def _came_later(old: Mapping[str, Any], key: str, now: Any) -> bool:
+    """Whether a setting is one that the version of an old run did not have, and has the value that changes nothing."""
+    *outer, name = key.split(".")
+    for part in outer:
+        old = old.get(part) if isinstance(old.get(part), dict) else {}  # type: ignore[assignment]
+    return name not in old and key in leaves() and now == leaves()[key].default
 
 
 def sha256_of(path: Path) -> str:

@@ -252,6 +252,24 @@ def test_a_damaged_run_says_what_is_damaged(tmp_path, file, content, message):
         runs.check_same_run(folder, job, data={}, batch={})
 
 
+@pytest.mark.parametrize("path", ["train.adam_beta2", "train.weight_decay", "model.max_seq_len", "tuning.lora.r"])
+def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_something(tmp_path, path):
+    folder = make(tmp_path)
+    job = loaded(tmp_path, overrides=("output.name=one",))
+    old = json.loads((folder.path / "resolved.json").read_text())
+    *outer, name = path.split(".")
+    holder = old
+    for part in outer:
+        holder = holder[part]
+    had = holder.pop(name)
+    (folder.path / "resolved.json").write_text(json.dumps(old))
+    runs.check_same_run(folder, job, data={}, batch={})
+    another = had / 2 if had else 0.25
+    word = f"{path}={another if isinstance(had, float) else 2 * had}"
+    with pytest.raises(RunFolderError, match=path):
+        runs.check_same_run(folder, loaded(tmp_path, overrides=("output.name=one", word)), data={}, batch={})
+
+
 def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
     job = loaded(tmp_path, overrides=("output.name=one",))
     folder = runs.new_folder(job.config.output, config_path=job.path)
