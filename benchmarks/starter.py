@@ -12,6 +12,7 @@ already are kept as long as the recipe is the same, so that this can be stopped 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from sft_play.environment import for_another_run, waiting_threads
 from sft_play.facts.hardware import detect
 from sft_play.runs import versions, write_json
@@ -34,9 +37,21 @@ BASE = "import sys; from sft_play.train.starter_base import ensure_base; print(e
 
 
 def recipe() -> str:
-    """Twelve letters that change with what makes the base, the rows and the fine-tuning."""
-    files = ("sft_play/starter/language.py", "sft_play/starter/base.yaml", "sft_play/train/starter_base.py", CONFIG)
-    return hashlib.sha256(b"\0".join((ROOT / name).read_bytes() for name in files)).hexdigest()[:12]
+    """Twelve letters that change with what makes the base, the rows and the fine-tuning, not with words about it."""
+    code = [_without_words(ROOT / name) for name in ("sft_play/starter/language.py", "sft_play/train/starter_base.py")]
+    settings = [yaml.safe_load((ROOT / name).read_text()) for name in ("sft_play/starter/base.yaml", CONFIG)]
+    return hashlib.sha256("\0".join([*code, json.dumps(settings, sort_keys=True)]).encode()).hexdigest()[:12]
+
+
+def _without_words(path: Path) -> str:
+    """A module's code without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [
+                line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+    return ast.dump(tree)
 
 
 def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
