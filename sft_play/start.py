@@ -297,13 +297,14 @@ def _choices_of_accelerate() -> AccelerateConfig | None:
     return choices
 
 
-def _say_choices(choices: AccelerateConfig, plan: Plan) -> None:
-    """Where the plan and the run YAML win over what `accelerate launch` said."""
-    for line in accelerate_config.choice_differences(
+def _say_choices(choices: AccelerateConfig, plan: Plan, *, with_count: bool = False) -> None:
+    """Where the plan and the run YAML win over a file of accelerate, or over what `accelerate launch` said."""
+    for line in accelerate_config.differences(
         choices,
         mixed_precision=_word_of(plan),
         grad_accum=plan.batch.grad_accum,
         has_gpus=bool(plan.hardware.gpus),
+        with_count=with_count,
     ):
         logger.info("%s", line)
 
@@ -503,17 +504,10 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
-    for note in spread.notes:
-        logger.info("%s", note)
-    file = accelerate_config.find_config(os.environ)
-    if file is not None:
-        accelerate, notes = accelerate_config.read_found(file, os.environ)
-        for note in notes:
-            logger.info("%s", note)
-        spread = with_accelerate(spread, accelerate)
+    spread, accelerate = _as_accelerate_says(spread)
     refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
-    _say_idle(hardware, spread, file)
+    _say_idle(hardware, spread, accelerate.path if accelerate else None)
     here_alone = spread.nodes.count == 1
     folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if here_alone else None)
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
@@ -522,14 +516,8 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     if resume and folder is not None and here_alone and not spread.show_only:
         held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
-    if file is not None:
-        for line in accelerate_config.differences(
-            accelerate,
-            mixed_precision=_word_of(plan),
-            grad_accum=plan.batch.grad_accum,
-            has_gpus=bool(hardware.gpus),
-        ):
-            logger.info("%s", line)
+    if accelerate is not None:
+        _say_choices(accelerate, plan, with_count=True)
     from sft_play.data.files import data_paths
 
     _say_plan(plan, loaded.config)
@@ -563,6 +551,17 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
             raise
         _settle(folder, code)
         return code
+
+
+def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None]:
+    """The spread with what an accelerate configuration adds, and that configuration; what nobody typed is logged."""
+    file, accelerate, notes = accelerate_config.find_config(os.environ), None, spread.notes
+    if file is not None:
+        accelerate, found = accelerate_config.read_found(file, os.environ)
+        notes += found
+    for note in notes:
+        logger.info("%s", note)
+    return (with_accelerate(spread, accelerate) if accelerate else spread), accelerate
 
 
 def _say_idle(hardware: Hardware, spread: Spread, file: Path | None) -> None:

@@ -217,7 +217,7 @@ _FUSED = "the loss is computed in chunks already, without whole logits; other fu
 _PLACED = "the plan places the model (make plan, STRATEGY=); GPUs are chosen with GPUS=0,1"
 _CACHED = "tokens are kept in ~/.cache/sft-play/tokens (SFT_PLAY_CACHE moves it) and renewed by themselves: remove it"
 _LAUNCHER = "it is a launcher's: remove it, or give accelerate's file as ACCELERATE_CONFIG="
-_ZERO_FILE = "it stands in DeepSpeed's file: make train-deepspeed DEEPSPEED_CONFIG=FILE"
+_ZERO_FILE = "it belongs in DeepSpeed's file: make train-deepspeed DEEPSPEED_CONFIG=FILE"
 _FSDP = "make train-distributed STRATEGY=fsdp (FSDP2)"
 _NO_MESH = "a mesh (model.mesh_shape) is not built by this version: make train-distributed takes the plan's layout"
 _FSDP_OPTIONS = "FSDP2 is set up by the plan; STRATEGY=fsdp (or fsdp_hybrid) takes no options: remove it"

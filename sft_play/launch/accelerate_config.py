@@ -592,31 +592,15 @@ def differences(
     grad_accum: int | None = None,
     max_grad_norm: float | None = None,
     has_gpus: bool = True,
+    with_count: bool = True,
 ) -> list[str]:
-    """Lines to say aloud: how the file's process count is meant, and where the run YAML or the machine wins over it.
+    """Lines for the log: how the file's process count is meant, and where the run YAML or the machine wins over it.
 
-    `mixed_precision` is the run's (`no`, `fp16`, `bf16`); None compares nothing.
+    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for what `accelerate launch` told a
+    rank, which says nothing of the count.
     """
-    lines = _count_lines(accelerate, accelerate.path.name)
-    return lines + choice_differences(
-        accelerate,
-        mixed_precision=mixed_precision,
-        grad_accum=grad_accum,
-        max_grad_norm=max_grad_norm,
-        has_gpus=has_gpus,
-    )
-
-
-def choice_differences(
-    accelerate: AccelerateConfig,
-    *,
-    mixed_precision: str,
-    grad_accum: int | None = None,
-    max_grad_norm: float | None = None,
-    has_gpus: bool = True,
-) -> list[str]:
-    """The same without the process count: what a rank of `accelerate launch` can say."""
-    name, lines = accelerate.path.name, []
+    name = accelerate.path.name
+    lines = _count_lines(accelerate, name) if with_count else []
     theirs = accelerate.mixed_precision
     if theirs is not None and theirs != mixed_precision:
         lines.append(f"{name} says mixed_precision: {theirs}, the run YAML means {mixed_precision}: the run YAML wins")
