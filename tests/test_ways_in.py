@@ -123,6 +123,11 @@ def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, 
             cli.read_request([command, "--config", "x.yaml"], environment)
 
 
+def test_a_typed_mistake_is_told_without_words_on_the_environment():
+    with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is no layout.*zero3_offload$"):
+        spread_of({"STRATEGY": "zeero2"})
+
+
 def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
     exported_ones = {
         "PET_NNODES": "2",

@@ -53,7 +53,9 @@ def spread_of(
     try:
         return _spread_of(values, deepspeed=deepspeed, board=board, notes=notes)
     except ConfigError as error:
-        raise ConfigError(f"{error} ({'; '.join(notes)})") from None if notes else error
+        if not notes:
+            raise
+        raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
 def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> Spread:
