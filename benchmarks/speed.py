@@ -1,7 +1,7 @@
 """The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
 
     make benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
-    make benchmark-speed                                    # how runs scale with GPUs alone: benchmarks/scaling.py
+    make benchmark-speed       # without them: how runs scale (benchmarks/scaling.py), very long rows (long_rows.py)
 
 Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
 Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_rows import long_rows
 from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
@@ -98,13 +99,19 @@ def main() -> int:
         sys.stdout.write(f"{name:90s} {found['published']:.2f}x published, {found['predicted']:.2f}x predicted\n")
     off = sorted(abs(found["ratio"] - 1) for found in scaled.values())
     sys.stdout.write(f"scaling, {len(off)} points: median error {statistics.median(off):.1%}, largest {off[-1]:.1%}\n")
+    shared = long_rows()
+    for name, found in shared.items():
+        published, predicted_s = found["published_s"], found["predicted_s"]
+        sys.stdout.write(f"{name:90s} {published:.0f} s published, {predicted_s:.0f} s predicted\n")
     if os.environ.get("OUT"):
         report = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": detect().as_json(),
             "versions": versions(),
         }
-        write_json(Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios, "scaling": scaled})
+        write_json(
+            Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios, "scaling": scaled, "long_rows": shared}
+        )
     return 0
 
 

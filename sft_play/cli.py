@@ -34,7 +34,8 @@ from sft_play.launch.spread import DEFAULT_PORT, NODE_VARIABLES, Spread, spread_
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.log import escape_control, one_line, output_is_lost, redact, set_up_logging
 from sft_play.plan import record, show
-from sft_play.plan.layout import BUILT, LAYOUT_NAMES, LayoutName
+from sft_play.plan.layout import LAYOUT_NAMES, LayoutName
+from sft_play.plan.mesh import mesh_of
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
@@ -425,7 +426,7 @@ def _plan(request: Request) -> int:
     cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
         answer["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
-    only = (strategy,) if strategy else BUILT
+    only = (strategy,) if strategy else LAYOUT_NAMES
     largest = _largest(request.max, loaded.config, hardware, only) if request.max else None
     if largest is not None:
         answer["max"] = dataclasses.asdict(largest)
@@ -559,7 +560,9 @@ def _doctor(request: Request) -> int:
         config = load_config(request.config, overrides=request.overrides).config
         strategy = spread.strategy or ("zero2" if spread.deepspeed else None)
         refuse_strategy(config, machine, strategy)
-        only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or machine.ranks == 1)
+        only = (
+            (strategy,) if strategy else tuple(name for name in LAYOUT_NAMES if name != "single" or machine.ranks == 1)
+        )
         return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_ways_out=False))
 
     report = examine(planner, spread)
@@ -698,7 +701,8 @@ def _train(request: Request) -> int:
 
         return start_rank(loaded, ranks, request.spread, find=find)
     _refuse_spread(request)
-    if request.spread.nodes.count > 1 or _accelerate_names_machines():
+    mesh = mesh_of(loaded.config.model.mesh_shape)
+    if request.spread.nodes.count > 1 or (mesh and mesh.ranks > 1) or _accelerate_names_machines():
         return launch(loaded, request.spread)
     folder = runs.new_folder(output, config_path=loaded.path)
     resume = runs.goes_on(folder, output)

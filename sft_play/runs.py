@@ -77,6 +77,7 @@ FREE_TO_CHANGE = frozenset(
         "tuning.backend_fallback",
         "distributed.timeout_s",
         "distributed.shard_ranks",
+        "model.mesh_shape",
     }
 )
 """Keys that may differ when a run is resumed: they change no number of the training."""

@@ -42,7 +42,8 @@ from sft_play.log import one_line, start_log_buffer
 from sft_play.plan import record, show
 from sft_play.plan.batching import divisors, effective_batch
 from sft_play.plan.candidates import Candidate
-from sft_play.plan.layout import BUILT, DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
+from sft_play.plan.layout import DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
+from sft_play.plan.mesh import mesh_of, mesh_words
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.runs import Lock, RunFolder
@@ -159,7 +160,7 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     whole = detect()
     hardware = _one_gpu(whole)
     stopped = stopped_run(folder) if resume else None
-    planned = _as_stopped(loaded.config, stopped, hardware.ranks)
+    planned = _as_stopped(loaded.config, stopped, 1)
     _refuse_going_on(folder, stopped, "single", 1)
     plan = plan_for(planned, hardware, only=("single",), trace=planned.plan.trace and bool(hardware.gpus))
     _say_what_all_would_do(planned, whole, plan)
@@ -405,7 +406,7 @@ def plan_ranks(
     stopped = stopped_run(going_on) if going_on else None
     config, strategy, deepspeed = loaded.config, spread.strategy, spread.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
-        strategy = stopped.layout if stopped.ranks == hardware.ranks or stopped.layout in DEEPSPEED else None
+        strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
     if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
         deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
     raw = None
@@ -418,9 +419,9 @@ def plan_ranks(
         train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
         _say_deepspeed(taken)
         config = config.model_copy(update={"train": train})
-    config = _as_stopped(config, stopped, hardware.ranks)
+    config = _as_stopped(config, stopped, _batches(config, stopped, hardware))
     refuse_strategy(config, hardware, strategy)
-    only = (strategy,) if strategy else tuple(name for name in BUILT if name != "single" or hardware.ranks == 1)
+    only = (strategy,) if strategy else tuple(name for name in LAYOUT_NAMES if name != "single" or hardware.ranks == 1)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
     keeps = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
@@ -431,6 +432,15 @@ def plan_ranks(
         return plan, None
     raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
     return plan, _resolved_deepspeed(plan, config, raw, name)
+
+
+def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
+    """Data-parallel ranks of a run that is resumed: those of its mesh, those that it had under as many processes, or
+    all."""
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is not None:
+        return mesh.batches
+    return stopped.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
 
 
 def _read_deepspeed(wish: DeepspeedWish, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
@@ -474,10 +484,12 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     if strategy is None:
         return
     possible, refused = layouts_for(config, shape_for(config), hardware, named=strategy)
-    names = [layout.name for layout in possible if layout.name in BUILT]
+    names = list(dict.fromkeys(layout.name for layout in possible))
     if strategy in names:
         return
     because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
+    if config.model.mesh_shape is not None:
+        because = f"model.mesh_shape={mesh_words(config.model.mesh_shape)} is another layout"
     raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")
 
 
@@ -486,7 +498,7 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
     stopped = stopped_run(folder)
     is_asked = bool(spread.processes or spread.gpus or spread.nodes.count > 1)
     if not is_asked:
-        gpus, ranks = len(detect().gpus), stopped.ranks if stopped else 1
+        gpus, ranks = len(detect().gpus), stopped.processes if stopped else 1
         spread = dataclasses.replace(spread, processes=min(ranks, gpus) if gpus else ranks)
     is_single = spread.processes == 1 and spread.nodes.count == 1 and not spread.deepspeed
     if is_single and spread.strategy in (None, "single"):
@@ -505,6 +517,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread)
+    spread = _as_the_mesh_says(spread, loaded.config)
     refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
     _say_idle(hardware, spread, accelerate.path if accelerate else None)
@@ -562,6 +575,24 @@ def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None
     for note in notes:
         logger.info("%s", note)
     return (with_accelerate(spread, accelerate) if accelerate else spread), accelerate
+
+
+def _as_the_mesh_says(spread: Spread, config: RunConfig) -> Spread:
+    """The spread with as many processes as a mesh has, where nobody gave a number.
+
+    Raises:
+        ConfigError: they do not divide over the nodes, or there are fewer GPUs than the mesh has processes.
+    """
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is None or spread.processes or spread.gpus:
+        return spread
+    where, nodes = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}", spread.nodes.count
+    if mesh.ranks % nodes:
+        raise ConfigError(f"{where} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
+    here, there = mesh.ranks // nodes, len(detect().gpus)
+    if there and here > there:
+        raise HardwareError(f"{where} wants {here} processes on each node, and there are {there} GPUs: one each")
+    return dataclasses.replace(spread, processes=here)
 
 
 def _say_idle(hardware: Hardware, spread: Spread, file: Path | None) -> None:
@@ -773,22 +804,26 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     None where neither says.
     """
     manifest = folder.manifest()
-    batch, layout = manifest.get("batch"), manifest.get("layout", "single")
+    batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
         batch = _planned_batch(folder)
-        layout = batch.get("layout")
+        layout, processes = batch.get("layout"), batch.get("processes", 0)
     numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
     micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
     if min(micro, accum, ranks) < 1:
         return None
-    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks)
+    processes = processes if isinstance(processes, int) else 0
+    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes)
 
 
 def _planned_batch(folder: RunFolder) -> dict[str, Any]:
     """Batch and layout of the plan in a run folder; empty where it cannot be read."""
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-        names = {"ranks": "data_parallel_ranks", "micro_batch": "micro_batch", "grad_accum": "grad_accum"}
+        names = {
+            "ranks": "data_parallel_ranks", "micro_batch": "micro_batch", "grad_accum": "grad_accum",
+            "processes": "ranks",
+        }  # fmt: skip
         return {name: plan[key] for name, key in names.items()} | {"layout": plan["layout"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -843,6 +878,6 @@ def _refuse_going_on(folder: RunFolder, stopped: Stopped | None, layout: LayoutN
     if last_complete(folder.checkpoints) is None:
         return  # it starts again from the first step
     raise RunFolderError(
-        f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.ranks} STRATEGY={stopped.layout}, "
+        f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.processes} STRATEGY={stopped.layout}, "
         f"or write out what it has learned so far: make consolidate RUN={folder.path}"
     )

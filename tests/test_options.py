@@ -479,7 +479,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "model.dtype", "bfloat16", "precision.load", "bfloat16", ["train.bf16=false"]),
     one(blueprint, "model.attn_implementation", "eager", "attention", "eager"),
     one(blueprint, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
-    # neither a mesh of several processes nor FlashAttention on a CPU can be had: what they must do is to say so
+    # neither a mesh of four processes on one GPU nor FlashAttention on a CPU can be had: they have to say so
     one(blueprint, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),

@@ -15,7 +15,7 @@ from sft_play.plan import record
 from sft_play.plan.batching import divisors, splits
 from sft_play.plan.largest import largest_that_fits
 from sft_play.plan.layout import LAYOUT_NAMES, Layout
-from sft_play.plan.plan import Traced, Work, check_mesh, make_plan, require_fit
+from sft_play.plan.plan import Traced, Work, make_plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.show import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
 from sft_play.plan.whatif import grid, largest
@@ -444,17 +444,6 @@ def test_rows_longer_than_the_models_positions_are_planned_at_its_positions():
     plan = make_plan(run, shape_of(run.model.name), named("H200"))
     assert plan.max_seq_len == 32_768
     assert any("the model has 32768 positions" in reason for reason in plan.reasons)
-
-
-@pytest.mark.parametrize("mesh", ["1", "[1, 1]", "[[1, 1], [fsdp, tp]]", "null"])
-def test_a_mesh_of_one_process_is_one_process(mesh):
-    check_mesh(config_from_text(f"model: {{name: x, mesh_shape: {mesh}}}", name="x"))
-
-
-@pytest.mark.parametrize("mesh", ["4", "[2, 4]", "[[4, 1], [fsdp, tp]]", "0"])
-def test_other_meshes_are_refused_naming_the_layouts_there_are(mesh):
-    with pytest.raises(ConfigError, match="this version builds no mesh of one's own"):
-        check_mesh(config_from_text(f"model: {{name: x, mesh_shape: {mesh}}}", name="x"))
 
 
 def test_the_plans_json_has_the_fields_that_scripts_read(command, monkeypatch, tmp_path):

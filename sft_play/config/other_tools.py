@@ -205,6 +205,17 @@ def _deepspeed(value: Any) -> Answer | None:
     return say("make train-deepspeed DEEPSPEED_CONFIG={value}") if value.endswith((".json", ".yaml", ".yml")) else None
 
 
+def _axis(name: str) -> Reading:
+    """Reads the size of an axis of a mesh; with one group of it, or several, which FSDP2 shards over."""
+
+    def read(value: Any) -> Answer | None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+            return None
+        return to("model.mesh_shape", [[1, value], ["fsdp", name]], "with several such groups, their number for the 1")
+
+    return read
+
+
 # --- answers that several keys share ----------------------------------------------------------------------------------
 _PREFERENCE = "preference tuning is not done here (task_mode: sft, cpt or cpt_mixed): use TRL's trainers for it"
 _OWN_CODE = "the model's own config.json and tokenizer say so: remove it"
@@ -219,7 +230,7 @@ _CACHED = "tokens are kept in ~/.cache/sft-play/tokens (SFT_PLAY_CACHE moves it)
 _LAUNCHER = "it is a launcher's: remove it, or give accelerate's file as ACCELERATE_CONFIG="
 _ZERO_FILE = "it belongs in DeepSpeed's file: make train-deepspeed DEEPSPEED_CONFIG=FILE"
 _FSDP = "make train-distributed STRATEGY=fsdp (FSDP2)"
-_NO_MESH = "a mesh (model.mesh_shape) is not built by this version: make train-distributed takes the plan's layout"
+_MESH = "model.mesh_shape: [[GROUPS, RANKS], [fsdp, {axis}]]; null lets the plan choose"
 _FSDP_OPTIONS = "FSDP2 is set up by the plan; STRATEGY=fsdp (or fsdp_hybrid) takes no options: remove it"
 _EVERY_GRADIENT = "every trained parameter is used in every step, so that it is not needed: remove it"
 _SYNCED = "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
@@ -721,10 +732,14 @@ _DISTRIBUTED: tuple[tuple[str, Known], ...] = (
     ("dp_replicate_size data_parallel_replicate_degree", Known(
         words="STRATEGY=ddp copies the model, fsdp_hybrid shards within distributed.shard_ranks")),
     ("tensor_parallel_size tp_size tensor_model_parallel_size tensor_parallel tensor_parallel_degree",
-     Known(words=_NO_MESH, switch=True, values={"1": say("1 is what there is without it: remove it")})),
-    ("context_parallel_size cp_size sequence_parallel_degree sequence_parallel_size sequence_parallel ring_attn_func "
-     "heads_k_stride ulysses_size context_parallel_degree", lacks("splitting a sequence over GPUs is",
-                                                                  "a shorter model.max_seq_len, or STRATEGY=zero3")),
+     Known(read=_axis("tp"), words=_MESH.format(axis="tp"), switch=True,
+           values={"1": say("1 is what there is without it: remove it")})),
+    ("context_parallel_size cp_size sequence_parallel_degree sequence_parallel_size sequence_parallel ulysses_size "
+     "context_parallel_degree",
+     Known(read=_axis("cp"), words=_MESH.format(axis="cp"), switch=True,
+           values={"1": say("1 is what there is without it: remove it")})),
+    ("ring_attn_func heads_k_stride cp_backend sp_backend", says(
+        "ranks that share a row exchange heads for tokens (Ulysses), which has no options: remove it")),
     ("pipeline_parallel_size pipeline_model_parallel_size expert_parallel_size expert_model_parallel_size "
      "pp_size ep_size",
      lacks("this kind of parallelism is", "make train-distributed chooses a layout")),

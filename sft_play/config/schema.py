@@ -62,7 +62,8 @@ class ModelConfig(Section):
     """Attention code; auto takes sdpa where the model has it."""
 
     mesh_shape: int | tuple[int, ...] | tuple[tuple[int, ...], tuple[str, ...]] | None = leaf(None, owner="plan.plan")
-    """Device mesh, such as `[2, 4]` or `[[2, 4], [fsdp, tp]]`; null lets the plan choose."""
+    """Device mesh, such as `[[2, 4], [fsdp, tp]]`: fsdp shards, tp divides tensors, cp rows, dp copies; its product is
+    the number of processes. null lets the plan choose."""
 
     trust_remote_code: bool = leaf(False, owner="train.model")
     """Run Python code that the model's folder brings along."""
@@ -340,9 +341,12 @@ class TrainConfig(Section):
     fp16: bool = leaf(False, owner="plan.precision")
     """Compute in float16 with loss scaling."""
 
-    gradient_checkpointing: Literal["auto"] | bool | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.candidates")
+    gradient_checkpointing: Literal["auto", "offload"] | bool | Annotated[int, Field(ge=1)] = leaf(
+        "auto", owner="plan.candidates"
+    )
     """Recompute activations in the backward pass: less memory, about a third more time. A number does it for the
-    first so many layers; auto takes what the plan finds fastest among what fits."""
+    first so many layers; offload does it for all and keeps what they need for it in RAM, which very long rows need;
+    auto takes what the plan finds fastest among what fits, without offload."""
 
     logging_steps: int = leaf(1, owner="train.trainer", ge=1)
     """Steps between two lines of metrics."""

@@ -161,6 +161,41 @@ _DEEPSEEK = replace(
     ),
 )
 
+TENSOR_PARALLEL = frozenset(
+    [
+        "arcee",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "internlm3",
+        "jais2",
+        "llama",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "phi",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    ]
+)
+"""Model types whose blocks transformers' tensor-parallel plan divides whole, by heads and MLP columns
+(`base_model_tp_plan` of configuration_*.py); a test divides one of each and compares its gradients."""
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
     "internlm3": _LLAMA,

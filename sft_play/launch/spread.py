@@ -11,7 +11,7 @@ from sft_play.errors import ConfigError
 from sft_play.launch.accelerate_config import AccelerateConfig, is_address
 from sft_play.launch.command import Nodes
 from sft_play.log import one_line
-from sft_play.plan.layout import BUILT, LayoutName
+from sft_play.plan.layout import LAYOUT_NAMES, LayoutName
 
 VARIABLES = ("STRATEGY", "NPROC", "GPUS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "DEEPSPEED_CONFIG")
 """What make passes; each is a flag of the program too."""
@@ -112,7 +112,7 @@ def with_accelerate(spread: Spread, accelerate: AccelerateConfig) -> Spread:
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     wish = spread.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
-    layout = accelerate.layout if accelerate.layout in BUILT else None
+    layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES else None
     return replace(
         spread,
         strategy=spread.strategy or layout,
@@ -135,12 +135,12 @@ def _number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
 def _strategy(text: str | None) -> LayoutName | None:
     if not text:
         return None
-    for name in BUILT:
+    for name in LAYOUT_NAMES:
         if text.strip().lower() == name:
             return name
-    near = difflib.get_close_matches(text.lower(), BUILT, n=1)
+    near = difflib.get_close_matches(text.lower(), LAYOUT_NAMES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"STRATEGY={one_line(text)} is no layout; {hint}there are: {', '.join(BUILT)}")
+    raise ConfigError(f"STRATEGY={one_line(text)} is no layout; {hint}there are: {', '.join(LAYOUT_NAMES)}")
 
 
 def _gpus(text: str | None) -> tuple[int, ...]:

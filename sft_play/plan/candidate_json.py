@@ -34,6 +34,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "data_parallel_ranks": candidate.layout.data_parallel,
         "shard_ranks": candidate.layout.shard,
         "tensor_parallel_ranks": candidate.layout.tensor_parallel,
+        "context_parallel_ranks": candidate.layout.context_parallel,
         "keeps_params": candidate.layout.keeps_params,
         "micro_batch": batch.micro_batch,
         "grad_accum": batch.grad_accum,
@@ -68,6 +69,7 @@ def candidate_from_json(data: Mapping[str, Any]) -> Candidate:
         data["data_parallel_ranks"],
         data["shard_ranks"],
         data["tensor_parallel_ranks"],
+        data.get("context_parallel_ranks", 1),
         data["keeps_params"],
     )
     peak, step = data["peak_bytes"], dict(data["step"])

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.batching import BatchPlan, splits
-from sft_play.plan.layout import BUILT, SIMPLICITY, Layout
+from sft_play.plan.layout import SIMPLICITY, Layout
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
 from sft_play.plan.record import Correction, Raw
@@ -75,7 +76,12 @@ class Candidate:
     @property
     def hangs_on_ram(self) -> bool:
         """Whether it fits only if the host has RAM that nobody said it has."""
-        return self.layout.offloads_states and self.room.host is None
+        return self.offloads and self.room.host is None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything of a step is kept in RAM."""
+        return self.layout.offloads_states or self.step.offloads
 
     @property
     def overload(self) -> float:
@@ -96,8 +102,8 @@ class Candidate:
 
     @property
     def ram_words(self) -> str:
-        """The RAM that an offload layout needs, as the end of a sentence; empty for the others."""
-        if not self.layout.offloads_states:
+        """The RAM that a step with offload needs, as the end of a sentence; empty for the others."""
+        if not self.offloads:
             return ""
         if self.room.host is None:
             return f", if each node has {_gib(self.host_required)} GiB of RAM (not given; ram=512GiB says it)"
@@ -118,6 +124,8 @@ class Candidate:
         """`checkpointing on`, `off`, or how many layers."""
         if self.checkpointing == "selective":
             return f"checkpointing in {self.checkpointed} of {self.layers} layers"
+        if self.step.offloads:
+            return "checkpointing with offload"
         return f"checkpointing {'on' if self.checkpointing else 'off'}"
 
     @property
@@ -153,10 +161,25 @@ class Job:
 def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """Every candidate of the layouts, with its memory and speed; larger micro-batches end where they do not fit.
 
+    Layouts whose data-parallel ranks do not divide the batch are left out.
+
     Raises:
-        ConfigError: the batch that was given does not divide over the ranks.
+        ConfigError: the batch that was given does not divide over the ranks of any.
     """
-    return [candidate for layout in layouts for candidate in _of_layout(job, layout)]
+    return _of_those_that_divide(layouts, lambda layout: list(_of_layout(job, layout)))
+
+
+def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Sequence[Candidate]]) -> list[Candidate]:
+    found: list[Candidate] = []
+    refusals: list[ConfigError] = []
+    for layout in layouts:
+        try:
+            found += look(layout)
+        except ConfigError as error:
+            refusals.append(error)
+    if not found and refusals:
+        raise refusals[0]
+    return found
 
 
 def _of_layout(job: Job, layout: Layout) -> Iterator[Candidate]:
@@ -174,24 +197,26 @@ def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     config allows, and the next one where it is a single pass, which keeps no gradients between passes.
 
     Raises:
-        ConfigError: the batch that was given does not divide over the ranks.
+        ConfigError: the batch that was given does not divide over the ranks of any layout.
     """
-    layers, wish = job.shape.num_layers, job.config.train.gradient_checkpointing
-    count = layers if wish in ("auto", True) else 0 if wish is False else min(int(wish), layers)
-    found: list[Candidate] = []
-    for layout in layouts:
+    layers = job.shape.num_layers
+    given = wished_layers(job.config, layers)
+    count = layers if given is None else given
+
+    def look(layout: Layout) -> list[Candidate]:
         batches = splits(job.config.train, ranks=layout.data_parallel)
         single_pass = [batch for batch in batches[1:2] if batch.grad_accum == 1]
-        found += [candidate_of(job, layout, batch, count) for batch in (*batches[:1], *single_pass)]
-    return found
+        return [candidate_of(job, layout, batch, count) for batch in (*batches[:1], *single_pass)]
+
+    return _of_those_that_divide(layouts, look)
 
 
 def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
     """Checkpointing on and off, or as given; some layers only where all of them would not be needed."""
-    layers, wish = job.shape.num_layers, job.config.train.gradient_checkpointing
-    if wish != "auto":
-        count = layers if wish is True else 0 if wish is False else min(wish, layers)
-        yield candidate_of(job, layout, batch, count)
+    layers = job.shape.num_layers
+    given = wished_layers(job.config, layers)
+    if given is not None:
+        yield candidate_of(job, layout, batch, given)
         return
     off, on = candidate_of(job, layout, batch, 0), candidate_of(job, layout, batch, layers)
     yield off
@@ -202,15 +227,26 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
                 yield candidate_of(job, layout, batch, layers * quarter // 4)
 
 
+def wished_layers(config: RunConfig, layers: int) -> int | None:
+    """How many of a model's layers are to be recomputed; None where that is left to the plan."""
+    wish = config.train.gradient_checkpointing
+    if wish == "auto":
+        return None
+    if isinstance(wish, bool):
+        return layers if wish else 0
+    return layers if wish == "offload" else min(wish, layers)
+
+
 def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any = "chunked") -> Candidate:
     """One candidate with its predictions."""
-    padded = job.config.task_mode != "cpt" and (batch.micro_batch > 1 or job.packed)
+    padded = job.config.task_mode != "cpt" and (batch.micro_batch > 1 or job.packed) and layout.context_parallel == 1
     step = Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
         seq_len=job.seq_len,
         layout=layout,
         checkpointed_layers=checkpointed,
+        offloads=job.config.train.gradient_checkpointing == "offload" and bool(job.hardware.gpus),
         loss=loss,
         attention=job.attention,
         padded=padded,
@@ -255,25 +291,19 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate to take among those that fit and can be launched, or None.
+    """The candidate to take among those that fit, or None.
 
     Offload is taken only where nothing else fits: its speed hangs on the host, of which little is known here.
     """
-    candidates = launchable(candidates)
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
     equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
     return min(equal, key=_preference, default=None)
 
 
-def launchable(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Those in a layout that this version launches; all of them where there is no such one, as for a lone layout."""
-    return [one for one in candidates if one.layout.name in BUILT] or candidates
-
-
 def fastest(candidates: Sequence[Candidate]) -> float:
-    """Tokens per second of the fastest candidate that fits and can be launched; 0 where none does."""
-    return max((one.speed.tokens_per_s for one in launchable(candidates) if one.fits), default=0.0)
+    """Tokens per second of the fastest candidate that fits; 0 where none does."""
+    return max((one.speed.tokens_per_s for one in candidates if one.fits), default=0.0)
 
 
 def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
@@ -284,7 +314,7 @@ def _preference(candidate: Candidate) -> tuple[int, bool, int, int]:
 
 def least(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that is nearest to fitting, for a plan in which nothing fits."""
-    return min(launchable(candidates), key=lambda candidate: (candidate.overload, candidate.memory.required))
+    return min(candidates, key=lambda candidate: (candidate.overload, candidate.memory.required))
 
 
 def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
@@ -334,9 +364,6 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
 
 
 def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
-    if candidate.layout.name not in BUILT:
-        fits = f"{_of(candidate.memory.required, candidate.room.device)}, predicted {speed_words(ratio)}"
-        return f"this version does not launch {candidate.layout.name}: {fits}"
     if candidate.layout.offloads_states and not chosen.layout.offloads_states:
         needed = f"; it needs {_gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_fits_at(job, chosen)}{needed}"

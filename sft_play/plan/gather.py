@@ -31,9 +31,12 @@ class Units:
     tail: int
 
 
-def units(shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets) -> Units:
-    """The units of a model; `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included."""
-    blocks = tuple(_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) for kind in shape.layers)
+def units(shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets, parts: int = 1) -> Units:
+    """The units of a model; `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included.
+
+    Of blocks that `parts` tensor-parallel ranks hold a part of each, that part is gathered.
+    """
+    blocks = tuple(_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) // parts for kind in shape.layers)
     table = width * shape.vocab_size * (shape.embedding_width or shape.hidden_size)
     return Units(blocks, 0 if shape.tied else table, table)
 

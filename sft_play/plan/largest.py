@@ -13,8 +13,8 @@ from sft_play.facts.architecture import ModelShape, shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.plan.batching import BatchPlan, effective_batch
-from sft_play.plan.candidates import Candidate, Job, candidate_of, least
-from sft_play.plan.layout import BUILT, Layout, LayoutName, layouts_for
+from sft_play.plan.candidates import Candidate, Job, candidate_of, least, wished_layers
+from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, layouts_for, with_context_parallel
 from sft_play.plan.plan import check_targets, job_of
 from sft_play.plan.record import Measured
 from sft_play.plan.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
@@ -28,11 +28,11 @@ def largest_that_fits(
     shape: ModelShape,
     hardware: Hardware,
     *,
-    only: Sequence[LayoutName] = BUILT,
+    only: Sequence[LayoutName] = LAYOUT_NAMES,
     has_eval: bool = True,
     earlier: Sequence[Measured] = (),
 ) -> Largest:
-    """The largest that fits in any layout of `only`, those that can be launched, with the most thrifty settings that
+    """The largest that fits in any layout of `only` with the most thrifty settings that
     the config leaves open: checkpointing of every layer and one row a pass, unless it says otherwise. `earlier`: runs
     measured on this machine.
 
@@ -63,6 +63,8 @@ def _layouts(
     config: RunConfig, shape: ModelShape, hardware: Hardware, only: Sequence[LayoutName]
 ) -> tuple[Layout, ...]:
     possible, _ = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
+    if config.model.mesh_shape is None:
+        possible += with_context_parallel(config, shape, hardware)
     return tuple(layout for layout in possible if layout.name in only)
 
 
@@ -73,8 +75,8 @@ def _micro(config: RunConfig) -> int:
 
 def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
     """The simplest layout that fits, those that offload last; where none does, the one that is nearest to it."""
-    wish, layers = job.config.train.gradient_checkpointing, job.shape.num_layers
-    count = layers if wish in ("auto", True) else 0 if wish is False else min(int(wish), layers)
+    given = wished_layers(job.config, job.shape.num_layers)
+    count = job.shape.num_layers if given is None else given
     asked = Job(**{**vars(job), "seq_len": length})
     found = []
     for layout in layouts:

@@ -8,53 +8,58 @@ from typing import Literal, get_args
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
+from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware
+from sft_play.plan.mesh import Mesh, mesh_of, mesh_words
+from sft_play.plan.precision import choose_precision
 
 LayoutName = Literal[
-    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "tp", "fsdp_tp"
-]
+    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "tp",
+    "fsdp_tp", "fsdp_cp",
+]  # fmt: skip
 
 
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 SIMPLICITY: tuple[LayoutName, ...] = (
-    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "tp", "fsdp_tp", "zero2_offload",
-    "zero3_offload",
+    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "tp", "fsdp_tp", "fsdp_cp",
+    "zero2_offload", "zero3_offload",
 )  # fmt: skip
 """The order in which layouts that are equally fast are preferred: fewer moving parts first."""
-BUILT: tuple[LayoutName, ...] = (
-    "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload",
-)  # fmt: skip
-"""The layouts that this version can launch."""
 ONE_RANK: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """Those whose engine can be run with one rank."""
+PARTS = (2, 4, 8)
+"""Ranks of a tensor- or context-parallel group that the plan weighs by itself."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 """Those that DeepSpeed runs."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to spread a run: `data_parallel` x `tensor_parallel` ranks, parameters divided by `shard`.
+    """One way to spread a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks.
 
-    `shard` is the number of ranks that a sharded layout divides its states over (`fsdp_hybrid`: those of one node, or
-    `distributed.shard_ranks`).
+    `data_parallel` ranks see rows of their own. `shard` is the number of ranks that a sharded layout divides its states
+    over (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); of a tensor-parallel one, what is left to a
+    rank by `tensor_parallel` is divided.
     """
 
     name: LayoutName
     data_parallel: int = 1
     shard: int = 1
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    """Ranks that share the tokens of a row."""
     keeps_params: bool = False
     """`zero3_offload` with weights on the GPUs and the optimizer states alone in RAM, as a DeepSpeed file may say."""
 
     @property
     def ranks(self) -> int:
         """Processes, one per GPU."""
-        return self.data_parallel * self.tensor_parallel
+        return self.data_parallel * self.tensor_parallel * self.context_parallel
 
     @property
     def shards_params(self) -> bool:
         """Whether a rank holds only its part of the weights between steps (FSDP2, ZeRO-3)."""
-        return self.name in ("fsdp", "fsdp_hybrid", "fsdp_tp", "zero3", "zero3_offload")
+        return self.is_fsdp or self.name in ("zero3", "zero3_offload")
 
     @property
     def shards_grads(self) -> bool:
@@ -73,8 +78,8 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 (`fully_shard`) runs it."""
-        return self.name.startswith("fsdp")
+        """Whether FSDP2 (`fully_shard`) runs it: `tp` too, with one shard, for its fp32 copies of what trains."""
+        return self.name.startswith("fsdp") or self.name == "tp"
 
     @property
     def offloads_states(self) -> bool:
@@ -92,12 +97,19 @@ SINGLE = Layout("single")
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a run was spread when it was stopped: its layout, and micro-batch x accumulation x data-parallel ranks."""
+    """How a run was spread when it was stopped: its layout, and micro-batch x accumulation x data-parallel ranks.
+
+    `processes` are all of its ranks, those that share rows with others too.
+    """
 
     layout: LayoutName
     micro_batch: int
     grad_accum: int
     ranks: int
+    processes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processes", self.processes or self.ranks)
 
     @property
     def effective_batch(self) -> int:
@@ -110,13 +122,13 @@ class Stopped:
         One process, DDP and FSDP write the same whole files. DeepSpeed writes each rank's part of its own layout, and
         its ZeRO optimizers read only as many parts as there are ranks.
         """
-        if self.layout == layout and self.ranks == ranks:
+        if self.layout == layout and self.processes == ranks:
             return None
         kept = [name for name in (self.layout, layout) if name in DEEPSPEED]
         if not kept:
             return None
         return (
-            f"it was stopped under {self.layout} over {self.ranks} rank(s), and now is {layout} over {ranks}: "
+            f"it was stopped under {self.layout} over {self.processes} rank(s), and now is {layout} over {ranks}: "
             f"DeepSpeed's checkpoints ({kept[0]}) go on only in their own layout over as many ranks"
         )
 
@@ -134,16 +146,25 @@ def layouts_for(
 ) -> tuple[tuple[Layout, ...], tuple[NotPossible, ...]]:
     """Every layout that could run the job on all GPUs of the machine, and those that could not with the reason.
 
-    On one GPU a layout of several that is `named` is weighed too: an engine can be tried, and measured, with one rank.
+    With a mesh of the user's own that is the one layout. On one GPU a layout of several that is `named` is weighed too:
+    an engine can be tried, and measured, with one rank.
+
+    Raises:
+        ConfigError: the mesh is none, is of another number of processes, or the job cannot be run in it.
     """
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is not None:
+        return (_of_mesh(mesh, config, shape, hardware),), ()
     count = hardware.ranks
     found: list[Layout] = []
     refused: list[NotPossible] = []
     thinkable = _thinkable(config, hardware, count)
     if count == 1 and named in ONE_RANK:
         thinkable = [Layout(named), *thinkable]
+    if named == "fsdp_cp":
+        thinkable += _sharing_rows(hardware)
     for layout in thinkable:
-        because = _impossible(layout, config, shape)
+        because = _impossible(layout, config, shape, hardware)
         if because is None:
             found.append(layout)
         elif not any(item.name == layout.name for item in refused):
@@ -152,8 +173,51 @@ def layouts_for(
     return tuple(found), tuple(item for item in refused if item.name not in possible)
 
 
+def _of_mesh(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Hardware) -> Layout:
+    """The layout that a mesh means; raises ConfigError where the machine or the job does not allow it."""
+    where = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}"
+    if mesh.ranks != hardware.ranks:
+        there = f"{hardware.ranks} process{'es' if hardware.ranks > 1 else ''}"
+        raise ConfigError(
+            f"{where} is a mesh of {mesh.ranks} process{'es' if mesh.ranks > 1 else ''}, and this is a run of {there}: "
+            f"start {mesh.ranks} (make train-distributed NPROC={mesh.ranks} on one node), or give a mesh of "
+            f"{hardware.ranks}"
+        )
+    layout = _meant(mesh)
+    because = _impossible(layout, config, shape, hardware)
+    if because is not None:
+        instead = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
+        raise ConfigError(f"{where} cannot run this job: {because}; use {instead}, or null to let the plan choose")
+    return layout
+
+
+def _meant(mesh: Mesh) -> Layout:
+    if mesh.ranks == 1:
+        return SINGLE
+    if mesh.cp > 1:
+        return Layout("fsdp_cp", mesh.batches, mesh.fsdp * mesh.cp, context_parallel=mesh.cp)
+    if mesh.tp > 1:
+        return Layout("fsdp_tp" if mesh.fsdp > 1 else "tp", mesh.batches, mesh.fsdp, mesh.tp)
+    if mesh.fsdp == 1:
+        return Layout("ddp", mesh.dp)
+    return Layout("fsdp_hybrid" if mesh.dp > 1 else "fsdp", mesh.batches, mesh.fsdp)
+
+
+def with_context_parallel(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
+    """The layouts that divide the tokens of each row too: slower where rows are short, and the only ones where a
+    single row is too long for a GPU."""
+    found = _sharing_rows(hardware)
+    return tuple(layout for layout in found if _impossible(layout, config, shape, hardware) is None)
+
+
+def _sharing_rows(hardware: Hardware) -> list[Layout]:
+    count = hardware.ranks
+    fitting = [parts for parts in PARTS if parts <= hardware.gpus_per_node and count % parts == 0]
+    return [Layout("fsdp_cp", count // parts, count, context_parallel=parts) for parts in fitting]
+
+
 def _thinkable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout]:
-    """The layouts of `count` GPUs, whatever the libraries can do."""
+    """The layouts of `count` GPUs, whatever the libraries can do, but for those `with_context_parallel`."""
     offloads = (
         [Layout("zero2_offload", count, count), Layout("zero3_offload", count, count)]
         if hardware.gpus or count > 1
@@ -170,7 +234,7 @@ def _thinkable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout
     if 1 < shard < count and count % shard == 0:
         found.append(Layout("fsdp_hybrid", count, shard))
     found += [Layout(name, count, count) for name in ("zero1", "zero2", "zero3")]
-    for tensor in (2, 4, 8):
+    for tensor in PARTS:
         if tensor > inside or count % tensor:
             continue
         rest = count // tensor
@@ -178,22 +242,53 @@ def _thinkable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout
     return found + offloads
 
 
-def _impossible(layout: Layout, config: RunConfig, shape: ModelShape) -> str | None:
+def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
     """Why the libraries cannot run the layout for this job; None where they can."""
-    mode, optim = config.tuning.mode, config.train.optim
-    if layout.tensor_parallel > 1:
-        if mode == "qlora":
-            return "NF4 weights cannot be split over tensor-parallel ranks at load"
-        if mode == "lora":
-            return "PEFT's adapters fail on layers that are split by rows"
-        if shape.num_kv_heads % layout.tensor_parallel or shape.num_heads % layout.tensor_parallel:
-            return f"{shape.num_kv_heads} key heads do not split over {layout.tensor_parallel} ranks"
-        if shape.num_experts:
-            return "the experts' fused tensors are not split by transformers' tensor-parallel plan"
-    if optim == "paged_adamw_8bit" and (layout.is_fsdp or layout.is_zero):
+    optim = config.train.optim
+    if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
+        return because
+    if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):
+        return because
+    if optim == "paged_adamw_8bit" and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
         return "bitsandbytes' 8-bit states know no sharded parameters"
     if optim == "adafactor" and (layout.is_zero or layout.tensor_parallel > 1):
-        return "Adafactor's rows and columns are lost in ZeRO's flat partitions"
+        return "Adafactor's rows and columns are lost in partitions of a tensor"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
+    return None
+
+
+def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
+    ranks = layout.tensor_parallel
+    if config.tuning.mode == "qlora":
+        return "NF4 weights cannot be split over tensor-parallel ranks (tuning.mode=lora can)"
+    if config.tuning.mode == "lora" and config.tuning.lora.use_dora:
+        return "DoRA's magnitudes belong to whole layers"
+    if shape.model_type not in TENSOR_PARALLEL:
+        return f"transformers' plan of {shape.model_type} models does not divide every layer of a block by heads"
+    if shape.num_kv_heads % ranks or shape.num_heads % ranks:
+        return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
+    if shape.intermediate_size % ranks:
+        return f"the MLP's width of {shape.intermediate_size} does not split over {ranks} ranks"
+    if choose_precision(config, hardware).compute == "float16":
+        return "loss scaling in fp16 does not see what overflows on the other ranks"
+    return None
+
+
+def _not_context_parallel(layout: Layout, config: RunConfig, shape: ModelShape) -> str | None:
+    """Each rank attends with some of the heads over the whole row (Ulysses, https://arxiv.org/abs/2309.14509)."""
+    ranks, length = layout.context_parallel, config.model.max_seq_len
+    if shape.num_heads % ranks:
+        return f"{shape.num_heads} heads do not split over {ranks} ranks"
+    if shape.num_kv_heads % ranks and ranks % shape.num_kv_heads:
+        return f"{shape.num_kv_heads} key heads do not split over {ranks} ranks"
+    if config.data.packing != "none" and config.task_mode != "cpt":
+        return "packed chats need a mask between them (data.packing=none)"
+    if config.model.attn_implementation not in ("auto", "sdpa") or shape.attention_softcap is not None or shape.sinks:
+        return "it runs with sdpa attention alone"
+    if shape.alibi:
+        return "ALiBi's biases are a mask, and it has none"
+    others = {kind.attention for kind in shape.layers} - {"full"}
+    if others - {"sliding"} or (others and (shape.window or length) < length):
+        return "every layer has to attend to the whole row, and some see a window or a state"
     return None

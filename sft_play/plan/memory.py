@@ -120,7 +120,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         moment=peak,
         moments=sums,
         load_bytes=sum(walk.loading().values()),
-        host_bytes=walk.resident.host + written,
+        host_bytes=walk.resident.host + walk.offloaded() + written,
         host_save_bytes=written,
         margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
@@ -13,7 +13,7 @@ from sft_play.plan.gather import Gathering, units, zero_buckets
 from sft_play.plan.head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, Precision
-from sft_play.plan.states import large_tensors, optimizer_transient, resident, trained, weight_bytes
+from sft_play.plan.states import large_tensors, optimizer_transient, part_of_trained, resident, trained, weight_bytes
 from sft_play.plan.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
@@ -48,14 +48,21 @@ class Step:
     """Rows are padded or packed, so that attention is given a mask of S x S a sequence."""
     eval_batch: int = 0
     """Rows of an evaluation batch; 0: no evaluation."""
+    offloads: bool = False
+    """What checkpointed blocks need for their second pass is kept in RAM."""
     saves: bool = True
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
 
     @property
+    def length(self) -> int:
+        """Tokens of a row that this rank computes: all of them, or its part under context parallelism."""
+        return -(-self.seq_len // self.layout.context_parallel)
+
+    @property
     def tokens(self) -> int:
-        """T = B * S."""
-        return self.micro_batch * self.seq_len
+        """T = B * S of this rank."""
+        return self.micro_batch * self.length
 
 
 class Walk:
@@ -67,6 +74,7 @@ class Walk:
         self.full, self.nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
         loaded = numbers(config, precision, layout)
         self.trained = trained(config, shape, loaded)
+        self.part = part_of_trained(config, shape, self.trained, layout.tensor_parallel)
         self.resident = resident(config, shape, loaded, layout)
         self.loaded, self.numbers = loaded, _gathered_numbers(loaded, layout)
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
@@ -107,7 +115,14 @@ class Walk:
     def _gathering(self) -> Gathering:
         lora = self.config.tuning.lora
         rank = 0 if self.full else lora.r
-        found = units(self.shape, width=self.numbers.weights, nf4=self.nf4, rank=rank, targets=lora.target_modules)
+        found = units(
+            self.shape,
+            width=self.numbers.weights,
+            nf4=self.nf4,
+            rank=rank,
+            targets=lora.target_modules,
+            parts=self.step.layout.tensor_parallel,
+        )
         share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
         return Gathering(found, self.shape.layer_order, share, self.step.layout.shard)
 
@@ -119,7 +134,7 @@ class Walk:
             block = block_bytes(
                 self.specs[place],
                 batch=self.step.micro_batch,
-                length=self.step.seq_len,
+                length=self.step.length,
                 width=widths[-1],
                 input_has_grad=layer > 0 or self.trained.embedding or self.layers > 0,
                 accumulating=self._accumulating(),
@@ -130,7 +145,7 @@ class Walk:
 
     def _forward_alone(self, layer: int, batch: int, *, training: bool) -> int:
         spec, width = self.specs[self.shape.layer_order[layer]], self.widths[layer]
-        return forward_peak(spec, batch=batch, length=self.step.seq_len, width=width, training=training)
+        return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
 
     def _head(self, batch: int, *, grad: bool) -> HeadBytes:
         words = self.shape.vocab_size
@@ -140,7 +155,7 @@ class Walk:
             self.specs[self.shape.layer_order[-1]],
             Vocabulary(words, self.trained.head, self.numbers.adapters if copied else self.width, tile),
             batch=batch,
-            length=self.step.seq_len,
+            length=self.step.length,
             width=self.widths[-1],
             loss=self.step.loss,
             accumulating=self._accumulating(),
@@ -156,14 +171,14 @@ class Walk:
         """What a rank keeps of gradients that were just made."""
         if not self.step.layout.shards_grads:
             return gradients
-        whole = self.trained.params * self.numbers.weights if self.full else self.trained.params * self.numbers.adapters
+        whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
         return self.resident.gradients * gradients // max(1, whole)
 
     def _batch(self, batch: int) -> int:
         """Token numbers, labels and mask of a batch, and the masks of S x S that all blocks share: one for each kind
         of attention, booleans for sdpa, numbers for eager."""
-        step, squares = self.step, batch * self.step.seq_len**2
-        own = TOKEN_BYTES * batch * step.seq_len
+        step, squares = self.step, batch * self.step.length**2
+        own = TOKEN_BYTES * batch * step.length
         if step.attention == "flash_attention_2":
             return own
         pairs = zip(self.shape.layers, self.specs, strict=True)
@@ -202,6 +217,10 @@ class Walk:
         them until FSDP has its parts (fsdp_utils.py, `original_sd`). Plain weights are cut as they come.
         """
         parts, layout = self.resident, self.step.layout
+        if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 cuts what is there already
+            whole = resident(self.config, self.shape, self.loaded, replace(layout, shard=1))
+            cut = parts.weights + parts.adapters
+            return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
         if not self.nf4:
             largest_one = max((elements for elements, _, _ in large_tensors(self.shape)), default=0)
             passing = self.loaded.weights * largest_one if layout.shards_params else 0
@@ -214,6 +233,11 @@ class Walk:
         beside = max(cut, self.loaded.weights * max(made, default=0) - adapters)
         return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
 
+    def offloaded(self) -> int:
+        """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
+        layers = range(self.layers) if self.step.offloads else ()
+        return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
+
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
         """Every moment that can be the peak, with its terms."""
         held = [self._batch(self.step.micro_batch)]
@@ -221,7 +245,7 @@ class Walk:
             held[0] += self.step.tokens * self.shape.hidden_size  # its mask
         yield from self._forward(held)
         yield from self._backward(held)
-        passing = optimizer_transient(self.config.train.optim, self.shape, self.trained, full=self.full)
+        passing = optimizer_transient(self.config.train.optim, self.shape, self.part, full=self.full)
         if self.step.layout.shards_states:
             passing //= self.step.layout.shard
         yield self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
@@ -237,7 +261,7 @@ class Walk:
 
     def _hidden(self, batch: int, layer: int) -> int:
         """Hidden states before a block, or after the last."""
-        return batch * self.step.seq_len * self.shape.hidden_size * self.widths[layer]
+        return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
 
     def _there(self) -> int:
         return self.resident.gradients if self.adds_up else 0
@@ -257,7 +281,8 @@ class Walk:
             embedded = self._hidden(batch, 0) if layer and not self.layers else 0
             live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
             yield self._at("forward", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-            held.append(held[-1] + (self._hidden(batch, layer) if checkpointed else block.kept))
+            kept = 0 if self.step.offloads else self._hidden(batch, layer)
+            held.append(held[-1] + (kept if checkpointed else block.kept))
         size = self._hidden(batch, -1)
         if gathering:
             yield self._at("forward", there, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
@@ -277,6 +302,7 @@ class Walk:
         done = self._there() + (head.gradients if with_embedding else new)
         for layer, block in reversed(list(enumerate(self.blocks))):
             peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
+            peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
             yield self._at(
                 "backward",
                 done,

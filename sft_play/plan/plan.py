@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,13 +23,12 @@ from sft_play.plan.candidates import (
     Job,
     choose,
     eval_batch,
-    launchable,
     least,
     needs_words,
     shown,
     weigh,
 )
-from sft_play.plan.layout import BUILT, LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for
+from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.throughput import Speed, rates_of, utilisation
@@ -214,10 +212,9 @@ def make_plan(
         work: the number of optimizer steps and tokens of the run, given the effective batch.
 
     Raises:
-        ConfigError: batch sizes that do not divide, a mesh of several processes, adapters on layers that the model
-            does not have.
+        ConfigError: batch sizes that do not divide, a mesh that this machine or job does not allow, adapters on layers
+            that the model does not have.
     """
-    check_mesh(config)
     check_targets(config, shape)
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
     possible, refused = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
@@ -225,6 +222,8 @@ def make_plan(
     if keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
     candidates = weigh(job, layouts)
+    if not any(candidate.fits for candidate in candidates) and "fsdp_cp" in only and config.model.mesh_shape is None:
+        candidates += weigh(job, with_context_parallel(config, shape, hardware))
     chosen, candidates, said = _confirmed(job, candidates, confirm)
     plan = Plan(
         choice=chosen,
@@ -371,7 +370,7 @@ def _trace_words(candidate: Candidate, traced: Traced) -> str:
 
 def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
     """The choice, its arithmetic and what it assumes."""
-    fitting = [candidate for candidate in launchable(candidates) if candidate.fits]
+    fitting = [candidate for candidate in candidates if candidate.fits]
     found = [arithmetic(job.config.train, chosen.batch)]
     if fitting:
         same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
@@ -380,6 +379,12 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             found[0] += f"; up to {largest} would fit and be at most 3% faster"
         elif len(same) > 1:
             found[0] += "; smaller ones are slower"
+    effective, layout = chosen.batch.effective_batch, chosen.layout
+    if layout.data_parallel < layout.ranks and effective % layout.ranks and job.config.model.mesh_shape is None:
+        found.append(
+            f"an effective batch of {effective} does not split over {layout.ranks} ranks with rows of their own: "
+            f"{layout.name} has {layout.data_parallel}"
+        )
     learned = job.learned(chosen.layout).reason
     padding = ", shorter rows padded to it with a mask" if chosen.step.padded else ""
     padding = ", several chats to a row, with a mask between them" if job.packed else padding
@@ -417,23 +422,6 @@ def _ways_words(plan: Plan) -> str:
     return f"try {listed}" if plan.ways_out else f"not even {listed} would be enough"
 
 
-def check_mesh(config: RunConfig) -> None:
-    """Raises ConfigError for a device mesh of more than one process: those layouts are not built."""
-    mesh = config.model.mesh_shape
-    if mesh is None:
-        return
-    sizes = (mesh,) if isinstance(mesh, int) else mesh[0] if mesh and isinstance(mesh[0], tuple) else mesh
-    numbers = [size for size in sizes if isinstance(size, int)]
-    if numbers and all(size == 1 for size in numbers):
-        return
-    usable = bool(numbers) and min(numbers) > 0
-    what = f"a mesh of {math.prod(numbers)} processes" if usable or 0 in numbers else "no mesh: its sizes are 1 or more"
-    raise ConfigError(
-        f"model.mesh_shape={_shown(mesh)} is {what}; this version builds no mesh of one's own: leave it null, and take "
-        f"one process (make train) or a layout (make train-distributed STRATEGY={'|'.join(BUILT[1:])})"
-    )
-
-
 OUTPUT_HEADS = ("lm_head", "embed_out")
 """What transformers calls the output head."""
 
@@ -455,10 +443,6 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
     if problems:
         listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
         raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
-
-
-def _shown(mesh: object) -> str:
-    return str(mesh).replace("(", "[").replace(",)", "]").replace(")", "]")
 
 
 def budget_bytes(hardware: Hardware) -> int:

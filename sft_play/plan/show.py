@@ -259,7 +259,7 @@ def grid_lines(cells: Sequence[tuple[tuple[str, ...], Plan]]) -> list[str]:
         table.add_column(name, justify="right", no_wrap=True)
     for settings, plan in cells:
         speed = f"{plan.speed.tokens_per_s:,.0f}" if plan.speed_known and plan.fits else "-"
-        ram = f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" if plan.choice.layout.offloads_states else ""
+        ram = f", with {plan.choice.host_required / GIB:.1f} GiB of RAM" if plan.choice.offloads else ""
         table.add_row(
             " ".join(settings),
             f"yes{ram}" if plan.fits else f"NO: too little {' and '.join(plan.choice.short_of)}",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.plan.block import Numbers
 from sft_play.plan.layout import Layout
-from sft_play.plan.structure import is_target
+from sft_play.plan.structure import ROW_ROLES, is_target, roles
 from sft_play.plan.tape import rest_of_segment
 
 NF4_BLOCK = 64
@@ -62,6 +62,13 @@ def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", d
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
     inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
     return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
+
+
+def part_of_linear(linear: Linear, ranks: int, *, by_row: bool) -> Linear:
+    """One tensor-parallel rank's part of a linear layer."""
+    if by_row:
+        return replace(linear, inputs=max(1, linear.inputs // ranks))
+    return replace(linear, outputs=max(1, linear.outputs // ranks))
 
 
 def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:
@@ -156,7 +163,9 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
         kept = _kept_whole(shape, widths.weights) if nf4 and layout.shards_params else 0
         return _zero(what, frozen, kept, layout, config.train.optim, full=full)
     if layout.tensor_parallel > 1:
-        what, frozen = _tensor_parallel(what, frozen, shape, widths, layout.tensor_parallel, full=full)
+        what = part_of_trained(config, shape, what, layout.tensor_parallel)
+        elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
+        frozen = frozen and frozen - elsewhere
     if layout.is_fsdp:
         return _sharded(what, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
     rests = _rests(shape, what.width) if full and layout.tensor_parallel == 1 else 0
@@ -199,15 +208,31 @@ def _sharded(
     )
 
 
-def _tensor_parallel(
-    what: Trained, frozen: int, shape: ModelShape, widths: Numbers, ranks: int, *, full: bool
-) -> tuple[Trained, int]:
-    """Linear layers by the ranks of a tensor-parallel group; embedding, head and norms whole on each."""
-    linears = sum(count * linear.weights for linear, count in shape.linears)
-    rest = shape.params - linears
-    params = rest + linears // ranks if full else what.params // ranks
-    frozen = frozen and widths.weights * rest + (frozen - widths.weights * rest) // ranks
-    return Trained(params, what.width, what.embedding, what.head), frozen
+def part_of_trained(config: RunConfig, shape: ModelShape, what: Trained, ranks: int) -> Trained:
+    """What one rank of a tensor-parallel group trains: its part of the blocks' linear layers, or of their adapters'
+    factors on the divided side; embedding, head and norms are whole on each."""
+    if ranks == 1:
+        return what
+    full = config.tuning.mode == "full"
+    elsewhere = _divided(shape) * (ranks - 1) // ranks if full else adapters_elsewhere(config, shape, ranks)
+    return replace(what, params=what.params - elsewhere)
+
+
+def _divided(shape: ModelShape) -> int:
+    """Weights of the linear layers inside the blocks."""
+    return sum(kind.count * kind.linear_weights for kind in shape.layers)
+
+
+def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
+    """LoRA parameters that are other ranks' of a tensor-parallel group: lora_B of layers divided by their outputs,
+    lora_A of those divided by their inputs."""
+    lora, total = config.tuning.lora, 0
+    for kind in shape.layers:
+        for role, linear in roles(kind, shape).items():
+            if is_target(linear, lora.target_modules):
+                own = part_of_linear(linear, ranks, by_row=role in ROW_ROLES)
+                total += kind.count * lora.r * (linear.inputs - own.inputs + linear.outputs - own.outputs)
+    return total
 
 
 def _nf4_constants(shape: ModelShape) -> int:

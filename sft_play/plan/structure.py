@@ -12,6 +12,8 @@ from sft_play.plan.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, Precision
 
+ROW_ROLES = ("o", "down")
+"""Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs."""
 FLASH_SINCE = (8, 0)
 """Compute capability from which PyTorch's flash kernel runs (aten/native/transformers/cuda/sdp_utils.cpp)."""
 FLASH_HEAD = 256
@@ -177,7 +179,7 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part of one of `ranks`: heads and MLP columns are divided, hidden states are whole."""
     if ranks == 1:
         return spec
-    linears = tuple((role, _cut(linear, ranks, by_row=role in ("o", "down"))) for role, linear in spec.linears)
+    linears = tuple((role, _cut(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
     return replace(
         spec,
         linears=linears,

@@ -25,6 +25,9 @@ MATRIX_SHARE = {7: 0.32, 8: 0.77, 9: 0.62, 10: 0.60, 12: 0.76}
 come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
 benchmarks/speed.json has the ratios."""
 OTHER_MATRIX_SHARE = 0.60
+ATTENTION_SHARE = 0.88
+"""Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
+tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); benchmarks/speed.json has the ratios."""
 BANDWIDTH_SHARE = 0.80
 """Share of the memory bandwidth that elementwise kernels reach."""
 PASS_OVERHEAD_S = 0.0006
@@ -139,7 +142,8 @@ def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, st
     layers = shape.num_layers
     again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
     flops = _flops(config, shape, step, again)
-    matrix = sum(flops.values()) / tp / (rates.matrix * rates.share)
+    products = sum(flops.values()) + flops["attention"] * (1 / ATTENTION_SHARE - 1)
+    matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the tokens
     passes = 2.0 + again
     traffic = _traffic(config, shape, precision, step) * passes / tp + reads * passes
@@ -151,6 +155,9 @@ def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, st
     micro_s = matrix + moving + dequantise + starting
     optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
     moved, exposed = _communication(config, shape, precision, step, rates, micro_s)
+    if step.offloads:  # each block's input to the host and back, in the stream that computes
+        inputs = step.tokens * shape.hidden_size * BYTES[precision.compute] * layers * again
+        host_s += 2 * inputs * step.grad_accum / NOMINAL_LINK
     parts = {
         "matrix": matrix * step.grad_accum,
         "memory": moving * step.grad_accum,
@@ -161,7 +168,7 @@ def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, st
         "communication": exposed,
         "waiting": micro_s * step.grad_accum * slowest(step.layout.ranks),
     }
-    tokens = step.tokens * step.grad_accum * step.layout.data_parallel
+    tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
     useful = sum(_flops(config, shape, step, 0.0).values()) * step.grad_accum / tp
     return Speed(sum(parts.values()), tokens, parts, moved, useful)
 
@@ -244,15 +251,16 @@ def _communication(
     weights = _gathered_bytes(config, shape, width) / layout.tensor_parallel
     hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
     moved = exposed = 0.0
-    group = _link(layout.data_parallel, rates)
-    start = COLLECTIVE_START_S * math.log2(layout.data_parallel)
-    share = (layout.data_parallel - 1) / layout.data_parallel
-    if layout.data_parallel > 1:
+    replicas = layout.data_parallel * layout.context_parallel
+    group = _link(replicas, rates)
+    start = COLLECTIVE_START_S * math.log2(replicas)
+    share = (replicas - 1) / replicas
+    if replicas > 1:
         if layout.shards_params:
             inner = _link(layout.shard, rates)
             part = (layout.shard - 1) / layout.shard
             per_micro = part * (2 * weights + trained)
-            outer = 2 * trained / layout.shard if layout.data_parallel > layout.shard else 0.0
+            outer = 2 * trained / layout.shard if replicas > layout.shard else 0.0
             moved = per_micro * accum + outer
             exposed = accum * _exposed(per_micro / inner + 3 * blocks * start, hidden_s) + outer / group
         elif layout.name in ("zero2", "zero2_offload"):
@@ -274,6 +282,13 @@ def _communication(
         sent = part * step.tokens * shape.hidden_size * width * calls
         moved += sent
         exposed += sent / inner + COLLECTIVE_START_S * math.log2(layout.tensor_parallel) * calls
+    if layout.context_parallel > 1:
+        ranks, again = layout.context_parallel, 1 if step.checkpointed_layers != 0 else 0
+        keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
+        calls = shape.num_layers * (2 + again) * accum  # query, key, value and output change hands, and back
+        sent = (ranks - 1) / ranks * step.tokens * (2 * shape.q_width + 2 * keys) * width * calls
+        moved += sent
+        exposed += sent / _link(ranks, rates) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
     return int(moved), exposed
 
 

@@ -18,7 +18,7 @@ from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.plan.candidates import Candidate, least, thriftiest
 from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import BUILT, LayoutName, layouts_for
+from sft_play.plan.layout import LAYOUT_NAMES, LayoutName, layouts_for
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import WayOut, job_of, make_plan
 from sft_play.plan.record import Measured
@@ -52,8 +52,13 @@ class _Search:
         """Runs of the present machine say nothing of another."""
         return self.earlier if machine is self.hardware else ()
 
+    def _without_mesh(self, changed: RunConfig, machine: Hardware) -> RunConfig:
+        """The config for a machine of other GPUs, for which a mesh of one's own was not meant."""
+        return changed if machine.ranks == self.hardware.ranks else _with(changed, ("model", "mesh_shape"), None)
+
     def look(self, changed: RunConfig, machine: Hardware, layouts: Sequence[LayoutName]) -> Candidate | None:
         """The thriftiest candidate: far fewer are weighed than for a plan."""
+        changed = self._without_mesh(changed, machine)
         possible, _ = layouts_for(changed, self.shape, machine)
         wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
         try:
@@ -72,8 +77,8 @@ class _Search:
         if found is None or not found.fits:
             return found
         return make_plan(
-            changed, self.shape, machine, only=layouts, has_eval=self.has_eval, earlier=self.known(machine),
-            with_ways_out=False,
+            self._without_mesh(changed, machine), self.shape, machine, only=layouts, has_eval=self.has_eval,
+            earlier=self.known(machine), with_ways_out=False,
         ).choice  # fmt: skip
 
 
@@ -82,13 +87,12 @@ def ways_out(
     shape: ModelShape,
     hardware: Hardware,
     *,
-    only: Sequence[LayoutName] = BUILT,
+    only: Sequence[LayoutName] = LAYOUT_NAMES,
     has_eval: bool = True,
     earlier: Sequence[Measured] = (),
 ) -> Iterator[WayOut]:
     """Changes that need less memory or find more of it, those that are not enough among them; the last one adds up
-    changes until they fit. All of them in layouts that can be launched."""
-    only = [name for name in only if name in BUILT] or only
+    changes until they fit."""
     search = _Search(config, shape, hardware, only, has_eval, earlier)
     fitted = False
     for way in itertools.chain(_by_settings(search), _by_layout(search), _by_machine(search)):
@@ -123,9 +127,9 @@ def _by_settings(search: _Search) -> Iterator[WayOut]:
 
 def _by_layout(search: _Search) -> Iterator[WayOut]:
     """The best layout of all, where STRATEGY= left some out."""
-    if set(BUILT) <= set(search.only):
+    if set(LAYOUT_NAMES) <= set(search.only):
         return
-    found = search.choice(search.config, layouts=BUILT)
+    found = search.choice(search.config, layouts=LAYOUT_NAMES)
     if found is not None and found.fits:
         name = found.layout.name
         yield _way(f"layout {name} (make train-distributed STRATEGY={name})", found)
@@ -134,7 +138,7 @@ def _by_layout(search: _Search) -> Iterator[WayOut]:
 def _by_machine(search: _Search) -> Iterator[WayOut]:
     """Other machines."""
     for machine, words in _machines(search.config, search.hardware, search.look):
-        found = search.choice(search.config, machine, BUILT)
+        found = search.choice(search.config, machine, LAYOUT_NAMES)
         if found is not None and found.fits:
             yield _way(f"{words} ({found.layout.name})", found, hardware=_name_of(machine))
 
@@ -151,14 +155,16 @@ def _by_smaller_model(search: _Search) -> Iterator[WayOut]:
 
 def _way(change: str, found: Candidate, *, setting: str | None = None, hardware: str | None = None) -> WayOut:
     needs = f"{found.memory.required / GIB:.1f} GiB per {'GPU' if found.step.on_gpu else 'process'}{found.ram_words}"
-    if "RAM" in found.short_of and found.step.on_gpu and not found.layout.offloads_states:
+    if "RAM" in found.short_of and found.step.on_gpu and not found.offloads:
         needs += f" and {found.host_required / GIB:.1f} GiB of RAM on each node"
     return WayOut(change, found.memory.allocated, found.memory.required, found.fits, needs, setting, hardware)
 
 
 def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None]) -> Iterator[tuple[str, RunConfig]]:
     """Settings that need less memory, the least harmful first."""
-    wishes = ["train.gradient_checkpointing=true"] if config.train.gradient_checkpointing not in ("auto", True) else []
+    checkpointing = config.train.gradient_checkpointing
+    wishes = ["train.gradient_checkpointing=true"] if checkpointing not in ("auto", True, "offload") else []
+    wishes += ["train.gradient_checkpointing=offload"] if checkpointing != "offload" else []
     wishes += _smaller_batches(config.train)
     if config.eval.batch_size not in ("auto", 1):
         wishes.append("eval.batch_size=1")
@@ -228,7 +234,7 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
         if more <= count:
             continue
         machine = _with_gpus(hardware, hardware.gpus[0], more)
-        if _fits(look(config, machine, BUILT)):
+        if _fits(look(config, machine, LAYOUT_NAMES)):
             yield machine, f"{more} of these GPUs"
             break
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
@@ -239,14 +245,14 @@ def _machines(config: RunConfig, hardware: Hardware, look: Look) -> Iterator[tup
         if entry.memory_bytes <= needed.get(entry.capability, 0):
             continue
         machine = _with_entry(hardware, entry, max(1, count))
-        found = look(config, machine, BUILT)
+        found = look(config, machine, LAYOUT_NAMES)
         if _fits(found):
             yield machine, _name_of(machine).partition(",")[0]
             return
         needed[entry.capability] = max(entry.memory_bytes, found.memory.required - 1 if found else 0)
     for more in MORE_GPUS if larger else ():
         machine = _with_entry(hardware, larger[-1], more)
-        if more > count and _fits(look(config, machine, BUILT)):
+        if more > count and _fits(look(config, machine, LAYOUT_NAMES)):
             yield machine, _name_of(machine).partition(",")[0]
             return
 
@@ -255,7 +261,9 @@ def _with_more_ram(config: RunConfig, hardware: Hardware, look: Look) -> Iterato
     """The same GPUs in a host with as much RAM as the job would need, where RAM is all that it lacks."""
     if not hardware.gpus or not hardware.ram_given:
         return
-    found = look(config, replace(_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus)), ram_given=False), BUILT)
+    found = look(
+        config, replace(_with_gpus(hardware, hardware.gpus[0], len(hardware.gpus)), ram_given=False), LAYOUT_NAMES
+    )
     if found is None or not found.fits or found.host_required <= hardware.ram_free_bytes:
         return
     ram = -(-found.host_required // RAM_STEP) * RAM_STEP

@@ -35,6 +35,8 @@ def trace_candidate(
         return Traced(unavailable="a trace follows a GPU's rules, and this run is on the CPU")
     if candidate.layout.name not in STRATEGIES:
         return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
+    if candidate.step.offloads:
+        return Traced(unavailable="the trace keeps what is recomputed on the GPU, and it is offloaded here")
     from sft_play.trace.step import cached_trace
 
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
+from sft_play.train.context_parallel import ATTENTION
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,20 @@ class Attention:
     reason: str
 
 
-def choose_attention(config: RunConfig, model_class: Any) -> Attention:
-    """The implementation that was asked for, or sdpa where the model has it.
+def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
+    """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one in which several ranks
+    compute the tokens of a row.
 
     Raises:
-        ModelError: the one that was asked for is not there.
+        ModelError: the one that was asked for is not there, or the class cannot share rows.
     """
+    if shares_rows:
+        if not getattr(model_class, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{model_class.__name__} cannot share rows over context-parallel ranks: its class calls its attention "
+                "by itself; take a layout without cp (model.mesh_shape=null lets the plan choose)"
+            )
+        return Attention(ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)")
     wanted = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if wanted == "auto":

@@ -21,7 +21,8 @@ import torch
 from sft_play.train.rows import MASKED
 
 COUNTS = ("token_count", "sample_count")
-"""Keys of a batch of packs that are no input of the model: tokens without padding, chats with a trained token."""
+"""Keys of a batch of packs, or of parts of rows, that are no input of the model: tokens without padding, chats with a
+trained token."""
 SOURCE = "source"
 """Key of a batch that is no input of the model: where each token [B, T] comes from."""
 
@@ -36,6 +37,9 @@ class Collator:
     pad_id: int
     flat: bool = False
     by_source: bool = False
+    part: int = 0
+    """This rank's part of `parts` that rows are divided into, along their tokens."""
+    parts: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape."""
@@ -49,7 +53,26 @@ class Collator:
         if self.by_source:
             marks = [{SOURCE: _sources(row)} for row in rows]
             batch |= self._laid({SOURCE: 0}, marks, flat=self.flat and is_packed)
-        return batch
+        return batch if self.parts == 1 else self._part_of(batch)
+
+    def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's tokens [B, T / parts] of a batch of rows; the label of a part's last token is the next part's."""
+        rows, tokens = batch["input_ids"].shape
+        lacking = -tokens % self.parts
+        length = (tokens + lacking) // self.parts
+        own = slice(self.part * length, (self.part + 1) * length)
+        batch["shift_labels"] = _next(batch["labels"], MASKED)
+        if SOURCE in batch:
+            batch[SOURCE] = _next(batch[SOURCE], 0)
+        paddings = {"input_ids": self.pad_id, "labels": MASKED, "shift_labels": MASKED}
+        found = {
+            name: torch.nn.functional.pad(table, (0, lacking), value=paddings.get(name, 0))[:, own].contiguous()
+            for name, table in batch.items()
+        }
+        found["position_ids"] = torch.arange(own.start, own.stop).expand(rows, -1).contiguous()
+        trained = (batch["shift_labels"] != MASKED).any(1).sum() if self.part == 0 else torch.tensor(0)
+        counts = (found.pop("attention_mask").sum(), trained)  # a row is counted by the rank of its first part
+        return found | dict(zip(COUNTS, counts, strict=True))
 
     def _borders(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Where chats begin, for the model, and what only the columns know, for the figures."""
@@ -78,6 +101,11 @@ class Collator:
                 place[: len(value)] = value
             found[name] = torch.from_numpy(table)
         return found
+
+
+def _next(table: torch.Tensor, last: int) -> torch.Tensor:
+    """For each place [B, T] what stands at the next one; `last` for the last."""
+    return torch.nn.functional.pad(table[:, 1:], (0, 1), value=last)
 
 
 def _restarting(lengths: Any) -> Any:

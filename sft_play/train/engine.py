@@ -37,6 +37,9 @@ WRAPPED_CLASS = {
     "ddp": "DistributedDataParallel",
     "fsdp": "FSDPModule",
     "fsdp_hybrid": "FSDPModule",
+    "tp": "FSDPModule",
+    "fsdp_tp": "FSDPModule",
+    "fsdp_cp": "FSDPModule",
     "zero1": "DeepSpeedEngine",
     "zero2": "DeepSpeedEngine",
     "zero3": "DeepSpeedEngine",
@@ -89,12 +92,43 @@ def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, An
             "cpu_ram_efficient_loading": False,
             "state_dict_type": "FULL_STATE_DICT",
         }
-    if plan.choice.layout.name == "fsdp_hybrid":
-        layout = plan.choice.layout
-        found["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=layout.data_parallel // layout.shard, dp_shard_size=layout.shard
-        )
+    found |= _axes(plan.choice.layout)
     return found
+
+
+class _WithTensorParallel(ParallelismConfig):
+    """The axes of accelerate's device mesh with one for tensor parallelism, which accelerate does not prepare for.
+
+    Its own way (`Accelerator._prepare_tp` of 1.15) imports a class that transformers has no more from 5.17 on, and
+    FSDP2 with one shard is refused. Here the model is divided before (`tensor_parallel.divide`), and of the axis
+    accelerate has to know only that ranks along it are handed the same rows.
+    """
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether accelerate is to divide the model: no."""
+        return False
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether there is an axis for FSDP2: always, of size 1 too."""
+        return True
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The axes of the mesh."""
+        return [*self.dp_dim_names, "tp"]
+
+
+def _axes(layout: Layout) -> dict[str, Any]:
+    """The Trainer's argument for layouts of more than one axis. Context parallelism has none: to the engine, its ranks
+    are FSDP2's like any others, whose rows are parts of rows."""
+    ranks = layout.data_parallel * layout.context_parallel
+    if layout.tensor_parallel == 1 and layout.name != "fsdp_hybrid" and ranks == layout.shard:
+        return {}
+    kind = _WithTensorParallel if layout.tensor_parallel > 1 else ParallelismConfig
+    sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
+    return {"parallelism_config": kind(**sizes, tp_size=layout.tensor_parallel)}
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
@@ -205,18 +239,42 @@ def prove(trainer: Any, plan: Plan) -> Proof:
         layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes), frozen.whole,
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
     )  # fmt: skip
-    _refuse_undivided(layout, "trained", whole, sizes, divided=layout.shards_states)
+    parts = layout.shard * layout.tensor_parallel
+    trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
+    expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
+    _refuse_undivided(layout, "trained", whole, sizes, share=expected, parts=parts)
     cut = [size - kept_whole for size in proof.frozen_bytes_by_rank]
-    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, divided=layout.shards_params)
+    expected = _share(frozen.whole - kept_whole, frozen_alike, layout) if layout.shards_params else frozen.whole
+    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, share=expected, parts=parts)
     return proof
 
 
-def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, divided: bool) -> None:
-    """Raises TrainingError where a rank holds more than its share of `whole` bytes."""
-    share = whole / layout.shard if divided else whole
+def _share(whole: int, alike: int, layout: Layout) -> float:
+    """A rank's share of `whole` bytes, of which every rank of a tensor-parallel group has `alike`."""
+    return (alike + (whole - alike) / layout.tensor_parallel) / layout.shard
+
+
+def _alike_over_tp(wrapped: Any, trains: bool) -> int:
+    """Bytes of weights that every rank of a tensor-parallel group has: embedding, head and norms; 0 without one."""
+    from torch.distributed.tensor import DTensor
+
+    found = 0
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad is trains and isinstance(parameter, DTensor):
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
+                found += parameter.numel() * parameter.element_size()
+    return found
+
+
+def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float, parts: int) -> None:
+    """Raises TrainingError where a rank holds more than its share of `whole` bytes, or everything is on every rank of a
+    tensor-parallel group."""
+    if layout.tensor_parallel > 1 and whole and share >= whole / layout.shard:
+        share = 0.0
     if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * world_size():
         raise TrainingError(
-            f"the plan says {layout.name} over {layout.shard} ranks, and a rank holds {max(sizes):,} of {whole:,} "
+            f"the plan says {layout.name} over {parts} ranks, and a rank holds {max(sizes):,} of {whole:,} "
             f"bytes of {what} weights: they are not divided; nothing was trained"
         )
 
@@ -486,6 +544,11 @@ def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
 def any_rank(flag: bool) -> bool:
     """Whether the flag is true on any rank."""
     return bool(highest(int(flag)))
+
+
+def batch_rank(layout: Layout) -> int:
+    """This rank's place among those that see rows, or parts of rows, of their own."""
+    return (dist.get_rank() if dist.is_initialized() else 0) // layout.tensor_parallel
 
 
 def highest(number: int) -> int:

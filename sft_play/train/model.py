@@ -10,8 +10,8 @@ import difflib
 import hashlib
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ from sft_play.data.packing import wants_packing
 from sft_play.errors import BackendError, ModelError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
+from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import DtypeName, Precision
+from sft_play.train import tensor_parallel
 from sft_play.train.attention import Attention, choose_attention
 from sft_play.train.packable import require_packable
 from sft_play.train.portable import adapter_names
+from sft_play.train.tensor_parallel import Style
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,8 @@ class Blueprint:
     layer_class: str
     """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
+    tensor_plan: Mapping[str, Style] = field(default_factory=dict)
+    """How modules are divided over tensor-parallel ranks; empty without such."""
 
 
 def choose_backend(config: RunConfig) -> Backend:
@@ -99,11 +104,14 @@ def _unsloth_problem() -> str:
     return "it needs an environment of its own, and this version of the toolkit cannot launch one"
 
 
-def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: int) -> Blueprint:
+def draw_blueprint(
+    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE
+) -> Blueprint:
     """Everything about the model that can be checked without its weights, on the meta device.
 
     Raises:
-        ModelError: the class is unknown, a target or module matches nothing, or the vocabulary does not fit.
+        ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
+            cannot be divided as the layout divides it.
         ConfigError: chats are to be packed, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
@@ -115,7 +123,7 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
     ]
     notes = notes if is_text_tower else []
     model_class = _model_class(hf_config, config)
-    attention = choose_attention(config, model_class)
+    attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     skeleton = _skeleton(hf_config, config)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
@@ -131,8 +139,9 @@ def draw_blueprint(config: RunConfig, precision: Precision, *, tokenizer_size: i
         trusted = config.model.trust_remote_code
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
     return Blueprint(
-        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes)
-    )
+        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
+        tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
+    )  # fmt: skip
 
 
 def _layer_class(skeleton: nn.Module) -> str:

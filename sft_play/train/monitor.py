@@ -84,8 +84,12 @@ class _Clock:
 class Monitor:
     """Measures this rank between two logs, and makes of all ranks' figures what is logged."""
 
-    def __init__(self, expected: Expected | None = None, *, on_gpu: bool = False, level_bytes: int = 0) -> None:
-        """`level_bytes`: resident memory before anything of the run was loaded."""
+    def __init__(
+        self, expected: Expected | None = None, *, on_gpu: bool = False, level_bytes: int = 0, copies: int = 1
+    ) -> None:
+        """`level_bytes`: resident memory before anything of the run was loaded; `copies`: ranks in a row that see the
+        same rows, and are counted once."""
+        self._copies = copies
         self._expected, self._on_gpu, self._level = expected, on_gpu, level_bytes
         self._clock = _Clock(on_gpu=on_gpu)
         self._paused = 0.0
@@ -132,7 +136,7 @@ class Monitor:
         A batch of packs has no attention mask and tells what it holds.
         """
         labels = inputs["labels"]
-        trained = labels[:, 1:] != masked
+        trained = scored_labels(inputs) != masked
         self._tokens = self._tokens + tokens_in(inputs)
         self._trained = self._trained + trained.sum()
         self._samples = self._samples + (inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum())
@@ -157,12 +161,13 @@ class Monitor:
         has_sources = self._sources is not None
         of_sources = [] if self._sources is None else list(self._sources.flatten())
         mine = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory(), *of_sources]
-        sums = engine.gathered_numbers(_vector(mine, device))
+        all_ranks = engine.gathered_numbers(_vector(mine, device))
+        sums = all_ranks[:: self._copies]
         self._reset()
         tokens = sum(rank[2] for rank in sums) / elapsed
         found = {
             "tokens_per_s": tokens,
-            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": tokens / len(sums),
+            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": tokens / len(all_ranks),
             "step_time_s": elapsed / max(1, steps),
             "padding_share": 1 - sum(rank[2] for rank in sums) / max(1.0, sum(rank[3] for rank in sums)),
         }
@@ -173,9 +178,9 @@ class Monitor:
             found |= source_losses([rank[-2 * len(SOURCES) :] for rank in sums])
         found |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
         found |= {f"time_{name}_s": seconds[name] for name in PAUSES if name in seconds}
-        if len(sums) > 1:
-            found |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(sums) if rank[1]}
-        return found | self._memory_figures(sums) | self._against_plan(tokens)
+        if len(all_ranks) > 1:
+            found |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(all_ranks) if rank[1]}
+        return found | self._memory_figures(all_ranks) | self._against_plan(tokens)
 
     def _reset(self) -> None:
         self._loss, self._trained, self._tokens, self._samples = 0.0, 0, 0, 0.0
@@ -212,6 +217,12 @@ class Monitor:
         return found if mfu is None else {**found, "mfu": mfu}
 
 
+def scored_labels(inputs: Any) -> torch.Tensor:
+    """The labels that are scored: those from the second token on, or those of each next one where they are given."""
+    shifted: torch.Tensor = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    return shifted
+
+
 def tokens_in(inputs: Any) -> torch.Tensor:
     """Tokens of a batch, padding not counted."""
     counted: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
@@ -222,13 +233,14 @@ def source_sums(log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Te
     """For each of SOURCES the sum of the losses of its tokens, and how many there are: [sources, 2].
 
     Args:
-        log_probs: of the tokens from the second on [B, T - 1], zero where `scored` is false.
-        sources: of all tokens [B, T].
+        log_probs: of the tokens from the second on [B, T - 1], zero where `scored` is false, or of the next [B, T].
+        sources: of all tokens [B, T], or of the next ones.
     """
     device = log_probs.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
     marks = torch.arange(len(SOURCES), device=device)[:, None, None]
-    mine = (sources[:, 1:].to(device) == marks) & scored  # [sources, B, T - 1]
+    of_scored = sources[:, -log_probs.shape[1] :].to(device)
+    mine = (of_scored == marks) & scored  # [sources, B, T - 1]
     losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=dtype)
     return torch.stack([losses, mine.sum(dim=(1, 2)).to(dtype)], dim=1)
 

@@ -12,6 +12,7 @@ for, from its indices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -194,6 +195,21 @@ class EpochOrder(torch.utils.data.Sampler[int]):
             order = grouped(order, self._lengths, window=self._window)
         yield from order.tolist()
         yield from range(self._count, self._total)
+
+
+class SharedOrder(torch.utils.data.Sampler[int]):
+    """Another order in which every micro-batch comes `times` over: the ranks that share its rows take one each."""
+
+    def __init__(self, order: torch.utils.data.Sampler[int], *, batch: int, times: int) -> None:
+        self._order, self._batch, self._times = order, batch, times
+
+    def __len__(self) -> int:
+        return len(self._order) * self._times
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = iter(self._order)
+        while rows := list(itertools.islice(numbers, self._batch)):
+            yield from rows * self._times
 
 
 class TellEpoch(TrainerCallback):

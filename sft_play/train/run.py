@@ -37,7 +37,7 @@ from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, engine
+from sft_play.train import checkpoints, context_parallel, engine
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
@@ -200,7 +200,9 @@ def prepare(job: Job) -> Prepared:
     check_available(config.model.name, revision=config.model.revision)
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
-    blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
+    blueprint = draw_blueprint(
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout
+    )
     splits = build_splits(
         config,
         job.paths,
@@ -285,18 +287,23 @@ def batch_facts(plan: Plan) -> dict[str, int]:
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
 
 
+def _spread_facts(plan: Plan) -> dict[str, Any]:
+    """The layout of a run and its processes, those that share rows with others too."""
+    return {"layout": plan.layout, "processes": plan.choice.layout.ranks}
+
+
 def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
     """Make the run folder, or check that the one to go on with was made with the same settings; returns its lock."""
     if job.resume:
         mark = job.mark or runs.lock(job.folder, by=job.by)
         runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
-        spread = {"batch": batch_facts(job.plan), "layout": job.plan.layout}
+        spread = {"batch": batch_facts(job.plan), **_spread_facts(job.plan)}
         job.folder.update_manifest(status="running", resumed=resumed, **spread)
         return mark
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
-    manifest["layout"] = job.plan.layout
+    manifest |= _spread_facts(job.plan)
     manifest["choices"] = _choices(job, prepared)
     if prepared.renderer.writes_date:
         manifest["template_date"] = str(prepared.renderer.today)
@@ -352,7 +359,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
-    speed = engine.total(trainer.tokens_seen) / progress.training_s
+    speed = engine.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel / progress.training_s
     measured = watch.memory.peak()
     after = None if stop.stopped_early else _judge(trainer, exam.split, exam.name, exam.asked)
     watch.beat.note(trainer.state.global_step, "saving what was trained")
@@ -389,6 +396,7 @@ def _trainer(
         engine=engine.engine_arguments(plan, layer_class=blueprint.layer_class, deepspeed=job.deepspeed),
     )
     engine.allow_fsdp_on_cpu(plan)
+    context_parallel.join_group(plan.choice.layout, arguments.device)
     model = load_model(config, plan.precision, blueprint, device=engine.device_of(plan, config),
                        storage=engine.quant_storage(plan, config))  # fmt: skip
     asks = bool(exam.asked or exam.asked_while_training)
@@ -400,6 +408,7 @@ def _trainer(
         model=model,
         tokenizer=tokenizer,
         peft_config=blueprint.peft_config,
+        tensor_plan=blueprint.tensor_plan,
         train=prepared.splits.train,
         evaluation=prepared.splits.val,
         callbacks=callbacks,
@@ -408,7 +417,12 @@ def _trainer(
         stop_ids=stop_ids(tokenizer, model, prepared.renderer) if asks else (),
         max_new_tokens=config.eval.max_new_tokens,
         beat=watch.beat,
-        monitor=Monitor(expected_of(plan), on_gpu=plan.hardware.device == "cuda", level_bytes=watch.memory.level),
+        monitor=Monitor(
+            expected_of(plan),
+            on_gpu=plan.hardware.device == "cuda",
+            level_bytes=watch.memory.level,
+            copies=plan.choice.layout.tensor_parallel,
+        ),
     )
 
 

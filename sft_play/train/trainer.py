@@ -27,19 +27,21 @@ from sft_play.data.dataset import Split
 from sft_play.data.packing import Packs, best_fit, wants_packing
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
+from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints, portable
+from sft_play.train import checkpoints, context_parallel, portable, tensor_parallel
 from sft_play.train import engine as engine_module
 from sft_play.train.board import Board, hparams_of
 from sft_play.train.collate import COUNTS, SOURCE, Collator
 from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
-from sft_play.train.monitor import Monitor, source_losses, source_sums, tokens_in
+from sft_play.train.monitor import Monitor, scored_labels, source_losses, source_sums, tokens_in
 from sft_play.train.profile import ProfileWindow
 from sft_play.train.rows import (
     MASKED,
     EpochOrder,
+    SharedOrder,
     TellEpoch,
     TrainingRows,
     filled,
@@ -47,6 +49,7 @@ from sft_play.train.rows import (
     to_dataset,
     trained_tokens,
 )
+from sft_play.train.tensor_parallel import Style
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ def training_arguments(
         optim=train.optim,
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        **_checkpointing(plan.checkpointed_layers > 0),
+        **_checkpointing(plan.checkpointed_layers > 0, offload=plan.choice.step.offloads),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
@@ -125,11 +128,11 @@ def training_arguments(
     )
 
 
-def _checkpointing(on: bool) -> dict[str, Any]:
+def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
     """Gradient checkpointing in the words of the installed transformers, which renamed it in version 5."""
     names = {field.name for field in dataclasses.fields(SFTConfig)}
     word = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    return {word: on, f"{word}_kwargs": {"use_reentrant": False}}
+    return {word: on, f"{word}_kwargs": {"use_reentrant": False, **({"offload": True} if offload else {})}}
 
 
 def _eval_schedule(config: RunConfig, has_eval: bool) -> tuple[str, int | None]:
@@ -167,10 +170,15 @@ class _OwnDropout(TrainerCallback):
     that it was stopped with has its states put back after this; under others, each rank begins a stream of its own.
     """
 
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Seed by rank and step; the first rank of a new run goes on with the numbers of one process."""
-        if args.process_index or state.global_step:
-            set_seed((args.seed + args.process_index + 100_003 * state.global_step) % 2**32)
+        """Seed by rank and step; the first rank of a new run goes on with the numbers of one process. Ranks of a
+        tensor-parallel group compute the same tokens, and drop the same."""
+        rank = engine_module.batch_rank(self._layout)
+        if rank or state.global_step:
+            set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
 
 class PlannedTrainer(SFTTrainer):
@@ -192,6 +200,7 @@ class PlannedTrainer(SFTTrainer):
         packs: Packs | None = None,
         group_window: int | None = None,
         by_source: bool = False,
+        layout: Layout = SINGLE,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
@@ -207,6 +216,7 @@ class PlannedTrainer(SFTTrainer):
         self._monitor = monitor or Monitor()
         self._logged_step = 0
         self._group_window = group_window
+        self._layout = layout
         self._eval_sources: torch.Tensor | None = None
         self.order: EpochOrder | None = None
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -216,27 +226,38 @@ class PlannedTrainer(SFTTrainer):
         self._lengths = None
         if group_window is not None:
             self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
-        unit = self._unit(self.args.per_device_train_batch_size)
+        unit = self._unit(self.args.per_device_train_batch_size, ranks=layout.data_parallel)
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, unit=unit)
         attention = str(self.model.config.get_text_config()._attn_implementation)
         is_flash = packs is not None and "flash" in attention
         pad_id = int(self.processing_class.pad_token_id)  # TRL has seen to it that there is one
-        self.data_collator: Any = Collator(pad_id, flat=is_flash, by_source=by_source)
+        parts = layout.context_parallel
+        part = engine_module.batch_rank(layout) % parts
+        self.data_collator: Any = Collator(pad_id, flat=is_flash, by_source=by_source, part=part, parts=parts)
         self.add_callback(TellEpoch(self))
-        self.add_callback(_OwnDropout())
+        self.add_callback(_OwnDropout(layout))
         self.add_callback(_TimeOptimizer(self._monitor))
         _match_adapter_precision(self.model, self.args)
 
-    def _unit(self, batch: int) -> int:
-        """Rows of one pass over all ranks; one process needs no equal batches."""
-        return batch * self.args.world_size if self.args.world_size > 1 else 1
+    def _unit(self, batch: int, *, ranks: int) -> int:
+        """Rows of one pass over `ranks` that see rows of their own; one process needs no equal batches."""
+        return batch * ranks if self.args.world_size > 1 else 1
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> EpochOrder:
+    def _shared(self, order: Any, *, batch: int) -> Any:
+        """The order of rows as it is handed out: to every rank of a group that shares rows the same ones."""
+        times = self._layout.context_parallel
+        return order if times == 1 else SharedOrder(order, batch=batch, times=times)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset
         self.order = EpochOrder(
             rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1
         )
-        return self.order
+        return self._shared(self.order, batch=self.args.per_device_train_batch_size)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        order = torch.utils.data.SequentialSampler(eval_dataset)
+        return self._shared(order, batch=self.args.per_device_eval_batch_size)
 
     def _get_dataloader(self, *args: Any, **options: Any) -> Any:
         """Its worker processes end with this one, also where it is killed in the midst of a step."""
@@ -276,7 +297,8 @@ class PlannedTrainer(SFTTrainer):
             loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
         if in_step is not None:
-            self._monitor.lost(loss, in_step=in_step, ranks=self.args.world_size)
+            ranks = self.args.world_size // self._layout.tensor_parallel
+            self._monitor.lost(loss, in_step=in_step, ranks=ranks)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -320,8 +342,9 @@ class PlannedTrainer(SFTTrainer):
         self.beat.note(self.state.global_step, "evaluating")
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
-            tokens = (inputs["labels"][:, 1:] != MASKED).sum()
-            loss = loss * tokens / (inputs["labels"].shape[0] * self._tokens_per_eval_row)
+            tokens = (scored_labels(inputs) != MASKED).sum()
+            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
+            loss = loss * tokens / (rows * self._tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a rank's last batch may be masked whole
         return loss, logits, labels
 
@@ -331,7 +354,8 @@ class PlannedTrainer(SFTTrainer):
         The random state is left as it was, so that evaluating changes no number of the training.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = filled(dataset, unit=self._unit(self.args.per_device_eval_batch_size))
+        unit = self._unit(self.args.per_device_eval_batch_size, ranks=self.args.world_size)
+        dataset = filled(dataset, unit=unit)
         prefix = str(options.get("metric_key_prefix", "eval"))
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_sources = None
@@ -345,14 +369,15 @@ class PlannedTrainer(SFTTrainer):
         return metrics
 
     def _exact_match(self, prefix: str) -> dict[str, float]:
-        self.last_answers = answers(
-            self.model,
-            self.processing_class,
-            self._questions,
-            stop=self._stop_ids,
-            max_new_tokens=self._max_new_tokens,
-            began=lambda: self.beat.note(self.state.global_step, "generating answers"),
-        )
+        with context_parallel.whole_rows(self.model):
+            self.last_answers = answers(
+                self.model,
+                self.processing_class,
+                self._questions,
+                stop=self._stop_ids,
+                max_new_tokens=self._max_new_tokens,
+                began=lambda: self.beat.note(self.state.global_step, "generating answers"),
+            )
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         found = {f"{prefix}_exact_match": share}
         self.log(found)
@@ -567,6 +592,7 @@ def build_trainer(
     model: Any,
     tokenizer: Any,
     peft_config: Any,
+    tensor_plan: Mapping[str, Style],
     train: Split,
     evaluation: Split | None,
     callbacks: Sequence[TrainerCallback],
@@ -602,8 +628,14 @@ def build_trainer(
         checkpoint_limit=config.train.save_total_limit,
         patience=config.train.early_stopping_patience,
         monitor=monitor,
+        layout=plan.choice.layout,
         **evaluating,
     )
+    if tensor_plan:
+        tensor_parallel.divide(
+            trainer.model, tensor_plan, trainer.accelerator.torch_device_mesh["tp"], device=arguments.device,
+            masters=plan.precision.compute != "float32",
+        )  # fmt: skip
     if window is not None:
         window.trainer = trainer
     engine_module.tell_accumulation(trainer, plan)

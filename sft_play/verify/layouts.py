@@ -79,6 +79,11 @@ class Case:
     bf16: bool = False
 
     @property
+    def rows(self) -> int:
+        """Ranks that see rows of their own; in pairs they share rows or tensors."""
+        return self.ranks // 2 if self.layout in ("tp", "fsdp_tp", "fsdp_cp") else self.ranks
+
+    @property
     def name(self) -> str:
         """As a run folder's name."""
         return f"{self.mode}-{self.layout}-{self.ranks}-accum{self.accum}{'-bf16' if self.bf16 else ''}"
@@ -218,8 +223,9 @@ def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[Case]:
             "(CUDA_VISIBLE_DEVICES= make verify-layouts)"
         )
     layouts: list[tuple[LayoutName, int]] = [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+    layouts += [("tp", 2), ("fsdp_cp", 2)]
     if most >= 4:
-        layouts += [("ddp", 4), ("fsdp_hybrid", 4)]
+        layouts += [("ddp", 4), ("fsdp_hybrid", 4), ("fsdp_tp", 4), ("fsdp_cp", 4)]
     accumulations = ACCUMULATIONS if not bf16 else (1,)
     return [Case("single", 1, mode, 1, bf16)] + [
         Case(layout, ranks, mode, accum, bf16) for layout, ranks in layouts for accum in accumulations
@@ -299,7 +305,7 @@ class _Bench:
         has_copies = case.mode != "full" or self.dtype(case) == "fp32" or self.parsed.model.dtype == "float32"
         return Row(
             layout=case.layout, mode=case.mode, dtype=self.dtype(case), ranks=case.ranks, steps=self.steps,
-            accum=case.accum, micro_batch=self.effective // (case.ranks * case.accum),
+            accum=case.accum, micro_batch=self.effective // (case.rows * case.accum),
             loss_tolerance=tolerance.loss, tolerance=tolerance.weights if has_copies else None,
             note=None if has_copies else WITHOUT_COPIES,
         )  # fmt: skip
@@ -318,7 +324,7 @@ class _Bench:
             "tuning.mode": case.mode,
             "tuning.lora.dropout": 0.0,
             "train.effective_batch_size": self.effective,
-            "train.batch_size": self.effective // (case.ranks * case.accum),
+            "train.batch_size": self.effective // (case.rows * case.accum),
             "train.grad_accum": case.accum,
             "train.max_steps": 1 if start else self.steps,
             "train.logging_steps": 1,
@@ -345,6 +351,8 @@ class _Bench:
             }
         if case.layout == "fsdp_hybrid":
             values["distributed.shard_ranks"] = 2
+        if case.layout == "fsdp_cp":
+            values["model.mesh_shape"] = [[case.ranks // 2, 2], ["fsdp", "cp"]]
         model = self._without_dropout()
         if model is not None:
             values["model.name"] = str(model)

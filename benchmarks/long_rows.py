@@ -1,0 +1,82 @@
+"""Published training on rows of one to four million tokens, and what the plan says of it.
+
+TRL's runs on nodes of 8 H100s: every weight trains, one row a step, shared by all GPUs (context parallelism), with
+checkpoints offloaded. `make benchmark-speed` prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.plan import Plan, make_plan
+
+MILLION = 2**20
+FIRST = "https://github.com/huggingface/trl/pull/6845 (2026-08-21)"
+LATER = "https://github.com/huggingface/trl/pull/6846 (2026-08-21), examples/sft_qwen3_8b_1m_context"
+
+
+@dataclass(frozen=True)
+class LongRow:
+    """A published run: millions (2^20) of tokens in a row, seconds of a step, and bytes of a GPU where the run's
+    settings are published too."""
+
+    model: str
+    millions: int
+    nodes: int
+    step_s: float
+    source: str = FIRST
+    peak_bytes: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is, in one line."""
+        return f"{self.model} full, one row of {self.millions}M tokens on {self.nodes} x 8 H100"
+
+
+LONG_ROWS = (
+    LongRow("Qwen/Qwen3-8B", 1, 1, 380, LATER, 56.2e9),
+    LongRow("Qwen/Qwen3-0.6B", 1, 1, 137),
+    LongRow("Qwen/Qwen3-30B-A3B", 1, 1, 483),
+    LongRow("Qwen/Qwen3-32B", 1, 1, 1295),
+    LongRow("Qwen/Qwen3-0.6B", 4, 1, 2135),
+    LongRow("Qwen/Qwen3-8B", 2, 2, 696),
+    LongRow("Qwen/Qwen3-8B", 4, 4, 1346),
+)
+
+
+def plan_of(row: LongRow) -> Plan:
+    """The plan of the same run. The model's positions are those that the run gives it (YaRN)."""
+    tokens, gpus = row.millions * MILLION, 8 * row.nodes
+    config = config_from_text(
+        f"model: {{name: {row.model}, max_seq_len: {tokens}, mesh_shape: [[1, {gpus}], [fsdp, cp]]}}\n"
+        "tuning: {mode: full}\ntrain: {effective_batch_size: 1, gradient_checkpointing: offload}\n",
+        name="long",
+    )
+    shape = replace(shape_of(row.model), max_positions=tokens)
+    machine = named(f"{row.nodes}x8xH100,network=3200Gbps,ram=2TiB" if row.nodes > 1 else "8xH100,ram=2TiB")
+    return make_plan(config, shape, machine, has_eval=False, with_ways_out=False)
+
+
+def long_rows() -> dict[str, dict[str, Any]]:
+    """Every run by its name: seconds of a step and bytes of a GPU, predicted and published, and the quotients."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in LONG_ROWS:
+        plan = plan_of(row)
+        found[row.name] = {
+            "source": row.source,
+            "published_s": row.step_s,
+            "predicted_s": round(plan.speed.step_s, 1),
+            "ratio_s": plan.speed.step_s / row.step_s,
+        }
+        if row.peak_bytes is not None:
+            found[row.name] |= {
+                "published_bytes": int(row.peak_bytes),
+                "predicted_bytes": plan.memory.allocated,
+                "ratio_bytes": plan.memory.allocated / row.peak_bytes,
+                "fits": plan.fits,
+            }
+    return found

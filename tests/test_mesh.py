@@ -1,0 +1,458 @@
+"""`model.mesh_shape`: what it means, what is refused, and runs over ranks that share tensors or rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.long_rows import LONG_ROWS, long_rows
+from sft_play.config.load import config_from_text, load_config
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
+from sft_play.facts.hardware import Hardware, named
+from sft_play.plan.candidates import candidate_of
+from sft_play.plan.layout import LAYOUT_NAMES, Layout, layouts_for
+from sft_play.plan.mesh import AXES, Mesh, mesh_of
+from sft_play.plan.plan import job_of, make_plan, plan_from_json
+from sft_play.train.engine import WRAPPED_CLASS
+from tests.conftest import ROOT, VARIABLES
+from tests.models import uneven_run
+from tests.ranks_mesh import NOT_DIVIDED
+from tests.test_decisions import QUICK
+from tests.test_distributed import losses, shapes, start
+
+QWEN, LLAMA = "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.1-8B"
+
+
+def run(mesh: Any = None, *, name: str = LLAMA, mode: str = "lora", **settings: Any):
+    words = [
+        f"tuning.mode={mode}",
+        *(f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()),
+    ]
+    words += [] if mesh is None else [f"model.mesh_shape={json.dumps(mesh)}"]
+    return config_from_text(f"model: {{name: {name}}}", name="x", overrides=words)
+
+
+def cpu(ranks: int) -> Hardware:
+    return replace(named("H100"), gpus=(), cpu_ranks=ranks)
+
+
+# --- what a mesh means ------------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(sizes=st.permutations([1, 1, 2, 3]), order=st.permutations(sorted(AXES)), upper=st.booleans())
+def test_a_mesh_is_its_sizes_by_name_in_any_order(sizes, order, upper):
+    wanted = dict(zip(order, sizes, strict=True))
+    given_mesh = (tuple(sizes), tuple(name.upper() if upper else name for name in order))
+    large = {name for name, size in wanted.items() if size > 1}
+    if large in ({"tp", "cp"}, {"dp", "tp"}, {"dp", "cp"}):
+        with pytest.raises(ConfigError, match=r"model\.mesh_shape=.* cannot be combined.*; use \[\["):
+            mesh_of(given_mesh)
+        return
+    mesh = mesh_of(given_mesh)
+    assert mesh == Mesh(**wanted)
+    assert mesh.ranks == 6
+    assert mesh.batches == wanted["dp"] * wanted["fsdp"]
+    assert mesh_of(json.loads(re.sub(r"([a-z]+)", r'"\1"', str(mesh)))) == mesh  # as it is said is as it is written
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ([[1, 1], ["fsdp", "tp"]], Layout("single")),
+        ([[4, 1], ["fsdp", "tp"]], Layout("fsdp", 4, 4)),
+        ([[1, 4], ["fsdp", "tp"]], Layout("tp", 1, 1, 4)),
+        ([[2, 4], ["fsdp", "tp"]], Layout("fsdp_tp", 2, 2, 4)),
+        ([2, 4], Layout("fsdp_tp", 2, 2, 4)),
+        (8, Layout("fsdp", 8, 8)),
+        ([8], Layout("fsdp", 8, 8)),
+        ([[4], ["dp"]], Layout("ddp", 4)),
+        ([[2, 4], ["dp", "fsdp"]], Layout("fsdp_hybrid", 8, 4)),
+        ([[2, 2, 2], ["dp", "fsdp", "tp"]], Layout("fsdp_tp", 4, 2, 2)),
+        ([[1, 8], ["fsdp", "cp"]], Layout("fsdp_cp", 1, 8, context_parallel=8)),
+        ([[2, 2, 2], ["dp", "fsdp", "cp"]], Layout("fsdp_cp", 4, 4, context_parallel=2)),
+    ],
+)
+def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
+    count = layout.ranks
+    plan = make_plan(run(mesh), shape_of(LLAMA), named(f"{count}xH100"))
+    assert plan.choice.layout == layout
+    assert {one.layout for one in plan.candidates} == {layout}
+    assert plan.batch.ranks == layout.data_parallel
+    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+    for other in {1, 2, 4, 16} - {count}:
+        with pytest.raises(ConfigError, match=f"is a mesh of {count} process.*start {count} .*a mesh of {other}$"):
+            make_plan(run(mesh), shape_of(LLAMA), named(f"{other}xH100"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "problem"),
+    [
+        ([0, 1], "sizes are whole numbers from 1 on"),
+        ([], "sizes are whole numbers from 1 on"),
+        (-1, "sizes are whole numbers from 1 on"),
+        ([[2, -1], ["fsdp", "tp"]], "sizes are whole numbers from 1 on"),
+        ([[2, 2], ["fsdp"]], "2 sizes and 1 names"),
+        ([[2, 2], ["fsdp", "pp"]], "there is no axis pp"),
+        ([[2, 2], ["tp", "TP"]], "an axis is named twice"),
+        ([2, 2, 2], "3 sizes without names"),
+        ([[2, 2], ["dp", "tp"]], r"DDP cannot be combined with tp or cp; use \[\[2, 2\], \[fsdp, tp\]\]"),
+        ([[2, 2], ["tp", "cp"]], r"tp and cp cannot be combined; use \[\[4\], \[cp\]\]"),
+    ],
+)
+def test_what_is_no_mesh_is_refused_with_what_to_write(mesh, problem):
+    with pytest.raises(ConfigError, match=rf"^model\.mesh_shape=.*: {problem}"):
+        make_plan(run(mesh), shape_of(LLAMA), named("4xH100"))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        'model.mesh_shape=[[2,2],["fsdp","tp"]]',
+        "model.mesh_shape=[[2,2],[fsdp,tp]]",  # its quotes eaten by a shell
+        "model.mesh_shape=[[2, 2], [fsdp, tp]]",
+    ],
+)
+def test_a_mesh_is_read_from_a_word_and_from_yaml_alike(word, tmp_path, command, monkeypatch):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{name: {LLAMA}}}\ntuning: {{mode: lora}}\n")
+    assert load_config(file, overrides=[word]).config.model.mesh_shape == ((2, 2), ("fsdp", "tp"))
+    code, said = command("plan", "--config", str(file), "--hardware", "4xH100", "--json", word)
+    assert code == 0, said
+    assert json.loads(said)["layout"] == "fsdp_tp"
+    monkeypatch.setenv("SET", word)
+    code, in_set = command("plan", "--config", str(file), "--hardware", "4xH100", "--json")
+    assert (code, in_set) == (0, said)
+    monkeypatch.delenv("SET")
+    file.write_text(f"{file.read_text()}".replace("}", ", mesh_shape: [[2, 2], [fsdp, tp]]}", 1))
+    code, in_file = command("plan", "--config", str(file), "--hardware", "4xH100", "--json")
+    assert (code, in_file) == (0, said)
+
+
+# --- what can be divided ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "config", "because"),
+    [
+        ([1, 8], {"mode": "qlora"}, "NF4 weights cannot be split"),
+        ([1, 8], {"tuning__lora__use_dora": True}, "DoRA"),
+        ([1, 8], {"name": QWEN}, "28 heads and 4 key heads do not split over 8 ranks"),
+        ([1, 4], {"name": "microsoft/phi-4", "mode": "full"}, "plan of phi3 models"),
+        ([1, 4], {"name": "Qwen/Qwen3-30B-A3B", "mode": "full"}, "plan of qwen3_moe models"),
+        ([1, 4], {"train__bf16": False, "train__fp16": True}, "loss scaling"),
+        ([1, 4], {"train__optim": "paged_adamw_8bit"}, "8-bit states"),
+        ([[1, 8], ["fsdp", "cp"]], {"name": QWEN}, "28 heads do not split over 8 ranks"),
+        ([[1, 4], ["fsdp", "cp"]], {"data__packing": "best_fit"}, "data.packing=none"),
+        ([[1, 4], ["fsdp", "cp"]], {"name": "google/gemma-3-4b-it", "mode": "full"}, "see a window"),
+        ([[1, 4], ["fsdp", "cp"]], {"model__attn_implementation": "eager"}, "sdpa attention alone"),
+        ([[1, 2], ["fsdp", "cp"]], {"name": "google/gemma-2-2b-it", "mode": "full"}, "sdpa attention alone"),
+    ],
+)
+def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, config, because):
+    count = math.prod(mesh[0] if isinstance(mesh[0], list) else mesh)
+    with pytest.raises(
+        ConfigError, match=rf"cannot run this job: .*{because}.*; use \[\[{count}\], \[fsdp\]\], or null"
+    ):
+        make_plan(run(mesh, **config), shape_of(config.get("name", LLAMA)), named(f"{count}xH100"))
+
+
+def test_the_types_that_are_divided_are_those_of_transformers():
+    """What config.json says and what the installed classes say of the same types."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    whole = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+    for kind, family in FAMILIES.items():
+        plan = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) or {} if kind in CONFIG_MAPPING else {}
+        paths = (*family.qkv, family.out, *family.mlp)
+        styles = [plan.get(f"layers.*.{path}") for path in paths]
+        is_whole = set(plan.values()) <= whole and all(style in ("colwise", "rowwise") for style in styles)
+        assert (kind in TENSOR_PARALLEL) == (is_whole and not family.extra), kind
+    assert set(FAMILIES) >= TENSOR_PARALLEL
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    """What two ranks found (tests/ranks_mesh.py)."""
+    out = tmp_path_factory.mktemp("mesh") / "found.json"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    answer = subprocess.run(
+        [*words, "--module", "tests.ranks_mesh", str(out)],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    read: dict[str, Any] = json.loads(out.read_text())
+    return read
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("kind", sorted(TENSOR_PARALLEL))
+def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, kind, mode):
+    one = found["divided"][f"{kind} {mode}"]
+    assert one["loss"] < 1e-6
+    assert one["gradients"] < 2e-5
+    assert one["held"] < 0.65  # embedding and head are whole on both
+
+
+@pytest.mark.build
+def test_parts_in_bf16_are_as_far_from_the_whole_as_bf16_rounds(found):
+    one = found["divided"]["qwen3 full bf16"]
+    assert one["loss"] < 2**-8
+    assert one["gradients"] < 0.05
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "one key head", "gpt2", "mistral"])
+def test_rows_that_two_ranks_share_have_the_loss_and_gradients_of_whole_rows(found, kind):
+    one = found["shared"][kind]
+    assert one["loss"] < 1e-6
+    assert one["gradients"] < 2e-5
+    assert one["whole_rows"] == 0.0
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("kind", NOT_DIVIDED)
+def test_a_class_that_would_be_divided_wrongly_is_refused(found, kind):
+    assert "cannot be divided over tensor-parallel ranks" in found["refused"][kind]
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
+    shape, job = shape_of(LLAMA), job_of(run(mode="full"), shape_of(LLAMA), named("8xH100"))
+    blocks = sum(kind.count * kind.linear_weights for kind in shape.layers)
+    for fsdp, tp in ((1, 2), (1, 8), (2, 4), (4, 2)):
+        layout = Layout("fsdp_tp" if fsdp > 1 else "tp", fsdp, fsdp, tp)
+        one = candidate_of(job, layout, make_plan(run(mode="full"), shape, named("8xH100")).batch, 32)
+        share = (shape.params - blocks + blocks / tp) / fsdp
+        assert one.memory.terms["weights"] == pytest.approx(4 * share, rel=1e-3)  # fp32 copies of what trains
+        assert one.memory.terms["optimizer"] == pytest.approx(8 * share, rel=1e-3)
+
+
+def test_a_part_of_a_row_needs_a_part_of_its_activations():
+    shape = shape_of(LLAMA)
+    for parts in (2, 4, 8):
+        mesh = run([[8 // parts, parts], ["fsdp", "cp"]], mode="full", model__max_seq_len=8192, train__batch_size=1)
+        shared = make_plan(mesh, shape, named("8xH100")).choice
+        short = run([[8], ["fsdp"]], mode="full", model__max_seq_len=8192 // parts, train__batch_size=1)
+        alone = make_plan(short, shape, named("8xH100")).choice
+        if shared.checkpointed == alone.checkpointed and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
+            assert shared.memory.terms["activations"] == pytest.approx(alone.memory.terms["activations"], rel=0.01)
+        assert shared.speed.tokens == 8192 * shared.batch.effective_batch
+
+
+def test_published_rows_of_a_million_tokens_come_out_within_ten_percent():
+    found = long_rows()
+    assert len(found) == len(LONG_ROWS) >= 7
+    for name, one in found.items():
+        assert one["ratio_s"] == pytest.approx(1, abs=0.10), name
+    first = found[LONG_ROWS[0].name]
+    assert first["ratio_bytes"] == pytest.approx(1, abs=0.10)
+    assert first["fits"]
+
+
+def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
+    shape = shape_of(LLAMA)
+    kept, offloaded = (
+        make_plan(
+            run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, named("1xH100")
+        ).choice
+        for wish in (True, "offload")
+    )
+    inputs = 4 * 2048 * 2 * shape.hidden_size * shape.num_layers
+    assert kept.memory.allocated - offloaded.memory.allocated == pytest.approx(inputs * 31 / 32, rel=0.1)
+    assert offloaded.memory.host_bytes - kept.memory.host_bytes == inputs
+    assert offloaded.speed.step_s > kept.speed.step_s
+    assert "if each node has" in offloaded.verdict
+    assert "checkpointing with offload" in offloaded.checkpointing_words
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
+    draw = random.Random(seed)
+    counts = [2, 3, 4, 6, 8, *(8 * nodes for nodes in (2, 3, 16, 128))]
+    chosen = set()
+    for count in draw.sample(counts, 5):
+        machine = named(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100,network=3200Gbps")
+        mode = draw.choice(["full", "lora", "qlora"])
+        config = run(mode=mode, train__effective_batch_size=draw.choice([1, 2, 8, 32, 96, 1024]))
+        try:
+            plan = make_plan(config, shape_of(LLAMA), machine)
+        except ConfigError as error:
+            assert re.search(rf"does not split over {count} ranks; use \d+ or \d+", str(error))  # noqa: PT017
+            continue
+        chosen.add(plan.layout)
+        assert plan.layout in {*WRAPPED_CLASS, "single"}
+        assert plan.choice.layout.ranks == count
+        assert plan.batch.effective_batch == config.train.effective_batch_size
+        assert not any("does not launch" in str(one.rejected_because) for one in plan.candidates)
+        assert plan.choice.layout in layouts_for(config, shape_of(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
+    assert chosen
+    assert set(WRAPPED_CLASS) == set(LAYOUT_NAMES) - {"single"}
+
+
+def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
+    long = run(mode="lora", model__max_seq_len=131_072, train__effective_batch_size=8)
+    plan = make_plan(long, shape_of(LLAMA), named("8xL40S"))
+    assert (plan.layout, plan.fits) == ("fsdp_cp", True)
+    assert not any(one.fits for one in plan.candidates if one.layout.context_parallel == 1)
+    short = run(mode="lora", train__effective_batch_size=8)
+    assert "fsdp_cp" not in {one.layout.name for one in make_plan(short, shape_of(LLAMA), named("8xL40S")).candidates}
+    found = refusal = None
+    try:
+        found = make_plan(long, shape_of(LLAMA), named("8xL40S"), only=("ddp", "fsdp"))
+    except ConfigError as error:
+        refusal = error
+    assert refusal is None
+    assert found is not None
+    assert not found.fits
+
+
+# --- runs over ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("meshes")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(world) -> dict[str, dict[str, Any]]:
+    """Losses, summary and answers of the run in one process, by mode."""
+    found = {}
+    for mode in ("full", "lora"):
+        answer = start(world, "train", *words(world, mode), f"output.name=alone-{mode}")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        folder = world / "outputs" / f"alone-{mode}"
+        found[mode] = {"losses": losses(folder), "summary": summary_of(folder)}
+    return found
+
+
+def words(world: Path, mode: str) -> list[str]:
+    asked = ["eval.generate_rows=3", "eval.max_new_tokens=4"]
+    return ["--config", f"{world}/run.yaml", f"tuning.mode={mode}", *asked]
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return read
+
+
+RUNS = [
+    ("lora", "[[1,2],[fsdp,tp]]", "tp", 2),
+    ("full", "[[1,2],[fsdp,cp]]", "fsdp_cp", 2),
+    pytest.param("full", "[[1,2],[fsdp,tp]]", "tp", 2, marks=pytest.mark.slow),
+    pytest.param("lora", "[[2,2],[fsdp,tp]]", "fsdp_tp", 4, marks=pytest.mark.slow),
+    pytest.param("full", "[[2,2],[fsdp,tp]]", "fsdp_tp", 4, marks=pytest.mark.slow),
+    pytest.param("lora", "[[2,2],[fsdp,cp]]", "fsdp_cp", 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("mode", "mesh", "layout", "ranks"), RUNS)
+def test_a_mesh_trains_what_one_process_trains_stopped_and_resumed(world, alone, mode, mesh, layout, ranks):
+    """`make train` with a mesh of several processes is a launch; resumed, it has the ranks that it had."""
+    name = f"{layout}-{mode}"
+    asked = [*words(world, mode), f"model.mesh_shape={mesh}"]
+    begun = start(world, "train", *asked, f"output.name={name}", "train.stop_after_steps=2")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    assert f"Engine: {layout} proved: the model is a FSDP" in begun.stdout
+    assert f"over {ranks} ranks" in begun.stdout
+    ended = start(world, "resume", *asked, RUN=name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    folder = world / "outputs" / name
+    assert losses(folder) == pytest.approx(alone[mode]["losses"], rel=2e-5)
+    one, other = alone[mode]["summary"], summary_of(folder)
+    for when in ("before", "after"):
+        assert other[when]["loss"] == pytest.approx(one[when]["loss"], rel=2e-5)
+        assert (other[when]["exact_match"], other[when]["rows"]) == (one[when]["exact_match"], one[when]["rows"])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shares = 1 if layout == "tp" else ranks // 2
+    assert (manifest["processes"], manifest["batch"]["ranks"]) == (ranks, shares)
+    saved = "model" if mode == "full" else "adapter"
+    assert shapes(folder / saved) == shapes(world / "outputs" / f"alone-{mode}" / saved)
+    assert far_apart(folder, world / "outputs" / f"alone-{mode}", mode) < 2e-3
+
+
+def far_apart(run: Path, other: Path, mode: str) -> float:
+    """How far the logits of two saved models are apart, each opened as anybody would."""
+    from tests.test_going_on import logits
+
+    base = Path(json.loads((run / "resolved.json").read_text())["model"]["name"])
+    one, two = (logits(folder, mode, base) for folder in (run, other))
+    return float((one - two).abs().max() / two.abs().max())
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "mesh"), [("full", "[[1,2],[fsdp,tp]]"), ("lora", "[[1,2],[fsdp,cp]]")])
+def test_a_mesh_in_bf16_is_resumed_by_one_process(world, mode, mesh):
+    """Its checkpoints are those of one process: weights and states whole."""
+    name = f"bf16-{mode}"
+    asked = [*words(world, mode), "train.bf16=true"]
+    begun = start(world, "train", *asked, f"model.mesh_shape={mesh}", f"output.name={name}", "train.stop_after_steps=3")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = start(world, "resume", *asked, RUN=name, NPROC="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    whole = start(world, "train-distributed", *asked, f"output.name={name}-fsdp", STRATEGY="fsdp", NPROC="2")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    found, wanted = (losses(world / "outputs" / folder) for folder in (name, f"{name}-fsdp"))
+    assert found == pytest.approx(wanted, rel=2**-6)
+
+
+@pytest.mark.build
+def test_a_mesh_that_does_not_match_its_launch_is_one_message(world):
+    asked = [*words(world, "lora"), "model.mesh_shape=[[2,2],[fsdp,tp]]", "output.name=never"]
+    for command, given_words, said in (
+        ("train-distributed", {"NPROC": "2"}, "is a mesh of 4 processes, and this is a run of 2 processes: start 4"),
+        ("train-distributed", {"NPROC": "4", "STRATEGY": "zero2"}, "STRATEGY=zero2 cannot run this job"),
+        ("train-distributed", {"NPROC": "4", "STRATEGY": "ddp"}, "is another layout; there are: fsdp_tp"),
+    ):
+        answer = start(world, command, *asked, **given_words)
+        assert answer.returncode == 2, answer.stdout + answer.stderr
+        assert said in answer.stdout + answer.stderr
+    assert not (world / "outputs" / "never").exists()
+
+
+def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
+    counts = [1, 2, 3, 4, 8]
+    planned = 0
+    for fsdp, tp, cp in itertools.product(counts, repeat=3):
+        count = fsdp * tp * cp
+        if count > 64 or (count > 8 and count % 8):
+            continue
+        machine = named(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100")
+        config = run([[fsdp, tp, cp], ["fsdp", "tp", "cp"]], train__effective_batch_size=24)
+        try:
+            plan = make_plan(config, shape_of(LLAMA), machine)
+        except ConfigError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+            continue
+        planned += 1
+        layout = plan.choice.layout
+        assert (layout.tensor_parallel, layout.context_parallel, layout.data_parallel) == (tp, cp, fsdp)
+    assert planned > 20
