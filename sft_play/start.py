@@ -355,7 +355,6 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
         plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
-        _say_plan(plan, loaded.config)
         handed = Handed(place, plan.as_json(), resume, made=False, deepspeed=resolved, today=str(first_day(folder)))
     handed_over(handed.text())
     return handed
@@ -396,7 +395,7 @@ def _check_gpu(plan: Plan, ranks: Ranks) -> None:
 def plan_ranks(
     loaded: LoadedConfig, hardware: Hardware, spread: Spread, *, going_on: RunFolder | None = None
 ) -> tuple[Plan, dict[str, Any] | None]:
-    """The plan of a run over all ranks of `hardware`, and DeepSpeed's config where it runs it.
+    """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where it runs it.
 
     Raises:
         ConfigError: the strategy cannot run the job, or DeepSpeed's config is another one's.
@@ -419,6 +418,7 @@ def plan_ranks(
         train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
         _say_deepspeed(taken)
         config = config.model_copy(update={"train": train})
+    asked = config  # with the batch of a DeepSpeed file, which is as much the user's as the run YAML's
     config = _as_stopped(config, stopped, _batches(config, stopped, hardware))
     refuse_strategy(config, hardware, strategy)
     only = (strategy,) if strategy else tuple(name for name in LAYOUT_NAMES if name != "single" or hardware.ranks == 1)
@@ -428,6 +428,7 @@ def plan_ranks(
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=keeps)
     require_fit(plan, config)
+    _say_plan(plan, asked)
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
@@ -533,7 +534,6 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
         _say_choices(accelerate, plan, with_count=True)
     from sft_play.data.files import data_paths
 
-    _say_plan(plan, loaded.config)
     data_paths(loaded.config.data)
     here = hardware.gpus_per_node
     made = torchrun(
