@@ -9,6 +9,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
+from sft_play.plan.gradients import refusal
+from sft_play.plan.precision import choose_precision
 
 LayoutName = Literal[
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "tp", "fsdp_tp"
@@ -139,11 +141,13 @@ def layouts_for(
     count = hardware.ranks
     found: list[Layout] = []
     refused: list[NotPossible] = []
-    thinkable = _thinkable(config, hardware, count)
+    thinkable, precision = _thinkable(config, hardware, count), choose_precision(config, hardware)
     if count == 1 and named in ONE_RANK:
         thinkable = [Layout(named), *thinkable]
     for layout in thinkable:
-        because = _impossible(layout, config, shape)
+        because = _impossible(layout, config, shape) or refusal(
+            config, precision, layout.name, on_gpu=bool(hardware.gpus)
+        )
         if because is None:
             found.append(layout)
         elif not any(item.name == layout.name for item in refused):

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.utils import is_peft_model
+from accelerate.utils import DDPCommunicationHookType, is_peft_model
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
+from sft_play.plan.gradients import gradients_of
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
-from sft_play.plan.precision import DtypeName
+from sft_play.plan.precision import SHORT, DtypeName
 from sft_play.train import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -64,11 +66,13 @@ def barrier() -> None:
         dist.barrier()
 
 
-def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, Any] | None) -> dict[str, Any]:
+def engine_arguments(
+    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The Trainer's arguments that turn the plan's layout on."""
     if plan.layout == "single" and deepspeed is None:
         return {}
-    found: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    found: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters}
     on_cpu = plan.hardware.device == "cpu"
     if deepspeed is not None:
         if on_cpu:
@@ -77,10 +81,11 @@ def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, An
         return {**found, "deepspeed": dict(deepspeed)}
     if on_cpu:
         found["ddp_backend"] = "gloo"
+    if gradients_of(config, plan.precision, plan.layout).every == "micro_batch":
+        # else accelerate adds gradients up in a step's last pass alone: FSDP2 keeps whole ones on every rank until then
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if plan.choice.layout.is_fsdp:
         found["fsdp"] = True
-        # else accelerate keeps every rank's whole gradients until the last pass of a step, which the plan does not hold
-        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         found["fsdp_config"] = {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -129,6 +134,25 @@ def tell_accumulation(trainer: Any, plan: Plan) -> None:
     """
     if trainer.is_deepspeed_enabled:
         trainer.accelerator.gradient_accumulation_steps = plan.batch.grad_accum
+
+
+def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
+    """Hand accelerate the dtypes of gathered weights and of gradients on their way, before it wraps the model.
+
+    transformers' arguments have no word for them; accelerate's own objects do: the hook that DDP compresses gradients
+    with, and FSDP2's policy. DeepSpeed has read its from its configuration.
+    """
+    if plan.layout == "single":
+        return
+    chosen = gradients_of(config, plan.precision, plan.layout)
+    if plan.layout == "ddp" and chosen.compressed:
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(SHORT[chosen.reduced])
+    is_own = chosen.compressed or chosen.gathered != plan.precision.compute
+    if plan.choice.layout.is_fsdp and is_own:
+        low = None if chosen.gathered == "float32" == plan.precision.compute else getattr(torch, chosen.gathered)
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
+        )
 
 
 @dataclass(frozen=True)
