@@ -152,6 +152,8 @@ def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_
             yield f"{reduce}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
     if mixed.buffer != "auto" and not _is_zero(layout):
         yield f"{buffer}: only DeepSpeed casts the model's buffers; auto, or zero2, zero3"
+    elif mixed.buffer != "auto" and compute == "float32":
+        yield f"{buffer}: DeepSpeed casts buffers only where the run computes in bf16 or fp16; auto"
 
 
 def effects(config: RunConfig, precision: Precision, layout: str, *, grad_accum: int, whole_bytes: int) -> list[str]:
