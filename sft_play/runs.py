@@ -73,6 +73,7 @@ FREE_TO_CHANGE = frozenset(
         "train.save_total_limit",
         "train.report_to",
         "train.profile_steps",
+        "distributed.profile_communication",
         "train.dataloader_pin_memory",
         "tuning.backend_fallback",
         "distributed.timeout_s",

@@ -418,6 +418,10 @@ def plan_ranks(
         train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
         _say_deepspeed(taken)
         config = config.model_copy(update={"train": train})
+        mixed, taken = deepspeed_config.with_dtypes(config.distributed.mixed_precision, raw, name=name)
+        _say_deepspeed(taken)
+        distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
+        config = config.model_copy(update={"distributed": distributed})
     asked = config  # with the batch of a DeepSpeed file, which is as much the user's as the run YAML's
     config = _as_stopped(config, stopped, _batches(config, stopped, hardware))
     refuse_strategy(config, hardware, strategy)
@@ -473,6 +477,8 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
         weight_decay=config.train.weight_decay,
         betas=(deepspeed_config.ADAM_BETA1, config.train.adam_beta2),
         eps=deepspeed_config.ADAM_EPS,
+        reduce=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
+        buffer=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
     )
     obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
     resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)

@@ -417,6 +417,29 @@ def hybrid(config: RunConfig) -> Facts:
     return {item.name: item.shard for item in layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
 
 
+def over_ranks(config: RunConfig) -> Facts:
+    """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
+    layout cannot. What DDP is told, and how many steps are profiled."""
+    from sft_play.plan.gradients import gradients_of
+    from sft_play.plan.layout import LAYOUT_NAMES, layouts_for
+    from sft_play.plan.precision import choose_precision
+    from sft_play.train.engine import engine_arguments
+    from sft_play.train.profile import window_of
+
+    machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
+    shape, precision = shape_of(config.model.name), choose_precision(config, machine)
+    possible, refused = layouts_for(config, shape, machine)
+    facts: Facts = {item.name: item.because for item in refused}
+    for layout in possible:
+        chosen = gradients_of(config, precision, layout.name)
+        facts[layout.name] = f"{chosen.every} {chosen.gathered} {chosen.reduced} {chosen.buffers}"
+    only = ("ddp",) if any(layout.name == "ddp" for layout in possible) else LAYOUT_NAMES
+    made = make_plan(config, shape, machine, only=only)
+    told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
+    window = window_of(config, made, Path("/nowhere"))
+    return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps}
+
+
 def traced(config: RunConfig) -> Facts:
     """Why a candidate is not traced on a CPU."""
     from sft_play.plan.precision import choose_precision
@@ -428,6 +451,7 @@ def traced(config: RunConfig) -> Facts:
     return {"unavailable": answer.unavailable}
 
 
+LORA, LORA16 = ["tuning.mode=lora"], ["tuning.mode=lora", "train.bf16=true"]
 OUT = ["data.process.out_dir=WORLD/processed"]
 RAW = ["data.process.raw_path=WORLD/many.jsonl", *OUT]
 RAW_DOUBLE = ["data.process.raw_path=WORLD/double.jsonl", *OUT]
@@ -604,6 +628,24 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "eval.batch_size", 3, "eval_batch", 3),
     one(timeout, "distributed.timeout_s", 60, "seconds", 60.0),
     one(hybrid, "distributed.shard_ranks", 2, "fsdp_hybrid", 2),
+    one(over_ranks, "distributed.sync_gradients_every", "step", "fsdp", "step float32 float32 None"),
+    one(over_ranks, "distributed.sync_gradients_every", "micro_batch", "ddp", "micro_batch float32 float32 None"),
+    one(over_ranks, "distributed.sync_gradients_every", 1, "ddp", "micro_batch float32 float32 None"),
+    one(over_ranks, "distributed.find_unused_parameters", "true", "unused", True),
+    one(over_ranks, "distributed.profile_communication", "true", "window", 3),
+    one(over_ranks, "distributed.profile_communication", 7, "window", 7),
+    one(over_ranks, "distributed.mixed_precision.param", "float32", "fsdp", "micro_batch float32 float32 None", LORA16),
+    one(over_ranks, "distributed.mixed_precision.param", "bfloat16", REFUSED, Says("only FSDP2 gathers"), LORA),
+    one(over_ranks, "distributed.mixed_precision.param", "float16", REFUSED, Says("computes in float32"), LORA),
+    one(over_ranks, "distributed.mixed_precision.reduce", "bfloat16", "fsdp", "micro_batch float32 bfloat16 None"),
+    one(over_ranks, "distributed.mixed_precision.reduce", "float16", "ddp", "step float32 float16 None"),
+    one(over_ranks, "distributed.mixed_precision.reduce", "float32", "zero2", "micro_batch bfloat16 float32 None",
+        LORA16),
+    *(
+        one(over_ranks, "distributed.mixed_precision.buffer", name, "zero3", f"micro_batch bfloat16 bfloat16 {name}",
+            LORA16)
+        for name in ("bfloat16", "float16", "float32")
+    ),
     one(folder, "output.dir", "WORLD/elsewhere", "path", "WORLD/elsewhere/run-20260101T000000Z"),
     one(folder, "output.name", "mine", "path", "WORLD/outputs/mine"),
     unlocks(decision, "output.if_exists", "resume", "goes_on", True, OURS),

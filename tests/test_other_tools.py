@@ -35,13 +35,17 @@ HINTS = {
     "mixed_precision: 'no'": "here it is train.bf16: false",
     "mixed_precision: fp8": "here it is train.bf16: true (FP8 is not trained here)",
     "zero3_offload: true": "make train-distributed STRATEGY=zero3_offload",
-    "find_unused_parameters: true": (
-        "every trained parameter is used in every step, so that it is not needed: remove it"
-    ),
-    "sync_gradients_every: 4": (
-        "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
-    ),
-    "profile_communication: true": ("train.profile_steps traces steps, and says how long communication is not hidden"),
+    "find_unused_parameters: true": "here it is distributed.find_unused_parameters: true",
+    "ddp_find_unused_parameters: false": "here it is distributed.find_unused_parameters: false, the default",
+    "sync_gradients_every: 4": "here it is distributed.sync_gradients_every: 4",
+    "sync_each_batch: true": "here it is distributed.sync_gradients_every: micro_batch",
+    "profile_communication: true": "here it is distributed.profile_communication: true",
+    "communication_data_type: fp32": "here it is distributed.mixed_precision.reduce: float32",
+    "reduce_dtype: bf16": "here it is distributed.mixed_precision.reduce: bfloat16",
+    "mixed_precision_param: float32": "here it is distributed.mixed_precision.param: float32",
+    "buffer_dtype: torch.float32": "here it is distributed.mixed_precision.buffer: float32",
+    "ddp_comm_hook: bf16": "here it is distributed.mixed_precision.reduce: bfloat16",
+    "accumulate_allreduce_grads_in_fp32: true": "here it is distributed.mixed_precision.reduce: float32",
     "train_micro_batch_size_per_gpu: 4": "here it is train.batch_size: 4",
     "train_micro_batch_size_per_gpu: auto": "here it is train.batch_size: auto, the default",
     "per_device_train_batch_size: 2": "here it is train.batch_size: 2",

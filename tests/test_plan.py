@@ -219,9 +219,9 @@ def test_a_model_that_no_gpu_holds_alone_is_sharded():
     assert "needs" in str(ddp.rejected_because)
 
 
-@pytest.mark.parametrize("mode", ["qlora", "lora"])
-def test_what_the_libraries_cannot_do_is_never_proposed(mode):
-    plan = plan_of("meta-llama/Llama-3.1-70B", gpus(8, 24), f"tuning: {{mode: {mode}}}")
+@pytest.mark.parametrize("how", ["mode: qlora", "mode: lora, lora: {use_dora: true}"])
+def test_what_the_libraries_cannot_do_is_never_proposed(how):
+    plan = plan_of("meta-llama/Llama-3.1-70B", gpus(8, 24), f"tuning: {{{how}}}")
     names = {candidate.layout.name for candidate in plan.candidates}
     assert not names & {"tp", "fsdp_tp"}
     assert names >= {"zero3", "zero3_offload"}

@@ -231,9 +231,8 @@ _LAUNCHER = "it is a launcher's: remove it, or give accelerate's file as ACCELER
 _ZERO_FILE = "it belongs in DeepSpeed's file: make train-deepspeed DEEPSPEED_CONFIG=FILE"
 _FSDP = "make train-distributed STRATEGY=fsdp (FSDP2)"
 _MESH = "model.mesh_shape: [[GROUPS, RANKS], [fsdp, {axis}]]; null lets the plan choose"
-_FSDP_OPTIONS = "FSDP2 is set up by the plan; STRATEGY=fsdp (or fsdp_hybrid) takes no options: remove it"
-_EVERY_GRADIENT = "every trained parameter is used in every step, so that it is not needed: remove it"
-_SYNCED = "DDP synchronises gradients once a step, after train.grad_accum passes; FSDP2 and ZeRO in each: remove it"
+_FSDP_OPTIONS = "FSDP2 is set up by the plan (STRATEGY=fsdp, fsdp_hybrid; distributed.mixed_precision): remove it"
+_POLICY = "distributed.mixed_precision takes param, reduce and buffer, each auto, bfloat16, float16 or float32"
 _SEEN = "train.profile_steps traces steps, and says how long communication is not hidden"
 _TOKENS = (
     "the tokenizer is used as it comes: add tokens in the model's folder, and train their rows with "
@@ -278,6 +277,17 @@ _DTYPES = {
         "float32": "fp32 float32 torch.float32", "auto": "auto",
     }.items() for name in names.split()
 }  # fmt: skip
+_REDUCED, _GATHERED, _BUFFERED = (
+    {name: to(f"distributed.mixed_precision.{part}", answer.settings[0][1]) for name, answer in _DTYPES.items()}
+    for part in ("reduce", "param", "buffer")
+)
+_HOOKS = {
+    "no": to("distributed.mixed_precision.reduce", "auto"),
+    **{name: to("distributed.mixed_precision.reduce", ours)
+       for ours, names in {"bfloat16": "bf16 bf16_compress_hook", "float16": "fp16 fp16_compress_hook"}.items()
+       for name in names.split()},
+}  # fmt: skip
+_IN_FP32 = _switch("distributed.mixed_precision.reduce", "float32", "auto")
 _BF16, _FP16, _FP32 = to("train.bf16", True), to("train.fp16", True), to("train.bf16", False)
 _FP8 = to("train.bf16", True, "FP8 is not trained here")
 _PRECISIONS = {
@@ -721,7 +731,7 @@ _DISTRIBUTED: tuple[tuple[str, Known], ...] = (
         words="make train-distributed STRATEGY=zero2_offload (optimizer) or zero3_offload (weights too)", switch=True)),
     ("zero_optimization zero_force_ds_cpu_optimizer zero_allow_untested_optimizer zero3_init_flag "
      "zero3_save_16bit_model "
-     "zero_hpz_partition_size deepspeed_autotp_size deepcompile communication_data_type wall_clock_breakdown "
+     "zero_hpz_partition_size deepspeed_autotp_size deepcompile wall_clock_breakdown "
      "ds3_gather_for_generation gradient_predivide_factor prescale_gradients", says(_ZERO_FILE)),
     ("fsdp use_fsdp", Known(words=_FSDP, switch=True)),
     ("fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_final_state_dict_type fsdp_plugin "
@@ -754,9 +764,24 @@ _DISTRIBUTED: tuple[tuple[str, Known], ...] = (
      "tpu_env tpu_use_cluster tpu_use_sudo tpu_name dynamo_config dynamo_backend use_cpu ray_num_workers "
      "ray_init_kwargs use_ray", says(_LAUNCHER)),
     ("ddp_timeout dist_timeout timeout ddp_timeout_s nccl_timeout", Known("distributed.timeout_s", read=_seconds)),
-    ("find_unused_parameters ddp_find_unused_parameters", says(_EVERY_GRADIENT)),
-    ("sync_gradients_every sync_each_batch no_sync", says(_SYNCED)),
-    ("profile_communication comms_logger", says(_SEEN)),
+    ("find_unused_parameters ddp_find_unused_parameters", Known("distributed.find_unused_parameters")),
+    ("sync_gradients_every", Known("distributed.sync_gradients_every")),
+    ("sync_each_batch", Known("distributed.sync_gradients_every",
+                              _switch("distributed.sync_gradients_every", "micro_batch", "auto"))),
+    ("no_sync", Known("distributed.sync_gradients_every", _switch("distributed.sync_gradients_every", "step",
+                                                                 "micro_batch"))),
+    ("profile_communication comms_logger comms_logger.enabled",
+     Known("distributed.profile_communication", _switch("distributed.profile_communication", True, False))),
+    ("communication_data_type reduce_dtype mixed_precision_reduce fsdp_reduce_dtype fsdp_mixed_precision_reduce_dtype",
+     Known("distributed.mixed_precision.reduce", _REDUCED)),
+    ("param_dtype mixed_precision_param fsdp_param_dtype fsdp_mixed_precision_param_dtype",
+     Known("distributed.mixed_precision.param", _GATHERED)),
+    ("buffer_dtype fsdp_buffer_dtype fsdp_mixed_precision_buffer_dtype",
+     Known("distributed.mixed_precision.buffer", _BUFFERED)),
+    ("comm_hook ddp_comm_hook", Known("distributed.mixed_precision.reduce", _HOOKS)),
+    ("grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 fp32_allreduce fp32_reduce_scatter",
+     Known("distributed.mixed_precision.reduce", _IN_FP32)),
+    ("mixed_precision_policy mp_policy fsdp_mixed_precision_policy fsdp_mixed_precision data_types", says(_POLICY)),
     ("profiler_steps", Known("train.profile_steps")),
     ("enable_torch_profiler profiler profile profiler_steps_start profiler_output_dir profiler_wait_steps "
      "profiler_warmup_steps profiler_active_steps", says(_SEEN)),

@@ -369,7 +369,7 @@ class TrainConfig(Section):
     seed: int = leaf(42, owner="train.trainer", ge=0, lt=2**32)
     """Seed of adapters, dropout, data order and splits."""
 
-    profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="train.trainer")
+    profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="train.profile")
     """Trace so many steps with torch's profiler, from the third on (rank 0): the trace goes into the run folder, and
     the communication that no computation hides is logged; null traces none."""
 
@@ -429,6 +429,26 @@ class PlanConfig(Section):
     counts where it is more than predicted."""
 
 
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+class MixedPrecisionConfig(Section):
+    """Dtypes of what ranks send each other; auto takes what the layout does by itself. What is computed in is
+    train.bf16 and train.fp16."""
+
+    param: Dtype = leaf("auto", owner="plan.gradients")
+    """Weights as FSDP2 gathers them (MixedPrecisionPolicy's param_dtype): auto is the dtype of the computation, float32
+    gathers twice the bytes. DDP gathers none, and DeepSpeed holds them in the dtype of the computation."""
+
+    reduce: Dtype = leaf("auto", owner="plan.gradients")
+    """Gradients on their way: FSDP2's reduce_dtype, DeepSpeed's communication_data_type, DDP's bf16 or fp16 compression
+    hook. auto reduces them as they are made; float32 adds up more exactly, bfloat16 sends half of float32's bytes."""
+
+    buffer: Dtype = leaf("auto", owner="plan.gradients")
+    """The model's buffers, under DeepSpeed alone (data_types.buffer_dtype); auto leaves them as they are, which keeps
+    rotary frequencies exact."""
+
+
 class DistributedConfig(Section):
     """How several ranks work together."""
 
@@ -437,6 +457,25 @@ class DistributedConfig(Section):
 
     shard_ranks: Literal["auto"] | Annotated[int, Field(ge=2)] = leaf("auto", owner="plan.layout")
     """Ranks that fsdp_hybrid divides the states over, the other ranks holding copies; auto takes those of one node."""
+
+    sync_gradients_every: Literal["auto", "step", "micro_batch"] | Annotated[int, Field(ge=1)] = leaf(
+        "auto", owner="plan.gradients"
+    )
+    """When ranks add up their gradients: at the end of an optimizer step, or after every micro-batch. auto: DDP and
+    ZeRO-1 step, FSDP2 micro_batch (step keeps whole gradients on every rank meanwhile), ZeRO-2 and -3 micro_batch. A
+    number of micro-batches may be 1 or train.grad_accum."""
+
+    find_unused_parameters: bool = leaf(False, owner="train.engine")
+    """DDP looks after each forward pass for parameters that the loss does not use: for models that leave some out, at
+    the cost of a pass over the graph. FSDP2 and DeepSpeed need no such thing."""
+
+    mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
+    """Dtypes of what ranks send each other."""
+
+    profile_communication: bool | Annotated[int, Field(ge=1, le=100)] = leaf(False, owner="train.profile")
+    """Count what ranks send each other over so many steps, from the third on (true: 3): counts, bytes and time of each
+    kind of collective, the ranks that wait, and the plan's bytes beside them, in profile/communication.json of the run
+    folder, with rank 0's trace."""
 
 
 class OutputConfig(Section):

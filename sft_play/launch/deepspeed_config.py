@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config import yaml_io
-from sft_play.config.schema import TrainConfig
+from sft_play.config.schema import MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch import deepspeed_keys as keys
 from sft_play.launch.given_file import json_of, looks_like_json, text_of
@@ -70,6 +70,10 @@ class PlanNumbers:
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
+    reduce: str | None = None
+    """Dtype in which gradients travel, in DeepSpeed's word; None: as they are made."""
+    buffer: str | None = None
+    """Dtype that buffers are cast to; None: as they are."""
 
     @property
     def effective_batch(self) -> int:
@@ -483,6 +487,51 @@ def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> l
     return [f"{wanted} {verb} {product} = {unit}; an effective batch of {near} is"]
 
 
+# --- dtypes of what travels, which are planned with -------------------------------------------------------------------
+
+_DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+"""DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
+"""DeepSpeed's words for our dtypes."""
+
+
+def with_dtypes(
+    mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
+) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
+    """The run's dtypes with those that an understood configuration names, where the run YAML says auto, and a line for
+    each.
+
+    Raises:
+        ConfigError: a dtype of the file contradicts the run YAML's, or is none.
+    """
+    taken, lines, problems = dict[str, str](), [], []
+    for key, field in _DTYPE_KEYS.items():
+        said, path = _get(config, key), f"distributed.mixed_precision.{field}"
+        if said in (None, AUTO):
+            continue
+        ours, given = _DTYPES.get(str(said).lower()), getattr(mixed, field)
+        if ours is None:
+            problems.append(f"{key}: {_show(said)} cannot be meant; expected {', '.join(_DTYPES)}")
+        elif given not in (AUTO, ours):
+            problems.append(f"{key}: {said} contradicts {path}={given}; keep one of them")
+        elif given == AUTO:
+            taken[field] = ours
+            lines.append(f"{key}: {said} is the run's {path}, which the run YAML leaves open")
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return mixed.model_copy(update=taken), tuple(lines)
+
+
+def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    for key, field in _DTYPE_KEYS.items():
+        wanted = getattr(numbers, field)
+        if wanted is not None and _get(config, key) != wanted:
+            _put(config, key, wanted)
+            shown.append(f"{key} → {wanted} (distributed.mixed_precision.{field})")
+    return []
+
+
 # --- filled from the plan ---------------------------------------------------------------------------------------------
 
 
@@ -504,7 +553,7 @@ def fill(
     resolved = copy.deepcopy(config)
     shown: list[str] = []
     problems = _wrong_layout(resolved, numbers, name)
-    for step in (_fill_batch, _fill_precision, _fill_zero, _fill_optimizer, _fill_scheduler):
+    for step in (_fill_batch, _fill_precision, _fill_dtypes, _fill_zero, _fill_optimizer, _fill_scheduler):
         problems += step(resolved, numbers, shown)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))

@@ -58,6 +58,8 @@ class Gathering:
     trained_share: float
     """Trained parameters over all of a unit: what is reduced of it."""
     ranks: int
+    wider: float = 1.0
+    """Bytes of a gradient on its way over those of one as it is made."""
 
     def block(self, layer: int) -> int:
         """The unit of a block."""
@@ -89,11 +91,11 @@ class Gathering:
         last = len(self.order) - 1
         coming = self.block(layer - 1) if layer else self.units.embedding
         reduced = self.units.tail if layer == last else self.block(layer + 1)
-        return self.block(layer) + coming + int(reduced * self.trained_share) + self._whole()
+        return self.block(layer) + coming + int(reduced * self.trained_share * self.wider) + self._whole()
 
     def _cut(self, gradients: int) -> int:
         """Gradients while they are cut: themselves, the flat input, this rank's part, and that in fp32."""
-        return int(gradients * (2 + 3 / self.ranks))
+        return int(gradients * (1 + self.wider + (2 + self.wider) / self.ranks))
 
     def reduction(self, layer: int) -> int:
         """When the gradients of block `layer` are cut, beside the next unit's buffer."""
@@ -108,15 +110,19 @@ class Gathering:
         return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
 
 
-def zero_buckets(layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0) -> int:
+def zero_buckets(
+    layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0, wider: bool = False
+) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients on their way in stages 1 and 2, and in stage 3 one
     beside the parameters that it keeps gathered.
 
     A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
     (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
-    element of one byte.
+    element of one byte. `wider`: gradients made in half precision travel in fp32.
     """
     bucket = 2 * min(hidden * hidden, trained_params)
+    if wider:  # a copy on its way, beside the bucket
+        bucket += 4 * min(hidden * hidden, trained_params)
     if layout.shards_params:
         wide = min(2 * ZERO_BUCKET_PARAMS, params - packed)
         return bucket + 2 * wide + min(2 * ZERO_BUCKET_PARAMS - wide, packed // 2)

@@ -10,6 +10,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware
+from sft_play.plan.gradients import refusal
 from sft_play.plan.mesh import Mesh, mesh_of, mesh_words
 from sft_play.plan.precision import choose_precision
 
@@ -55,6 +56,11 @@ class Layout:
     def ranks(self) -> int:
         """Processes, one per GPU."""
         return self.data_parallel * self.tensor_parallel * self.context_parallel
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which gradients are added up: those with rows, or parts of rows, of their own."""
+        return self.data_parallel * self.context_parallel
 
     @property
     def shards_params(self) -> bool:
@@ -255,7 +261,7 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
         return "Adafactor's rows and columns are lost in partitions of a tensor"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
-    return None
+    return refusal(config, choose_precision(config, hardware), layout.name, on_gpu=bool(hardware.gpus))
 
 
 def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:

@@ -10,9 +10,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
 from sft_play.plan.gather import Gathering, units, zero_buckets
+from sft_play.plan.gradients import gradients_of
 from sft_play.plan.head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.precision import BYTES, Precision
+from sft_play.plan.precision import BYTES, DtypeName, Precision
 from sft_play.plan.states import large_tensors, optimizer_transient, part_of_trained, resident, trained, weight_bytes
 from sft_play.plan.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 
@@ -76,10 +77,12 @@ class Walk:
         self.trained = trained(config, shape, loaded)
         self.part = part_of_trained(config, shape, self.trained, layout.tensor_parallel)
         self.resident = resident(config, shape, loaded, layout)
-        self.loaded, self.numbers = loaded, _gathered_numbers(loaded, layout)
+        self.synced = gradients_of(config, precision, layout.name)
+        self.loaded, self.numbers = loaded, _gathered_numbers(loaded, layout, self.synced.gathered)
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
         self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
         self.adds_up = step.grad_accum > 1
+        self.whole_gradients = self._whole_gradients()
         self.specs = tuple(self._spec(place) for place in range(len(shape.layers)))
         self.gathering = self._gathering() if layout.shards_params else None
         self.blocks, self.widths = self._blocks()
@@ -124,7 +127,14 @@ class Walk:
             parts=self.step.layout.tensor_parallel,
         )
         share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
-        return Gathering(found, self.shape.layer_order, share, self.step.layout.shard)
+        wider = BYTES[self.synced.reduced] / BYTES[self.synced.made]
+        return Gathering(found, self.shape.layer_order, share, self.step.layout.shard, wider)
+
+    def _whole_gradients(self) -> int:
+        """Bytes of whole gradients that every rank keeps between micro-batches though it holds a part of the weights:
+        FSDP2 adds them up only at the end of the step, in the dtype that they travel in."""
+        waits = self.step.layout.is_fsdp and self.synced.every == "step" and self.adds_up
+        return self.part.params * BYTES[self.synced.reduced] if waits else 0
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
         """Every block's bytes, and the width of each one's input and of the last one's output."""
@@ -164,7 +174,7 @@ class Walk:
 
     def _accumulating(self) -> bool:
         """Whether a gradient meets an older one of its whole size; a rank that keeps parts cuts each new one."""
-        whole = not self.step.layout.shards_grads
+        whole = not self.step.layout.shards_grads or self.whole_gradients > 0
         return whole and self.adds_up
 
     def _kept_of(self, gradients: int) -> int:
@@ -199,7 +209,10 @@ class Walk:
         layout = self.step.layout
         if layout.is_zero:
             packed = self.shape.linear_params - self.shape.expert_params if self.nf4 else 0
-            return zero_buckets(layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed)
+            return zero_buckets(
+                layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed,
+                wider=BYTES[self.synced.reduced] > BYTES[self.synced.made],
+            )  # fmt: skip
         return self.resident.buckets
 
     def _workspaces(self) -> int:
@@ -264,7 +277,7 @@ class Walk:
         return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
 
     def _there(self) -> int:
-        return self.resident.gradients if self.adds_up else 0
+        return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
 
     def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
         """Through the blocks to the loss. `held` gets what is held before each block, and at the head.
@@ -321,7 +334,7 @@ class Walk:
         table = self.shape.vocab_size * (self.shape.embedding_width or self.shape.hidden_size)
         width = self.numbers.weights if self.full else self.numbers.adapters
         dense = table * width if self.trained.embedding else 0
-        done = self.resident.gradients
+        done = max(self.resident.gradients, self.whole_gradients)
         if self.gathering:
             before = done - (0 if self.adds_up else self._kept_of(dense))
             for gathered in self.gathering.end(dense):
@@ -345,10 +358,10 @@ class Walk:
         )
 
 
-def _gathered_numbers(loaded: Numbers, layout: Layout) -> Numbers:
+def _gathered_numbers(loaded: Numbers, layout: Layout, gathered: DtypeName) -> Numbers:
     """Widths as the modules see them: what is gathered under mixed precision has its dtype, adapters included."""
-    low = loaded.autocast
-    return Numbers(low, low, low) if layout.is_fsdp and low is not None else loaded
+    low, width = loaded.autocast, BYTES[gathered]
+    return Numbers(width, low, width) if layout.is_fsdp and low is not None else loaded
 
 
 def largest(found: Iterator[tuple[Moment, Terms]]) -> Mapping[Moment, Terms]:

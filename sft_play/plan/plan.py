@@ -28,8 +28,10 @@ from sft_play.plan.candidates import (
     shown,
     weigh,
 )
+from sft_play.plan.gradients import effects
 from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.plan.memory import GIB, MemoryEstimate
+from sft_play.plan.moments import Walk
 from sft_play.plan.precision import Precision, choose_precision
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
@@ -219,6 +221,9 @@ def make_plan(
     job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier)
     possible, refused = layouts_for(config, shape, hardware, named=only[0] if len(only) == 1 else None)
     layouts = [layout for layout in possible if layout.name in only] or list(possible[:1])
+    if not layouts:
+        listed = "; ".join(f"{item.name}: {item.because}" for item in refused)
+        raise ConfigError(f"no layout of {hardware.ranks} ranks can run this job: {listed}")
     if keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
     candidates = weigh(job, layouts)
@@ -396,6 +401,10 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"{chosen.layout.name} divides NF4 weights once they are loaded: until then each rank holds all of them "
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
+    found += effects(
+        job.config, job.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
+        whole_bytes=Walk(job.config, job.shape, job.precision, chosen.step).whole_gradients,
+    )  # fmt: skip
     return [*found, *([learned] if learned else [])]
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.plan.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, Precision
 
@@ -23,12 +24,10 @@ FLASH_HEAD = 256
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
     """Bytes of weights, of autocast's dtype and of adapters.
 
-    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`), which TRL turns off under ZeRO-3;
-    TRL casts those of a quantised base to bf16, and this toolkit's trainer keeps them fp32 where the run does not
-    compute in bf16.
+    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`), which TRL turns off under ZeRO-3.
     """
     load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
-    adapters = 2 if config.tuning.mode == "qlora" and precision.compute == "bfloat16" else 4
+    adapters = BYTES[adapter_dtype(config, precision)]
     if config.tuning.mode == "lora" and layout.is_zero and layout.shards_params:
         adapters = load
     return Numbers(load, compute, adapters)

@@ -9,6 +9,7 @@ benchmark-speed` compares them with published speeds, and with how published run
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from statistics import NormalDist
@@ -19,6 +20,7 @@ from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.memory import Step, adapter_params
 from sft_play.plan.precision import BYTES, Precision
+from sft_play.plan.traffic import Collective, traffic_of
 
 MATRIX_SHARE = {7: 0.32, 8: 0.77, 9: 0.62, 10: 0.60, 12: 0.76}
 """Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
@@ -52,8 +54,6 @@ still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP)."""
 COLLECTIVE_START_S = 15e-6
 """Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
 (https://github.com/NVIDIA/nccl/issues/1530)."""
-BUCKET_BYTES = 25 * 2**20
-"""DDP's buckets (`bucket_cap_mb`), each an all-reduce of its own."""
 BUCKET_COPIES = 4
 """Times that DDP reads or writes every gradient beside the link: copied into its bucket and back."""
 HOST_BANDWIDTH = 60e9
@@ -91,6 +91,8 @@ class Speed:
     parts: dict[str, float] = field(default_factory=dict)
     moved_bytes: int = 0
     """Bytes that one rank sends to others in a step."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of collective."""
     model_flops: float = 0.0
     """Floating-point operations of the model that one rank's step needs, without what is computed twice."""
 
@@ -102,7 +104,7 @@ class Speed:
     def scaled(self, factor: float) -> Speed:
         """The same with every duration multiplied."""
         parts = {name: seconds * factor for name, seconds in self.parts.items()}
-        return Speed(self.step_s * factor, self.tokens, parts, self.moved_bytes, self.model_flops)
+        return dataclasses.replace(self, step_s=self.step_s * factor, parts=parts)
 
 
 def rates_of(hardware: Hardware, precision: Precision) -> Rates:
@@ -170,7 +172,8 @@ def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, st
     }
     tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
     useful = sum(_flops(config, shape, step, 0.0).values()) * step.grad_accum / tp
-    return Speed(sum(parts.values()), tokens, parts, moved, useful)
+    collectives = traffic_of(config, shape, precision, step).by_kind(step.grad_accum)
+    return Speed(sum(parts.values()), tokens, parts, moved, collectives, useful)
 
 
 def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float) -> dict[str, float]:
@@ -239,41 +242,23 @@ def _optimizer(
 def _communication(
     config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, micro_s: float
 ) -> tuple[int, float]:
-    """Bytes that one rank sends in a step, and the seconds of it that nothing hides.
-
-    Reducing gradients over W ranks sends 2(W-1)/W of them, scattering or gathering alone (W-1)/W (ring algorithms,
-    https://arxiv.org/abs/1910.02054 section 7). Sharded weights are gathered for the forward and the backward pass of
-    every micro-step, layer by layer.
-    """
-    layout, accum, blocks = step.layout, step.grad_accum, shape.num_layers + 1
+    """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
+    backward pass of its micro-batch, what follows the optimizer's update behind nothing."""
+    layout, accum = step.layout, step.grad_accum
     width = BYTES[precision.compute]
-    trained = _trained(config, shape) * (width if config.tuning.mode == "full" else 4) / layout.tensor_parallel
-    weights = _gathered_bytes(config, shape, width) / layout.tensor_parallel
     hidden_s = HIDDEN_SHARE * micro_s * 2 / 3
-    moved = exposed = 0.0
-    replicas = layout.data_parallel * layout.context_parallel
-    group = _link(replicas, rates)
-    start = COLLECTIVE_START_S * math.log2(replicas)
-    share = (replicas - 1) / replicas
-    if replicas > 1:
-        if layout.shards_params:
-            inner = _link(layout.shard, rates)
-            part = (layout.shard - 1) / layout.shard
-            per_micro = part * (2 * weights + trained)
-            outer = 2 * trained / layout.shard if replicas > layout.shard else 0.0
-            moved = per_micro * accum + outer
-            exposed = accum * _exposed(per_micro / inner + 3 * blocks * start, hidden_s) + outer / group
-        elif layout.name in ("zero2", "zero2_offload"):
-            moved = share * (trained * accum + trained)
-            each = share * trained / group + start * math.ceil(trained / BUCKET_BYTES)
-            exposed = accum * _exposed(each, hidden_s) + share * trained / group
-        else:  # one all-reduce a step, or its two halves
-            moved = 2 * share * trained
-            exposed = _exposed(moved / group + start * math.ceil(trained / BUCKET_BYTES), hidden_s)
-            exposed += BUCKET_COPIES * trained / (rates.bandwidth * BANDWIDTH_SHARE)
+    traffic = traffic_of(config, shape, precision, step)
+    moved, exposed = traffic.sent(accum), 0.0
+    if layout.gradient_ranks > 1:
+        each, last, after = (sum(_seconds(one, rates) for one in part)
+                             for part in (traffic.each, traffic.last, traffic.after))  # fmt: skip
+        exposed = (accum - 1) * _exposed(each, hidden_s) + _exposed(each + last, hidden_s) + after
+        if not layout.shards_states:  # DDP
+            reduced = sum(one.bytes * times for one, times in traffic.in_step(accum))
+            exposed += BUCKET_COPIES * reduced / (rates.bandwidth * BANDWIDTH_SHARE)
     if layout.offloads_params:
-        traffic = 2 * weights * accum
-        exposed += max(0.0, traffic / NOMINAL_LINK - hidden_s * accum)
+        read = 2 * _gathered_bytes(config, shape, width) / layout.tensor_parallel
+        exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
     if layout.tensor_parallel > 1:
         inner = _link(layout.tensor_parallel, rates)
         again = 2 if step.checkpointed_layers != 0 else 0
@@ -290,6 +275,10 @@ def _communication(
         moved += sent
         exposed += sent / _link(ranks, rates) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
     return int(moved), exposed
+
+
+def _seconds(one: Collective, rates: Rates) -> float:
+    return one.sent / _link(one.span or one.ranks, rates) + COLLECTIVE_START_S * math.log2(one.ranks) * one.times
 
 
 def _exposed(collective_s: float, hidden_s: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.candidates import Candidate
+from sft_play.plan.gradients import gradients_of
 from sft_play.plan.plan import Traced
 from sft_play.plan.precision import Precision
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
@@ -54,6 +55,7 @@ def settings_of(
     step, mode = candidate.step, config.tuning.mode
     half = precision.compute != "float32"
     adapters = "float32" if mode == "qlora" and precision.compute != "bfloat16" else None
+    chosen, is_fsdp = gradients_of(config, precision, candidate.layout.name), candidate.layout.name == "fsdp"
     return StepSettings(
         model=model,
         mode=mode,
@@ -76,8 +78,10 @@ def settings_of(
         eval_batch=step.eval_batch or None,
         strategy=STRATEGIES[candidate.layout.name],
         world=candidate.layout.ranks,
-        sync_each_batch=candidate.layout.name == "fsdp",
+        sync_each_batch=is_fsdp and chosen.every == "micro_batch",
         mixed_precision=precision.compute if half else None,
+        gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
+        reduces_in=chosen.reduced if is_fsdp and chosen.compressed else None,
         device=Device(capability=step.capability or (9, 0)),
     )
 

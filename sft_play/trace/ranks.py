@@ -214,10 +214,10 @@ def _plugin(model: Any, settings: StepSettings, whole: list[Any]) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-    low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
-    policy = (
-        MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, output_dtype=low) if low else MixedPrecisionPolicy()
-    )
+    gathers = settings.gathers_in or settings.mixed_precision
+    low = getattr(torch, gathers) if gathers else None
+    reduces = getattr(torch, settings.reduces_in) if settings.reduces_in else low
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduces, output_dtype=low)
     return SimpleNamespace(
         set_auto_wrap_policy=lambda model: None,
         auto_wrap_policy=transformer_auto_wrap_policy,

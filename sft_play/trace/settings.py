@@ -100,6 +100,10 @@ class StepSettings:
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
+    gathers_in: DtypeName | None = None
+    """FSDP2's param_dtype, where it is not `mixed_precision`."""
+    reduces_in: DtypeName | None = None
+    """FSDP2's reduce_dtype, where gradients do not travel as they are made."""
     checkpoints_wrappers: bool = False
     """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper inside, as transformers did before its
     layers checkpointed themselves; a recomputed layer then gathers its weights once more."""

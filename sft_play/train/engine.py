@@ -19,15 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from accelerate.utils import is_peft_model
+from accelerate.utils import DDPCommunicationHookType, is_peft_model
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
+from sft_play.plan.gradients import gradients_of
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
-from sft_play.plan.precision import DtypeName
+from sft_play.plan.precision import SHORT, DtypeName
 from sft_play.train import checkpoints
 
 logger = logging.getLogger(__name__)
@@ -67,11 +69,13 @@ def barrier() -> None:
         dist.barrier()
 
 
-def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, Any] | None) -> dict[str, Any]:
+def engine_arguments(
+    plan: Plan, config: RunConfig, *, layer_class: str, deepspeed: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The Trainer's arguments that turn the plan's layout on."""
     if plan.layout == "single" and deepspeed is None:
         return {}
-    found: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    found: dict[str, Any] = {"ddp_find_unused_parameters": config.distributed.find_unused_parameters}
     on_cpu = plan.hardware.device == "cpu"
     if deepspeed is not None:
         if on_cpu:
@@ -80,10 +84,11 @@ def engine_arguments(plan: Plan, *, layer_class: str, deepspeed: Mapping[str, An
         return {**found, "deepspeed": dict(deepspeed)}
     if on_cpu:
         found["ddp_backend"] = "gloo"
+    if gradients_of(config, plan.precision, plan.layout).every == "micro_batch":
+        # else accelerate adds gradients up in a step's last pass alone: FSDP2 keeps whole ones on every rank until then
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if plan.choice.layout.is_fsdp:
         found["fsdp"] = True
-        # else accelerate keeps every rank's whole gradients until the last pass of a step, which the plan does not hold
-        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         found["fsdp_config"] = {
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -123,7 +128,7 @@ class _WithTensorParallel(ParallelismConfig):
 def _axes(layout: Layout) -> dict[str, Any]:
     """The Trainer's argument for layouts of more than one axis. Context parallelism has none: to the engine, its ranks
     are FSDP2's like any others, whose rows are parts of rows."""
-    ranks = layout.data_parallel * layout.context_parallel
+    ranks = layout.gradient_ranks
     if layout.tensor_parallel == 1 and layout.name != "fsdp_hybrid" and ranks == layout.shard:
         return {}
     kind = _WithTensorParallel if layout.tensor_parallel > 1 else ParallelismConfig
@@ -163,6 +168,25 @@ def tell_accumulation(trainer: Any, plan: Plan) -> None:
     """
     if trainer.is_deepspeed_enabled:
         trainer.accelerator.gradient_accumulation_steps = plan.batch.grad_accum
+
+
+def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
+    """Hand accelerate the dtypes of gathered weights and of gradients on their way, before it wraps the model.
+
+    transformers' arguments have no word for them; accelerate's own objects do: the hook that DDP compresses gradients
+    with, and FSDP2's policy. DeepSpeed has read its from its configuration.
+    """
+    if plan.layout == "single":
+        return
+    chosen = gradients_of(config, plan.precision, plan.layout)
+    if plan.layout == "ddp" and chosen.compressed:
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(SHORT[chosen.reduced])
+    is_own = chosen.compressed or chosen.gathered != plan.precision.compute
+    if plan.choice.layout.is_fsdp and is_own:
+        low = None if chosen.gathered == "float32" == plan.precision.compute else getattr(torch, chosen.gathered)
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
+        )
 
 
 @dataclass(frozen=True)

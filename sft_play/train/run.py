@@ -393,7 +393,7 @@ def _trainer(
         plan,
         job.folder,
         has_eval=prepared.splits.val is not None,
-        engine=engine.engine_arguments(plan, layer_class=blueprint.layer_class, deepspeed=job.deepspeed),
+        engine=engine.engine_arguments(plan, config, layer_class=blueprint.layer_class, deepspeed=job.deepspeed),
     )
     engine.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)

@@ -37,7 +37,7 @@ from sft_play.train.collate import COUNTS, SOURCE, Collator
 from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.monitor import Monitor, scored_labels, source_losses, source_sums, tokens_in
-from sft_play.train.profile import ProfileWindow
+from sft_play.train.profile import window_of
 from sft_play.train.rows import (
     MASKED,
     EpochOrder,
@@ -608,9 +608,8 @@ def build_trainer(
         more.append(_CheckpointFirstLayers(plan.checkpointed_layers))
     if "tensorboard" in config.train.report_to and engine_module.is_first():
         more += _boards(config, plan, folder, resume_step=resume_step, answers=lambda: trainer.last_answers)
-    window = None
-    if config.train.profile_steps is not None and engine_module.is_first():
-        window = ProfileWindow(folder.path / "profile", config.train.profile_steps)
+    window = window_of(config, plan, folder.path / "profile")
+    if window is not None:
         more.append(window)
     rows = to_dataset(train.rows)
     packs = _packs_of(rows, config, plan)
@@ -639,6 +638,7 @@ def build_trainer(
     if window is not None:
         window.trainer = trainer
     engine_module.tell_accumulation(trainer, plan)
+    engine_module.set_dtypes(trainer, plan, config)
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)

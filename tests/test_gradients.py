@@ -1,0 +1,484 @@
+"""How ranks add up gradients: what a layout can do of it, what it costs in memory and bytes, and that engines do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import MixedPrecisionConfig, RunConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.launch.deepspeed_config import with_dtypes
+from sft_play.plan.batching import BatchPlan
+from sft_play.plan.candidates import candidate_of
+from sft_play.plan.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal
+from sft_play.plan.layout import LAYOUT_NAMES, Layout, layouts_for
+from sft_play.plan.memory import Step, estimate
+from sft_play.plan.moments import Walk
+from sft_play.plan.plan import job_of, make_plan, plan_from_json
+from sft_play.plan.precision import BYTES, Precision
+from sft_play.plan.throughput import predict_speed, rates_of
+from sft_play.plan.traffic import sent_bytes, traffic_of
+from tests.conftest import ROOT, VARIABLES
+from tests.models import uneven_run
+
+GIB = 2**30
+MODEL = "Qwen/Qwen2.5-0.5B"
+BF16, FP32 = (Precision(name, name, "") for name in ("bfloat16", "float32"))
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+EVERY = ("auto", "step", "micro_batch")
+
+
+def run_of(mode: str = "full", accum: str = "4", **distributed: object) -> RunConfig:
+    text = f"model: {{name: {MODEL}}}\ntuning: {{mode: {mode}}}\ntrain: {{grad_accum: {accum}}}\n"
+    return config_from_text(text + f"distributed: {json.dumps(distributed)}", name="run.yaml")
+
+
+def layout_of(name: str, ranks: int = 4) -> Layout:
+    shard = 1 if name in ("ddp", "single") else ranks // 2 if name == "fsdp_hybrid" else ranks
+    return Layout(name, 1 if name == "single" else ranks, shard)  # type: ignore[arg-type]
+
+
+# --- what a layout can do ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    [("ddp", "step"), ("zero1", "step"), ("fsdp", "micro_batch"), ("fsdp_hybrid", "micro_batch"),
+     ("zero2", "micro_batch"), ("zero3", "micro_batch"), ("zero3_offload", "micro_batch")],
+)  # fmt: skip
+def test_auto_is_what_the_engine_does_by_itself(layout, every):
+    assert gradients_of(run_of(), BF16, layout).every == every
+    assert refusal(run_of(), BF16, layout) is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "accum", "ddp", "said"),
+    [
+        ("step", "4", "step", None), ("micro_batch", "4", "micro_batch", None), (1, "4", "micro_batch", None),
+        (4, "4", "step", None), (1, "auto", "micro_batch", None), (1, "1", "step", None), ("step", "1", "step", None),
+        (2, "4", None, "which has train.grad_accum=4 micro-batches; write step (once per optimizer step)"),
+        (8, "4", None, "distributed.sync_gradients_every=8: engines add gradients up after every micro-batch or once"),
+        (4, "auto", None, "which has as many as the plan takes (train.grad_accum=auto) micro-batches; write step"),
+        (2, "1", None, "distributed.sync_gradients_every=2: a step has one micro-batch"),
+    ],
+)  # fmt: skip
+def test_a_number_of_micro_batches_is_one_or_all_of_a_step(wish, accum, ddp, said):
+    config = run_of(accum=accum, sync_gradients_every=wish)
+    if said is None:
+        assert gradients_of(config, BF16, "ddp").every == ddp
+        return
+    for ask in (lambda: gradients_of(config, BF16, "ddp"), lambda: refusal(config, BF16, "fsdp")):
+        with pytest.raises(ConfigError, match="sync_gradients_every") as caught:
+            ask()
+        assert said in str(caught.value)
+
+
+def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
+    """Each wish is honoured where nothing is refused, and a refusal names the key with its value and a way on."""
+    draw = random.Random(3)
+    honoured = refused = 0
+    for _ in range(3000):
+        every, accum = draw.choice(EVERY), draw.choice(["1", "4", "auto"])
+        mixed = {part: draw.choice(DTYPES) for part in ("param", "reduce", "buffer")}
+        mode, layout, precision = draw.choice(["full", "lora", "qlora"]), draw.choice(LAYOUT_NAMES), draw.choice([BF16, FP32])
+        config = run_of(mode, accum, sync_gradients_every=every, mixed_precision=mixed)
+        because = refusal(config, precision, layout, on_gpu=draw.random() < 0.5)
+        if layout == "single":
+            assert because is None
+            continue
+        if because is not None:
+            refused += 1
+            for part in because.split("; distributed."):
+                key, _, rest = part.removeprefix("distributed.").partition("=")
+                value = rest.partition(":")[0]
+                wished = every if key == "sync_gradients_every" else mixed[key.removeprefix("mixed_precision.")]
+                assert value == wished != "auto", because
+                assert "auto" in rest, because
+            continue
+        honoured += 1
+        chosen = gradients_of(config, precision, layout)
+        if every != "auto" and accum != "1":
+            assert chosen.every == every, (config.distributed, layout)
+        if layout in DIVIDES_GRADIENTS:
+            assert chosen.every == "micro_batch"
+        assert mixed["reduce"] in ("auto", chosen.reduced)
+        assert mixed["param"] in ("auto", chosen.gathered)
+        assert mixed["buffer"] in ("auto", chosen.buffers)
+        assert chosen.compressed == (chosen.reduced != chosen.made)
+        if layout == "ddp":
+            assert BYTES[chosen.reduced] <= BYTES[chosen.made]
+    assert min(honoured, refused) > 500
+
+
+def test_keys_that_no_layout_can_do_are_one_message():
+    config = run_of(sync_gradients_every="step", mixed_precision={"buffer": "bfloat16", "param": "float32"})
+    with pytest.raises(ConfigError, match=r"no layout of 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: ") as said:
+        make_plan(config, shape_of(MODEL), named("2xA100-80GB"))
+    assert "only DeepSpeed casts" in str(said.value)
+
+
+def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
+    hardware = named("4xA100-80GB")
+    for wish, wanted in (("step", {"ddp", "fsdp", "zero1"}), ("micro_batch", {"ddp", "fsdp", "zero2", "zero3"})):
+        possible, refused = layouts_for(run_of(sync_gradients_every=wish), shape_of(MODEL), hardware)
+        assert wanted <= {layout.name for layout in possible}
+        assert not wanted & {item.name for item in refused}
+        assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
+    plan = make_plan(run_of("lora", mixed_precision={"buffer": "bfloat16"}), shape_of(MODEL), hardware)
+    assert plan.layout.startswith("zero")
+    assert "buffers are cast to bfloat16 (distributed.mixed_precision.buffer)" in plan.reasons
+
+
+def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
+    config = run_of(
+        "lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5,
+        mixed_precision={"reduce": "bfloat16"},
+    )  # fmt: skip
+    plan = make_plan(config, shape_of(MODEL), named("1xA100-80GB"))
+    assert plan.layout == "single"
+    assert (
+        "distributed.sync_gradients_every=step, distributed.find_unused_parameters=true, "
+        "distributed.mixed_precision.reduce=bfloat16, distributed.profile_communication=5: without effect on one "
+        "process, which sends nothing"
+    ) in plan.reasons
+    assert effects(run_of(), BF16, "single", grad_accum=4, whole_bytes=0) == []
+    unused = effects(run_of(find_unused_parameters=True), BF16, "zero3", grad_accum=4, whole_bytes=0)
+    assert unused == ["distributed.find_unused_parameters=true: without effect under zero3, which needs no search"]
+    assert effects(run_of(find_unused_parameters=True), BF16, "ddp", grad_accum=4, whole_bytes=0) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "message"),
+    [
+        ("zero2", ["distributed.sync_gradients_every=step"], "in ZeRO-2 and -3 gradients are divided after each"),
+        ("zero1", ["distributed.sync_gradients_every=1"], "in ZeRO-1 gradients are added up once per step; auto"),
+        ("ddp", ["distributed.sync_gradients_every=3"], "after every micro-batch or once per optimizer step"),
+        ("ddp", ["distributed.mixed_precision.buffer=bfloat16"], "only DeepSpeed casts the model's buffers; auto, or"),
+        ("ddp", ["distributed.mixed_precision.reduce=bfloat16"], "torch's hook for it needs GPUs; auto, float16, or"),
+        ("fsdp", ["distributed.mixed_precision.param=bfloat16"], "the run computes in float32, as train.bf16"),
+    ],
+)
+def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch, strategy, settings,
+                                                                   message):  # fmt: skip
+    """The model does not exist: a message about the key shows that nothing was looked for."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {MODEL}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ntrain: {{effective_batch_size: 8, "
+        f"batch_size: 1}}\ndata: {{train_path: {tmp_path}/none.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+    )
+    monkeypatch.setenv("STRATEGY", strategy)
+    monkeypatch.setenv("NPROC", "2")
+    code, printed = command("train-distributed", "--config", str(config), *settings)
+    assert code == 2, printed
+    assert message in printed
+    assert printed.count("error:") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+def step_of(layout: str, *, ranks: int = 4, accum: int = 4, rows: int = 1) -> Step:
+    return Step(micro_batch=rows, grad_accum=accum, seq_len=512, layout=layout_of(layout, ranks))
+
+
+@pytest.mark.parametrize("precision", [BF16, FP32])
+def test_whole_gradients_are_counted_where_fsdp_adds_up_once_a_step(precision):
+    shape = shape_of(MODEL)
+    often, once = run_of(sync_gradients_every="micro_batch"), run_of(sync_gradients_every="step")
+    wide = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32"})
+    ranks = 8
+    walks = [Walk(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
+    width = BYTES[precision.compute]
+    assert [walk.whole_gradients for walk in walks] == [0, shape.params * width, shape.params * 4]
+    peaks = [estimate(config, shape, precision, step_of("fsdp", ranks=ranks)) for config in (often, once, wide)]
+    more = peaks[1].moments["head"] - peaks[0].moments["head"]
+    assert more == shape.params * width - shape.params * 4 // ranks  # instead of this rank's parts in fp32
+    assert peaks[2].moments["backward"] >= peaks[1].moments["backward"]
+    assert peaks[1].moments["optimizer"] == peaks[0].moments["optimizer"]  # cut by then
+    single = [estimate(config, shape, precision, step_of("fsdp", ranks=ranks, accum=1)) for config in (often, once)]
+    assert single[0] == single[1]
+
+
+def test_syncing_less_often_never_needs_less_memory_and_never_sends_more():
+    draw = random.Random(11)
+    hardware = named("8xA100-80GB,link=64GB/s")
+    for _ in range(60):
+        mode, layout = draw.choice(["full", "lora", "qlora"]), draw.choice(["ddp", "fsdp", "fsdp_hybrid"])
+        precision, accum = draw.choice([BF16, FP32]), draw.choice([1, 2, 8])
+        shape = shape_of(draw.choice([MODEL, "Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen3-30B-A3B"]))
+        step = step_of(layout, ranks=draw.choice([2, 4, 8]), accum=accum)
+        often, once = (run_of(mode, str(accum), sync_gradients_every=every) for every in ("micro_batch", "step"))
+        memory = [estimate(config, shape, precision, step).allocated for config in (often, once)]
+        assert memory[1] >= memory[0]
+        speeds = [
+            predict_speed(config, shape, precision, step, rates_of(hardware, precision)) for config in (often, once)
+        ]
+        sent = [speed.moved_bytes for speed in speeds]
+        assert sent[1] <= sent[0]
+        assert speeds[1].step_s <= speeds[0].step_s
+        if accum == 1:
+            assert memory[0] == memory[1]
+            assert sent[0] == sent[1]
+        elif step.layout.data_parallel > 1:
+            assert sent[1] < sent[0]
+
+
+def test_the_closed_form_by_hand():
+    """Four ranks, two passes, all weights in bf16: P bytes of gradients are 2P, an all-reduce sends 2 * 3/4 of them."""
+    shape = shape_of(MODEL)
+    size = 2 * shape.params
+
+    def kinds(layout: str, **keys: object) -> dict[str, int]:
+        return traffic_of(run_of(**keys), shape, BF16, step_of(layout, accum=2)).by_kind(2)
+
+    assert kinds("ddp") == {"all_reduce": size}
+    assert kinds("ddp", sync_gradients_every="micro_batch") == {"all_reduce": 2 * size}
+    assert kinds("zero1") == {"all_reduce": size, "all_gather": size}
+    assert kinds("zero2") == {"all_reduce": 2 * size, "all_gather": size}
+    assert kinds("zero2", mixed_precision={"reduce": "float32"}) == {"all_reduce": 4 * size, "all_gather": size}
+    assert kinds("fsdp")["reduce_scatter"] == 2 * size
+    assert kinds("fsdp", sync_gradients_every="step")["reduce_scatter"] == size
+    assert kinds("fsdp", mixed_precision={"reduce": "float32"})["reduce_scatter"] == 4 * size
+    tail = 2 * shape.vocab_size * shape.hidden_size  # tied: embedding and head, gathered once a pass
+    assert kinds("fsdp")["all_gather"] == 2 * (2 * size - tail)
+    assert kinds("fsdp", mixed_precision={"param": "float32"})["all_gather"] == 4 * (2 * size - tail)
+    once = replace(step_of("zero3", accum=2), checkpointed_layers=0)  # 494 million weights are used again within 1e9
+    gathered = traffic_of(run_of(), shape, BF16, once).by_kind(2)
+    assert gathered == {"all_gather": 2 * size, "reduce_scatter": 2 * size}
+    large = shape_of("Qwen/Qwen2.5-3B-Instruct")
+    gathered = traffic_of(run_of(), large, BF16, step_of("zero3", accum=1)).by_kind(1)
+    assert gathered["all_gather"] == pytest.approx(2 * (2 * large.params - 1e9 / 3), rel=1e-6)
+    hybrid = traffic_of(run_of(), shape, BF16, step_of("fsdp_hybrid", accum=2)).by_kind(2)
+    assert hybrid["all_reduce"] == 2 * size // 2  # each of two shards, in both passes
+    assert sent_bytes("all_reduce", 8.0, 4) == 12.0
+    assert sent_bytes("all_gather", 8.0, 4) == 6.0
+    assert sent_bytes("barrier", 8.0, 4) == 0.0
+
+
+def test_a_plan_keeps_its_collectives_through_json_and_says_what_the_keys_do():
+    config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
+    plan = make_plan(config, shape_of(MODEL), named("2xRTX4090"), only=("fsdp",))
+    assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+    assert plan.speed.collectives["reduce_scatter"] == 4 * shape_of(MODEL).params
+    assert "gradients travel in float32, made in bfloat16 (distributed.mixed_precision.reduce)" in plan.reasons
+    if plan.batch.grad_accum > 1:
+        said = next(reason for reason in plan.reasons if "distributed.sync_gradients_every" in reason)
+        assert "until then fsdp keeps 1.84 GiB of whole gradients on every rank" in said  # 494,032,768 x 4 bytes
+
+
+def test_the_trace_runs_what_the_keys_say():
+    from sft_play.trace.confirm import settings_of
+
+    config = run_of(sync_gradients_every="step", mixed_precision={"reduce": "float32", "param": "float32"})
+    shape, hardware = shape_of(MODEL), named("2xRTX4090")
+    for run, layout, wanted in (
+        (config, "fsdp", (False, "float32", None)), (run_of(), "fsdp", (True, None, None)),
+        (run_of(mixed_precision={"reduce": "float32"}), "fsdp", (True, None, "float32")),
+        (run_of(sync_gradients_every="step"), "ddp", (False, None, None)),
+    ):  # fmt: skip
+        job = job_of(run, shape, hardware)
+        candidate = candidate_of(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
+        found = settings_of(run, {}, shape, BF16, candidate)
+        assert (found.sync_each_batch, found.gathers_in, found.reduces_in) == wanted
+
+
+# --- DeepSpeed's file -------------------------------------------------------------------------------------------------
+def test_a_deepspeed_file_names_dtypes_too():
+    open_ = MixedPrecisionConfig()
+    mixed, lines = with_dtypes(open_, {"communication_data_type": "fp32", "data_types": {"buffer_dtype": "bf16"}})
+    assert (mixed.reduce, mixed.buffer, mixed.param) == ("float32", "bfloat16", "auto")
+    assert lines[0].startswith("communication_data_type: fp32 is the run's distributed.mixed_precision.reduce")
+    assert with_dtypes(open_, {"communication_data_type": "auto"}) == (open_, ())
+    with pytest.raises(ConfigError, match="fp16 contradicts distributed"):
+        with_dtypes(MixedPrecisionConfig(reduce="float32"), {"communication_data_type": "fp16"}, name="x.json")
+    with pytest.raises(ConfigError, match="cannot be meant; expected bf16, fp16, fp32"):
+        with_dtypes(open_, {"communication_data_type": "fp8"})
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+def test_who_comes_last_waits_least():
+    from sft_play.train.communication import waiting
+
+    ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
+    assert waiting(ranks) == pytest.approx([0.4, 0.1])
+    assert waiting([ranks[0], ranks[1][:1]]) is None
+    assert waiting([ranks[0], ranks[0][::-1]]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_reduce"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all_gather"),
+        ("ncclKernel_Broadcast_RING_LL_Sum_int8_t(ncclWorkElem)", "broadcast"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send"),
+        ("gloo:all_gather", "all_gather"), ("gloo:alltoall", "all_to_all"), ("nccl:all_reduce", None),
+        ("aten::mm", None),
+    ],
+)  # fmt: skip
+def test_the_backends_work_is_told_by_its_name(name, kind):
+    from sft_play.train.communication import kind_of
+
+    assert kind_of(name) == kind
+
+
+def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
+    from sft_play.train.communication import timed_of
+
+    collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
+    work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
+    assert timed_of(work, collectives) == [("all_gather", 1.0), ("reduce_scatter", 2.0)]
+    assert timed_of(work, collectives[:1]) == [("all_gather", 1.0), ("all_reduce", 2.0)]
+
+
+def test_a_report_of_four_ranks_by_hand():
+    from sft_play.train.communication import TOLERANCE, Counted, report
+
+    def counted(rank: int, seconds: float) -> Counted:
+        collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
+        timed = (("all_reduce", seconds), ("all_gather", 0.2), ("barrier", 0.0))
+        return Counted(rank, "here", 2.0, 1.0, 0.5, collectives, timed)
+
+    ranks = [counted(rank, 0.2 + 0.2 * (rank != 2)) for rank in range(4)]
+    planned = {"all_reduce": 50, "all_gather": 20}
+    found = report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=90)
+    assert found.kinds["all_reduce"].count == 0.5
+    assert found.kinds["all_reduce"].bytes == 50
+    assert found.kinds["all_reduce"].sent_bytes == 75  # 2 * 3/4
+    assert found.kinds["all_reduce"].seconds == pytest.approx((3 * 0.4 + 0.2) / 4 / 2)
+    assert found.kinds["all_gather"].bytes == 20  # 10 of each of four ranks, in two steps
+    assert found.sent_bytes == 90
+    assert found.agrees
+    assert [rank.waiting_s for rank in found.ranks] == pytest.approx([0.1, 0.1, 0.0, 0.1])
+    assert "rank 2 on here the least: the others wait for it" in found.lines()[1]
+    assert not report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80).agrees
+    assert report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0).difference is None
+    assert TOLERANCE == 0.05
+    hybrid = report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
+    assert hybrid.kinds["all_gather"].bytes == 20  # two ranks of a shard
+    assert hybrid.kinds["all_reduce"].sent_bytes == 100  # over two copies
+
+
+# --- on real ranks ----------------------------------------------------------------------------------------------------
+STEP, MIXED = "distributed.sync_gradients_every=", "distributed.mixed_precision."
+RUNS: dict[str, tuple[str, str, list[str]]] = {
+    "ddp": ("ddp", "full", []),
+    "ddp micro": ("ddp", "full", [STEP + "1", "distributed.find_unused_parameters=true"]),
+    "ddp fp16": ("ddp", "full", [MIXED + "reduce=float16"]),
+    "fsdp": ("fsdp", "full", []),
+    "fsdp step": ("fsdp", "full", [STEP + "step"]),
+    "fsdp bf16": ("fsdp", "lora", ["train.bf16=true", MIXED + "reduce=float32"]),
+    "zero2": ("zero2", "full", [MIXED + "reduce=bfloat16"]),
+    "zero3": ("zero3", "lora", ["train.bf16=true", MIXED + "reduce=float32", MIXED + "buffer=bfloat16"]),
+}
+"""Name: layout, mode, settings. Two micro-batches a step."""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
+    """All of `RUNS` over two CPU ranks: what the engine was told, the counted communication, the losses."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed here")
+    folder = tmp_path_factory.mktemp("many")
+    uneven_run(folder, tiny_llama)
+    same = ["distributed.profile_communication=1", "train.max_steps=3", "eval.before_training=false",
+            "data.val_path=null", "train.learning_rate=1e-3"]  # fmt: skip
+    words = [
+        ["train", "--config", f"{folder}/run.yaml", "--strategy", layout, f"tuning.mode={mode}",
+         f"output.name={name.replace(' ', '-')}", *same, *settings]
+        for name, (layout, mode, settings) in RUNS.items()
+    ]  # fmt: skip
+    (folder / "runs.json").write_text(json.dumps(words))
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.many_runs", f"{folder}/runs.json", f"{folder}/found.json"]
+    answer = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=580)
+    assert answer.returncode == 0, (answer.stdout + answer.stderr)[-5000:]
+    found = {}
+    for name, told in zip(RUNS, json.loads((folder / "found.json").read_text()), strict=True):
+        run = folder / "outputs" / name.replace(" ", "-")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        counted = json.loads((run / "profile" / "communication.json").read_text())
+        losses = [line["loss"] for line in lines if "loss" in line]
+        found[name] = {**told, "counted": counted, "losses": losses, "log": (run / "train.log").read_text(),
+                       "trace": run / "profile" / counted["trace"]}  # fmt: skip
+    return found
+
+
+@pytest.mark.build
+def test_every_key_reaches_its_engine(many):
+    assert many["ddp"]["find_unused_parameters"] is False
+    assert many["ddp micro"]["find_unused_parameters"] is True
+    assert many["ddp"]["comm_hook"] == ""
+    assert many["ddp fp16"]["comm_hook"] == "fp16_compress_hook"
+    assert "policy" not in many["fsdp"]
+    assert many["fsdp bf16"]["policy"] == ["torch.bfloat16", "torch.float32"]
+    assert many["zero2"]["communication_data_type"] == "torch.bfloat16"
+    assert many["zero3"]["communication_data_type"] == "torch.float32"
+    assert many["zero3"]["buffers"] == ["torch.bfloat16"]
+    assert many["fsdp bf16"]["buffers"] == ["torch.float32"]
+
+
+@pytest.mark.build
+def test_gradients_are_added_up_as_often_and_in_the_dtype_that_was_asked_for(many):
+    def kind(run: str, name: str) -> int:
+        return many[run]["counted"]["kinds"][name]["bytes"]  # type: ignore[index,no-any-return]
+
+    assert kind("ddp micro", "all_reduce") == pytest.approx(2 * kind("ddp", "all_reduce"), rel=1e-3)
+    assert kind("ddp fp16", "all_reduce") == pytest.approx(kind("ddp", "all_reduce") / 2, rel=1e-3)
+    assert kind("fsdp", "reduce_scatter") == 2 * kind("fsdp step", "reduce_scatter")
+    assert kind("zero2", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # twice, of half the bytes
+    params = many["ddp"]["counted"]["planned_bytes"]["all_reduce"]  # type: ignore[index]
+    assert many["fsdp"]["whole_gradients"] == 0
+    assert many["fsdp step"]["whole_gradients"] == pytest.approx(params, rel=0.5)  # whole, on every rank
+    assert many["fsdp step"]["whole_gradients"] >= 0.99 * params
+
+
+@pytest.mark.build
+def test_the_closed_forms_bytes_are_the_counted_ones(many):
+    for name, found in many.items():
+        counted = found["counted"]
+        assert counted["agrees"], (name, counted["difference"])
+        assert abs(counted["difference"]) < 0.02, (name, counted["difference"])
+        for kind, planned in counted["planned_bytes"].items():
+            assert counted["kinds"][kind]["bytes"] == pytest.approx(planned, rel=0.03), (name, kind)
+
+
+@pytest.mark.build
+def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(many):
+    import gzip
+
+    for name, found in many.items():
+        counted = found["counted"]
+        assert [rank["rank"] for rank in counted["ranks"]] == [0, 1], name
+        assert all(0 < rank["communication_s"] <= rank["step_s"] for rank in counted["ranks"])
+        assert all(rank["exposed_s"] <= rank["communication_s"] + 1e-6 for rank in counted["ranks"])
+        assert 0 < counted["share"] < 1
+        waits = [rank["waiting_s"] for rank in counted["ranks"]]
+        assert all(wait is None or 0 <= wait < counted["step_s"] for wait in waits)
+        assert all(kind["seconds"] > 0 for kind in counted["kinds"].values() if kind["bytes"] > 1000)
+        assert "bytes a step" in found["log"]
+        assert "they agree" in found["log"]
+    with gzip.open(many["fsdp"]["trace"]) as trace:
+        events = json.load(trace)["traceEvents"]
+    assert sum(event.get("name") == "c10d::_reduce_scatter_base_" for event in events) == 6
+
+
+@pytest.mark.build
+def test_losses_are_those_of_ddp_whatever_travels_and_how_often(many):
+    """In fp32 how often gradients are added up changes only the order of sums; half precision changes their digits."""
+    wanted = many["ddp"]["losses"]
+    for name in ("ddp micro", "fsdp", "fsdp step"):
+        assert many[name]["losses"] == pytest.approx(wanted, rel=1e-5), name
+    for name in ("ddp fp16", "zero2"):
+        assert many[name]["losses"] == pytest.approx(wanted, rel=4e-3), name
+        assert many[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6), name
+    assert many["fsdp bf16"]["losses"] == pytest.approx(many["zero3"]["losses"], rel=2e-2)
