@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -40,7 +41,17 @@ from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
 from sft_play.plan.whatif import Largest, Question, grid, question
 from sft_play.runs import RunFolder
-from sft_play.start import go_on, has_eval, launch, plan_for, refuse_strategy, shape_for, start_here, start_rank
+from sft_play.start import (
+    as_the_mesh_says,
+    go_on,
+    has_eval,
+    launch,
+    plan_for,
+    refuse_strategy,
+    shape_for,
+    start_here,
+    start_rank,
+)
 from sft_play.starter.names import CONFIG
 from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands, nearest
 
@@ -555,6 +566,8 @@ def _doctor(request: Request) -> int:
     spread, file = request.spread, accelerate_config.find_config(os.environ)
     if file is not None:
         spread = with_accelerate(spread, accelerate_config.read_found(file, os.environ)[0])
+    with contextlib.suppress(SftPlayError):  # what is wrong with the config is a finding of its own
+        spread = as_the_mesh_says(spread, load_config(request.config, overrides=request.overrides).config)
 
     def planner(machine: Hardware) -> Planned:
         config = load_config(request.config, overrides=request.overrides).config

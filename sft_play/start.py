@@ -524,7 +524,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread)
-    spread = _as_the_mesh_says(spread, loaded.config)
+    spread = as_the_mesh_says(spread, loaded.config)
     refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
     _say_idle(hardware, spread, accelerate.path if accelerate else None)
@@ -583,7 +583,7 @@ def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None
     return (with_accelerate(spread, accelerate) if accelerate else spread), accelerate
 
 
-def _as_the_mesh_says(spread: Spread, config: RunConfig) -> Spread:
+def as_the_mesh_says(spread: Spread, config: RunConfig) -> Spread:
     """The spread with as many processes as a mesh has, where nobody gave a number.
 
     Raises:

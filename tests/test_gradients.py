@@ -88,7 +88,11 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
     for _ in range(3000):
         every, accum = draw.choice(EVERY), draw.choice(["1", "4", "auto"])
         mixed = {part: draw.choice(DTYPES) for part in ("param", "reduce", "buffer")}
-        mode, layout, precision = draw.choice(["full", "lora", "qlora"]), draw.choice(LAYOUT_NAMES), draw.choice([BF16, FP32])
+        mode, layout, precision = (
+            draw.choice(["full", "lora", "qlora"]),
+            draw.choice(LAYOUT_NAMES),
+            draw.choice([BF16, FP32]),
+        )
         config = run_of(mode, accum, sync_gradients_every=every, mixed_precision=mixed)
         because = refusal(config, precision, layout, on_gpu=draw.random() < 0.5)
         if layout == "single":
