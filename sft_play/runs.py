@@ -556,7 +556,9 @@ def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
     return manifest.get("config_path") == str(config_path.absolute())
 
 
-def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any]) -> None:
+def check_same_run(
+    folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
+) -> None:
     """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers.
 
     The batch may be split in another way over other ranks: what a step sees is the effective batch.
@@ -582,6 +584,12 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
             lines.append(f"data {name}: the run's manifest does not say what it was")
         elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
+    trained_by = manifest.get("backend", "bnb")  # before there was another one
+    if trained_by != backend:
+        lines.append(
+            f"tuning backend: the run was trained by {trained_by}, and now {backend} would go on with it (a backend that "
+            "cannot run falls back with tuning.backend_fallback)"
+        )
     before = manifest.get("batch")
     if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")
