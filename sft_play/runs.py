@@ -584,12 +584,9 @@ def check_same_run(
             lines.append(f"data {name}: the run's manifest does not say what it was")
         elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
-    trained_by = manifest.get("backend", "bnb")  # before there was another one
-    if trained_by != backend:
-        lines.append(
-            f"tuning backend: the run was trained by {trained_by}, and now {backend} would go on with it (a backend that "
-            "cannot run falls back with tuning.backend_fallback)"
-        )
+    trained_by = manifest.get("backend", "bnb")  # the only one before the manifest named it
+    if trained_by != backend and "tuning.backend" not in differing:
+        lines.append(f"tuning backend: the run was trained by {trained_by}, and here {backend} would train it on")
     before = manifest.get("batch")
     if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")

@@ -513,7 +513,8 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
     if resume and folder is not None and runs.is_finished(folder):
         return 0
-    if resume and folder is not None and here_alone and not spread.show_only:
+    spread, on_unsloth = _on_unsloth(loaded.config, spread, hardware)
+    if resume and folder is not None and here_alone and not spread.show_only and not on_unsloth:
         held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if accelerate is not None:
@@ -522,6 +523,8 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
 
     _say_plan(plan, loaded.config)
     data_paths(loaded.config.data)
+    if on_unsloth and folder is not None:
+        return _run_unsloth(loaded, folder, plan, spread, resume=resume)
     here = hardware.gpus_per_node
     made = torchrun(
         _rank_words(loaded, spread, plan, going_on),
@@ -551,6 +554,48 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
             raise
         _settle(folder, code)
         return code
+
+
+def _on_unsloth(config: RunConfig, spread: Spread, hardware: Hardware) -> tuple[Spread, bool]:
+    """Whether Unsloth's own processes run it, and the spread with the layout that they have.
+
+    Raises:
+        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
+    """
+    if config.tuning.backend != "unsloth":
+        return spread, False
+    from sft_play.train.model import choose_backend
+
+    layout = spread.strategy or ("zero2" if spread.deepspeed else "ddp" if hardware.ranks > 1 else "single")
+    if choose_backend(config, layout=layout, nodes=spread.nodes.count).name != "unsloth":
+        return spread, False
+    return dataclasses.replace(spread, strategy=layout), True
+
+
+def _run_unsloth(loaded: LoadedConfig, folder: RunFolder, plan: Plan, spread: Spread, *, resume: bool) -> int:
+    """The run as one process of this environment that prepares it, and starts Unsloth's on the GPUs itself."""
+    planned, loaded = loaded.config, _with_starter(loaded)
+    ranks = plan.choice.layout.ranks
+    logger.info("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
+    if spread.show_only:
+        return 0
+    if spread.gpus:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in spread.gpus)
+    _quiet_libraries(loaded.config.model.name, plan.hardware)
+    from sft_play.data.files import data_paths
+    from sft_play.train.run import Job, run
+
+    paths = data_paths(loaded.config.data)
+    with _beside(folder, wanted=spread.board):
+        summary = run(
+            Job(
+                loaded, plan, paths, folder, resume=resume, log_buffer=start_log_buffer(),
+                timeout_s=timeout_of(loaded.config, os.environ), today=first_day(folder),
+            )
+        )  # fmt: skip
+    _remember(planned, plan, summary)
+    return 0
 
 
 def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None]:
@@ -718,6 +763,8 @@ def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> No
 def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
     """Keep what the run measured beside what was predicted without the help of earlier runs, for later plans on this
     machine."""
+    if summary.get("backend") == "unsloth":
+        return  # later plans are of the other backend
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:

@@ -53,11 +53,18 @@ _CARRIED = frozenset(
         *("tuning.mode", "tuning.backend", "tuning.backend_fallback"),
         *("tuning.lora.r", "tuning.lora.alpha", "tuning.lora.dropout", "tuning.lora.target_modules"),
         "tuning.lora.use_rslora",
-        *("train.epochs", "train.max_steps", "train.stop_after_steps", "train.learning_rate", "train.lr_scheduler_type"),
-        *("train.warmup_steps", "train.weight_decay", "train.adam_beta2", "train.max_grad_norm", "train.optim"),
-        *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end"),
-        *("train.metric_for_best_model", "train.early_stopping_patience", "train.seed", "train.profile_steps"),
-        *("train.report_to", "train.group_by_length", "train.dataloader_num_workers", "train.dataloader_pin_memory"),
+        *("train.epochs", "train.max_steps", "train.stop_after_steps", "train.learning_rate"),
+        *(
+            "train.lr_scheduler_type",
+            "train.warmup_steps",
+            "train.weight_decay",
+            "train.adam_beta2",
+            "train.max_grad_norm",
+        ),
+        *("train.optim", "train.logging_steps", "train.save_steps", "train.save_total_limit"),
+        *("train.load_best_model_at_end", "train.metric_for_best_model", "train.early_stopping_patience", "train.seed"),
+        *("train.profile_steps", "train.report_to", "train.group_by_length", "train.dataloader_num_workers"),
+        "train.dataloader_pin_memory",
         *("eval.steps", "eval.generate_rows", "eval.max_new_tokens", "eval.before_training"),
     }
 )
@@ -96,8 +103,8 @@ def problem(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> st
         return f"its processes each hold the whole model on one node, and {what} was asked for: STRATEGY=ddp"
     if launched:
         return (
-            "a launcher started this process as a rank, and Unsloth's processes are started by make train (one GPU) and "
-            "make train-distributed (several)"
+            "a launcher started this process as a rank, and Unsloth's processes are started by make train (one GPU) "
+            "and make train-distributed (several)"
         )
     try:
         answer = ask(python)
@@ -106,8 +113,8 @@ def problem(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> st
     if has_gpu != (answer.device != "cpu"):
         here, there = ("a GPU", "none") if has_gpu else ("none", "one")
         return (
-            f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words}): build its "
-            "environment again, or hide the GPU from both with CUDA_VISIBLE_DEVICES="
+            f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words}): build "
+            "its environment again, or hide the GPU from both with CUDA_VISIBLE_DEVICES="
         )
     return None
 
@@ -120,9 +127,8 @@ def not_carried(config: RunConfig) -> list[str]:
     if config.task_mode == "cpt_mixed":
         found.append("task_mode=cpt_mixed (the losses of chats and texts are told apart by TRL's)")
     if type(config.train.gradient_checkpointing) is int:
-        found.append(
-            f"train.gradient_checkpointing={config.train.gradient_checkpointing} (Unsloth checkpoints all layers or none)"
-        )
+        layers = config.train.gradient_checkpointing
+        found.append(f"train.gradient_checkpointing={layers} (Unsloth checkpoints all layers or none)")
     reasons = {
         "data.packing": "Unsloth's attention is not told where the chats of a row begin",
         "tuning.lora.use_dora": "its kernels compute plain LoRA",
@@ -219,7 +225,8 @@ def train(job: Any, prepared: Any, exam: HandedOver, *, started: float) -> dict[
         for name in ("rows", "tokenizer", "ranks"):
             shutil.rmtree(work / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
-    read_back(job.folder.model_path(adapter=True), document, tokenizer=prepared.tokenizer, steps=summary["steps"])
+    if "model_path" in summary:  # else it was stopped before its end
+        read_back(job.folder.model_path(adapter=True), document, tokenizer=prepared.tokenizer, steps=summary["steps"])
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
     return summary
@@ -249,7 +256,9 @@ def _document(job: Any, prepared: Any, exam: HandedOver, started: float) -> hand
         tokenizer=str(work / "tokenizer"),
         own_template=prepared.tokenizer.own_template,
         splits={
-            name: handover.write_rows(part.rows, work / "rows" / f"{name}.arrow") for name, part in parts.items() if part
+            name: handover.write_rows(part.rows, work / "rows" / f"{name}.arrow")
+            for name, part in parts.items()
+            if part is not None
         },
         held_out=exam.held_out,
         asked=_asked(exam.asked),
@@ -388,7 +397,8 @@ def _wait(workers: Sequence[_Worker]) -> None:
     """Until all have ended; those that one has left behind by failing are ended after PEER_S."""
     deadline: float | None = None
     while any(worker.process.poll() is None for worker in workers):
-        if deadline is None and any(worker.process.poll() not in (None, 0, Interrupted.exit_code) for worker in workers):
+        failed = [worker for worker in workers if worker.process.poll() not in (None, 0, Interrupted.exit_code)]
+        if deadline is None and failed:
             deadline = time.monotonic() + PEER_S
         if deadline is not None and time.monotonic() > deadline:
             _tell(workers, signal.SIGKILL)

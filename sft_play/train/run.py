@@ -189,7 +189,8 @@ def _on_unsloth(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
     from sft_play.train import bridge
 
     exam = _exam(job, prepared)
-    stops = stop_ids(prepared.tokenizer.tokenizer, None, prepared.renderer) if exam.asked or exam.asked_while_training else []
+    asks = exam.asked or exam.asked_while_training
+    stops = stop_ids(prepared.tokenizer.tokenizer, None, prepared.renderer) if asks else []
     handed = bridge.HandedOver(exam.name, exam.asked, exam.asked_while_training, stops)
     return bridge.train(job, prepared, handed, started=watch.started)
 

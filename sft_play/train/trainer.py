@@ -596,7 +596,8 @@ def build_trainer(
 ) -> PlannedLoop:
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
 
-    `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and takes no `peft_config`.
+    `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and
+    takes no `peft_config`.
     """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []

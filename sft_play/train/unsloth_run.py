@@ -78,9 +78,7 @@ def _prepared(document: handover.Document) -> running.Prepared:
     """What other runs work out for themselves, as it was handed over."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        document.tokenizer, trust_remote_code=document.model.trust_remote_code
-    )
+    tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=document.model.trust_remote_code)
     splits = {name: Split(handover.read_rows(rows), None) for name, rows in document.splits.items()}
     held_out = splits.get(document.held_out)
     asked, while_training = (
@@ -102,6 +100,13 @@ def _prepared(document: handover.Document) -> running.Prepared:
 
 class UnslothLoop(PlannedLoop):
     """The loop of every run; answers are generated in the mode that Unsloth wants for it."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """The loss; in an evaluation the mean over this rank's batch, which is weighted afterwards. The Trainer would
+        divide by the tokens of all ranks' batches, as TRL's does not."""
+        if not model.training:
+            options["num_items_in_batch"] = None
+        return super().compute_loss(model, inputs, *args, **options)
 
     def _exact_match(self, prefix: str) -> dict[str, float]:
         from unsloth import FastLanguageModel

@@ -47,4 +47,5 @@ def _import_unsloth() -> None:
     try:
         import unsloth  # noqa: F401
     except Exception as error:
-        raise BackendError(f"Unsloth cannot be imported: {type(error).__name__}: {one_line(str(error), limit=400)}") from error
+        said = one_line(f"{type(error).__name__}: {error}", limit=400)
+        raise BackendError(f"Unsloth cannot be imported: {said}") from error

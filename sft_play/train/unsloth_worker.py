@@ -45,7 +45,8 @@ def use_this_package() -> None:
     spec = importlib.util.spec_from_file_location(
         "sft_play", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["sft_play"] = module
     spec.loader.exec_module(module)
