@@ -358,7 +358,7 @@ def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
         yield
 
 
-def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly, what: Environment = MAIN) -> None:
+def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly, *, what: Environment = MAIN) -> None:
     """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
     if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])

@@ -253,7 +253,8 @@ def document(folder: Path, **changes: Any) -> handover.Document:
     told = {
         "schema_version": handover.SCHEMA, "sft_play": runs.versions()["sft_play"], "folder": str(folder),
         "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}}, "plan": {},
-        "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {}, "held_out": "val",
+        "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
+        "held_out": "val",
         "asked": [handover.Asked(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
         "model": handover.Model(path="m", revision=None, trust_remote_code=False, dtype="float32", four_bit=False,
                                 max_seq_len=8),

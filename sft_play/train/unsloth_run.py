@@ -6,8 +6,8 @@ TRL's: order of rows, filling, evaluation, checkpoints and metrics are those of 
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from sft_play.train.monitor import Monitor, expected_of
 from sft_play.train.tokenizer import LoadedTokenizer
 from sft_play.train.trainer import PlannedLoop, build_trainer, check_trackers, training_arguments
 
-logger = logging.getLogger(__name__)
+_MADE_BEFORE: Any = None
+"""In the place of what only preparing looks at: data files, reports, attention, renderer."""
 
 
 def train(path: Path) -> None:
@@ -61,17 +62,13 @@ def train(path: Path) -> None:
 
 
 def _job(document: handover.Document) -> running.Job:
-    config = RunConfig.model_validate_json(_json(document.config))
+    config = RunConfig.model_validate_json(json.dumps(document.config))
     loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
     folder = RunFolder(Path(document.folder))
     plan = plan_from_json(document.plan)
-    return running.Job(loaded, plan, None, folder, resume=document.resume, made=True, timeout_s=document.timeout_s)
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(data)
+    return running.Job(
+        loaded, plan, _MADE_BEFORE, folder, resume=document.resume, made=True, timeout_s=document.timeout_s
+    )
 
 
 def _prepared(document: handover.Document) -> running.Prepared:
@@ -79,7 +76,7 @@ def _prepared(document: handover.Document) -> running.Prepared:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=document.model.trust_remote_code)
-    splits = {name: Split(handover.read_rows(rows), None) for name, rows in document.splits.items()}
+    splits = {name: Split(handover.read_rows(rows), _MADE_BEFORE) for name, rows in document.splits.items()}
     held_out = splits.get(document.held_out)
     asked, while_training = (
         [Question(one.prompt_ids, one.shown, one.answer) for one in questions]
@@ -91,8 +88,8 @@ def _prepared(document: handover.Document) -> running.Prepared:
         Backend("unsloth", ""),
         LoadedTokenizer(tokenizer, (), "", document.own_template),
         Splits(splits["train"], splits.get("val"), splits.get("test")),
-        Blueprint(None, None, False, peft, 0, None, "", ()),
-        None,
+        Blueprint(None, _MADE_BEFORE, False, peft, 0, None, "", ()),
+        _MADE_BEFORE,
         exam=running._Exam(held_out, document.held_out, asked, while_training),
         build=_Builder(document),
     )
