@@ -11,7 +11,9 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,7 @@ from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, R
 from sft_play.failures import Failure
 from sft_play.plan.precision import Precision
 from sft_play.runs import RunFolder
-from sft_play.train import bridge, handover, unsloth_environment, unsloth_worker
+from sft_play.train import bridge, checkpoints, handover, unsloth_environment, unsloth_worker
 from sft_play.train.model import draw_blueprint
 from sft_play.train.unsloth_environment import Answer
 from tests.conftest import ROOT
@@ -500,6 +502,31 @@ def test_other_failures_have_their_exit_codes(train, standin, monkeypatch, fault
     code, printed, _ = train("mine", "tuning.backend=unsloth")
     assert code == answer
     assert words in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, number):
+    """Signalled is the process of the command alone; Unsloth's, in a session of its own, is told by it."""
+    path = uneven_run(tmp_path, tiny_llama)
+    words = ("tuning.mode=lora", "tuning.backend=unsloth", "output.name=mine", "train.max_steps=3000")
+    command = [sys.executable, "-m", "sft_play", "train", "--config", str(path), *words, "eval.before_training=false"]
+    log = (tmp_path / "log").open("w")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    folder, deadline = tmp_path / "outputs" / "mine", time.monotonic() + 240
+    while not (folder / "metrics.jsonl").exists():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=120) == 130, (tmp_path / "log").read_text()
+    printed = (tmp_path / "log").read_text()
+    assert "saving at the end of this step, then stopping" in printed
+    assert "Traceback" not in printed
+    last = checkpoints.last_complete(folder / "checkpoints")
+    assert last is not None
+    assert f"stopped at step {checkpoints.step_of(last)}, state saved" in printed
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "stopped"
 
 
 def test_a_run_of_the_other_backend_is_not_resumed_on_unsloth(train, standin):
