@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -502,6 +503,7 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
 
 def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, held: contextlib.ExitStack) -> int:
     """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
+    buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread)
@@ -524,7 +526,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     _say_plan(plan, loaded.config)
     data_paths(loaded.config.data)
     if on_unsloth and folder is not None:
-        return _run_unsloth(loaded, folder, plan, spread, resume=resume)
+        return _run_unsloth(loaded, folder, plan, spread, resume=resume, buffer=buffer)
     here = hardware.gpus_per_node
     made = torchrun(
         _rank_words(loaded, spread, plan, going_on),
@@ -572,7 +574,15 @@ def _on_unsloth(config: RunConfig, spread: Spread, hardware: Hardware) -> tuple[
     return dataclasses.replace(spread, strategy=layout), True
 
 
-def _run_unsloth(loaded: LoadedConfig, folder: RunFolder, plan: Plan, spread: Spread, *, resume: bool) -> int:
+def _run_unsloth(
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    plan: Plan,
+    spread: Spread,
+    *,
+    resume: bool,
+    buffer: MemoryHandler | None,
+) -> int:
     """The run as one process of this environment that prepares it, and starts Unsloth's on the GPUs itself."""
     planned, loaded = loaded.config, _with_starter(loaded)
     ranks = plan.choice.layout.ranks
@@ -590,7 +600,7 @@ def _run_unsloth(loaded: LoadedConfig, folder: RunFolder, plan: Plan, spread: Sp
     with _beside(folder, wanted=spread.board):
         summary = run(
             Job(
-                loaded, plan, paths, folder, resume=resume, log_buffer=start_log_buffer(),
+                loaded, plan, paths, folder, resume=resume, log_buffer=buffer,
                 timeout_s=timeout_of(loaded.config, os.environ), today=first_day(folder),
             )
         )  # fmt: skip

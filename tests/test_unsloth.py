@@ -229,6 +229,15 @@ def test_an_unsloth_that_cannot_be_used_is_refused_in_its_own_words(standin, mon
     assert words in said
 
 
+def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages_names(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "unsloth_standin"))
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    assert unsloth_worker.answer()["device"] == "cpu"
+    monkeypatch.setattr(unsloth_worker, "NEEDED", ("json", "no_such_package"))
+    assert "it has no no_such_package, which" in unsloth_worker.answer()["error"]
+    sys.modules.pop("unsloth", None)
+
+
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
     assert problem(config()) is None
     python, answer = bridge.answer_here()

@@ -221,6 +221,10 @@ def train(job: Any, prepared: Any, exam: HandedOver, *, started: float) -> dict[
         path = work / handover.DOCUMENT
         document.write(path)
         _run(python, path, job.plan)
+    except Interrupted:
+        if job.folder.manifest().get("status") == "running":  # told before it could write so
+            job.folder.update_manifest(status="stopped")
+        raise
     finally:
         for name in ("rows", "tokenizer", "ranks"):
             shutil.rmtree(work / name, ignore_errors=True)

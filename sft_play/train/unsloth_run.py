@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split, Splits
-from sft_play.errors import BackendError
+from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line, write_log_to
 from sft_play.plan.plan import Plan, plan_from_json
 from sft_play.runs import RunFolder
@@ -47,7 +48,10 @@ def train(path: Path) -> None:
     running.quiet_libraries()
     job = _job(document)
     running.check_device(job.plan)
-    check_trackers(job.loaded.config)
+    try:
+        check_trackers(job.loaded.config)
+    except ConfigError as error:
+        raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
     running.check_free_memory(job.plan, job.loaded.config)
     memory = running._MemoryMeter(job.plan)
     with engine.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:

@@ -30,6 +30,8 @@ CALLED: dict[str, tuple[str, ...]] = {
     "for_training": ("model",),
 }
 """What is called of Unsloth's FastLanguageModel, and with which parameters."""
+NEEDED = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
+"""Modules that the training loop imports beside what Unsloth brings."""
 PACKAGES = (
     *("unsloth", "unsloth_zoo", "torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "datasets"),
     *("triton", "xformers"),
@@ -88,6 +90,9 @@ def answer() -> dict[str, Any]:
         import unsloth
     except Exception as error:  # each platform is refused in a way of its own
         return {"error": f"{type(error).__name__}: {error}"}
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        return {"error": f"it has no {', '.join(lacking)}, which the training loop needs (make setup-unsloth has all)"}
     missing = missing_api(unsloth.FastLanguageModel)
     if missing:
         version = versions()["unsloth"]
