@@ -566,10 +566,16 @@ def _on_unsloth(config: RunConfig, spread: Spread, hardware: Hardware) -> tuple[
     """
     if config.tuning.backend != "unsloth":
         return spread, False
-    from sft_play.train.model import choose_backend
+    from sft_play.train import bridge
+    from sft_play.train.model import choose_backend, draw_blueprint, fall_back
 
     layout = spread.strategy or ("zero2" if spread.deepspeed else "ddp" if hardware.ranks > 1 else "single")
-    if choose_backend(config, layout=layout, nodes=spread.nodes.count).name != "unsloth":
+    backend = choose_backend(config, layout=layout, nodes=spread.nodes.count)
+    if backend.name == "unsloth" and config.model.name != BASE_NAME:
+        precision = choose_precision(config, hardware)
+        problem = bridge.model_problem(draw_blueprint(config, precision, tokenizer_size=0), precision)
+        backend = fall_back(config, problem) if problem else backend
+    if backend.name != "unsloth":
         return spread, False
     return dataclasses.replace(spread, strategy=layout), True
 

@@ -218,6 +218,18 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
     assert (problem(config()) is None) == fine
 
 
+def test_models_that_it_cannot_train_as_the_run_says_are_named():
+    def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
+        plain = {"is_text_tower": False, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
+        return bridge.model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
+
+    assert said() is None
+    assert "image-text" in str(said(is_text_tower=True))
+    assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
+    assert "embeddings" in str(said(resize_to=7))
+    assert "loads float32 and computes in bfloat16" in str(said("float32"))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [("import", "NotImplementedError: Unsloth cannot find any torch accelerator"), ("api", "get_peft_model")],

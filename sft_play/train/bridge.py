@@ -32,6 +32,7 @@ from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.plan import Plan
+from sft_play.plan.precision import Precision
 from sft_play.train import handover
 from sft_play.train.model import Blueprint, check_saved_weights, whole_shapes
 from sft_play.train.unsloth_environment import WORKER, Answer, ask, find_python, worker_environment
@@ -157,7 +158,7 @@ def _values(config: RunConfig) -> dict[str, tuple[Any, bool]]:
     return found
 
 
-def model_problem(blueprint: Blueprint, plan: Plan) -> str | None:
+def model_problem(blueprint: Blueprint, precision: Precision) -> str | None:
     """Why Unsloth cannot train this model, from its class and precision; None where that says nothing."""
     if blueprint.is_text_tower:
         return "the model is an image-text model, whose text tower alone is trained here"
@@ -165,10 +166,10 @@ def model_problem(blueprint: Blueprint, plan: Plan) -> str | None:
         return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
     if blueprint.resize_to is not None:
         return "the tokenizer is larger than the model's embeddings"
-    if plan.precision.load != plan.precision.compute:
+    if precision.load != precision.compute:
         return (
-            f"it loads and computes in one dtype, and the run loads {plan.precision.load} and computes in "
-            f"{plan.precision.compute} (model.dtype=auto)"
+            f"it loads and computes in one dtype, and the run loads {precision.load} and computes in "
+            f"{precision.compute} (model.dtype=auto)"
         )
     return None
 

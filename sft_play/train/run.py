@@ -30,7 +30,7 @@ from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
-from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
+from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
 from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
@@ -259,9 +259,11 @@ def _for_model(backend: Backend, blueprint: Blueprint, job: Job) -> Backend:
         return backend
     from sft_play.train import bridge
 
-    problem = bridge.model_problem(blueprint, job.plan)
+    problem = bridge.model_problem(blueprint, job.plan.precision)
     if problem is None:
         return backend
+    if job.plan.choice.layout.ranks > 1:  # this process would have to be one of several
+        raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
     backend = fall_back(job.loaded.config, problem)
     logger.warning("Backend: %s", backend.reason)
     check_trackers(job.loaded.config)
