@@ -62,6 +62,8 @@ help: ## Show this help
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
+setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, whose pins exclude those of .venv
+	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
 	@$(call ANY_PYTHON,scripts/lock.py)
 
@@ -197,6 +199,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TESTS='ARGUMENTS'       arguments for pytest
 #: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
+#: UNSLOTH_VENV=PATH       the environment that has Unsloth, where it is not .venv-unsloth
 #: TORCH=X.Y.Z             lock: move torch to this version
 
 ##@ Examples
@@ -205,4 +208,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate verify-layouts gpu-info memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean

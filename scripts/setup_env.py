@@ -2,9 +2,10 @@
 
 `make` runs this before every target that needs the environment; it is silent and quick when nothing is to do.
 It reads two variables of the environment: VENV (an environment of the user's: only looked at) and PYTHON (the
-Python to build with). Standard library only, and nothing newer than Python 3.6: an old Python may run this
-file, either to find a newer one or to say that one is needed. All output goes to stderr, so that
-`make plan JSON=1 > plan.json` stays clean even when it builds first.
+Python to build with). With the word `unsloth` it builds .venv-unsloth instead, whose pins exclude those of .venv.
+Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
+or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
+builds first.
 """
 
 import signal
@@ -27,7 +28,6 @@ from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
-LOCK_FILE = ".venv.lock"  # beside .venv, since .venv itself is emptied for a new build
 OLDEST, NEWEST = (3, 11), (3, 13)  # as `requires-python` in pyproject.toml
 RANGE = f"Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 PYTHONS = ("python3", "python3.13", "python3.12", "python3.11")
@@ -61,6 +61,33 @@ class Python(NamedTuple):
     path: str  # of the base executable, also when it was asked inside an environment
     version: Version
     has_pip: bool  # whether it can make environments with pip in them
+
+
+class Environment(NamedTuple):
+    """What can be built: its folder in the checkout, its pins, and how it is spoken of."""
+
+    folder: str
+    pins: str
+    target: str
+    needs: Tuple[str, ...]  # what pip is asked for; empty: this project with its tools for development
+
+    @property
+    def lock_file(self) -> str:
+        """Beside the folder, since the folder itself is emptied for a new build."""
+        return self.folder + ".lock"
+
+
+MAIN = Environment(".venv", "requirements.lock", "setup", ())
+# Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop itself by its place.
+UNSLOTH = Environment(
+    ".venv-unsloth",
+    "requirements-unsloth.lock",
+    "setup-unsloth",
+    (
+        *("unsloth", "unsloth_zoo", "transformers>=5.17", "bitsandbytes", "datasets", "peft", "accelerate", "psutil"),
+        *("pydantic>=2.10,<3", "pyyaml", "pyarrow", "rich", "jinja2", "safetensors", "tensorboard", "nvidia-ml-py"),
+    ),
+)
 
 
 class SetupError(Exception):
@@ -103,11 +130,12 @@ def dependency_lines(pyproject: str) -> List[str]:
     return kept
 
 
-def digest(root: Path, version: Version) -> str:
+def digest(root: Path, version: Version, what: Environment = MAIN) -> str:
     """What identifies a build: the pins, the Python version, and the place (scripts in a venv name it)."""
-    lock = (root / "requirements.lock").read_text(encoding="utf-8")
+    lock = (root / what.pins).read_text(encoding="utf-8")
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
-    parts = [str(root), show(version), *meaningful(lock), "--", *dependency_lines(pyproject)]
+    wanted = list(what.needs) or dependency_lines(pyproject)
+    parts = [str(root), show(version), *meaningful(lock), "--", *wanted]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -125,12 +153,12 @@ def live_version(venv: Path) -> Optional[Version]:
     return found.version if found else None
 
 
-def ready_text(root: Path, version: Version) -> str:
+def ready_text(root: Path, version: Version, what: Environment = MAIN) -> str:
     """What the stamp says when .venv is complete."""
-    return f"ready {digest(root, version)} python {show(version)}\n"
+    return f"ready {digest(root, version, what)} python {show(version)}\n"
 
 
-def is_ready(root: Path, venv: Path, wanted: Optional[Python]) -> bool:
+def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment = MAIN) -> bool:
     """Whether .venv is complete, from the present pins, and of the Python that was asked for (if any)."""
     try:
         stamp = (venv / STAMP).read_text(encoding="utf-8")
@@ -141,7 +169,7 @@ def is_ready(root: Path, venv: Path, wanted: Optional[Python]) -> bool:
     version = live_version(venv)
     if version is None or (wanted is not None and wanted.version != version):
         return False
-    return stamp == ready_text(root, version)
+    return stamp == ready_text(root, version, what)
 
 
 def refuse_foreign(venv: Path) -> None:
@@ -150,10 +178,11 @@ def refuse_foreign(venv: Path) -> None:
         return
     if venv.is_dir() and not any(venv.iterdir()):
         return
+    variable = "VENV" if venv.name == MAIN.folder else "UNSLOTH_VENV"
     raise SetupError(
         f"{venv} was not built by this project (it has no {STAMP}), so it stays as it is.\n"
-        "  To use it as it is:   make TARGET VENV=.venv\n"
-        "  To have one built:    mv .venv .venv.mine   and run make again"
+        f"  To use it as it is:   make TARGET {variable}={venv.name}\n"
+        f"  To have one built:    mv {venv.name} {venv.name}.mine   and run make again"
     )
 
 
@@ -264,9 +293,14 @@ def run_visibly(command: Sequence[str], root: Path) -> int:
     return done.returncode
 
 
-def build_steps(venv: Path, python: Python) -> List[Tuple[str, List[str]]]:
+def build_steps(venv: Path, python: Python, what: Environment = MAIN) -> List[Tuple[str, List[str]]]:
     """Title and command of each step, in order."""
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--constraint", "requirements.lock"]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--constraint", what.pins]
+    if what.needs:
+        return [
+            (f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)]),
+            ("installing the pinned packages", [*pip, *what.needs]),
+        ]
     # setuptools goes first, at its pin, because the project is built without isolation: an isolated build
     # would fetch a setuptools that nobody pinned.
     return [
@@ -287,64 +321,66 @@ def empty(venv: Path) -> None:
             entry.unlink()
 
 
-def build(root: Path, venv: Path, python: Python, run: Runner) -> None:
+def build(root: Path, venv: Path, python: Python, run: Runner, what: Environment = MAIN) -> None:
     """A complete .venv with its stamp; raises when a step fails, and the next call starts afresh."""
     start = time.monotonic()
-    say(f"building .venv with Python {show(python.version)} ({python.path}); this takes minutes, once")
+    say(f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes minutes, once")
     empty(venv)
-    for title, command in build_steps(venv, python):
+    for title, command in build_steps(venv, python, what):
         say(f"{time.monotonic() - start:3.0f} s: {title}")
         code = run(command, root)
         if code != 0:
-            raise SetupError(failed(title, code, root))
-    (venv / STAMP).write_text(ready_text(root, python.version), encoding="utf-8")
-    say(f"{time.monotonic() - start:3.0f} s: .venv is ready")
+            raise SetupError(failed(title, code, root, what))
+    (venv / STAMP).write_text(ready_text(root, python.version, what), encoding="utf-8")
+    say(f"{time.monotonic() - start:3.0f} s: {what.folder} is ready")
 
 
-def failed(title: str, code: int, root: Path) -> str:
+def failed(title: str, code: int, root: Path, what: Environment = MAIN) -> str:
     """The message for a step that failed; its own output stands above."""
     free = shutil.disk_usage(str(root)).free / 2**30
     return (
         f"{title} ended with exit code {code}; the lines above say why.\n"
         f"  Check the network, pip's settings and the disk ({free:.0f} GiB free; CUDA's torch needs 8), "
-        "then run make again: it repairs .venv"
+        f"then run make {'again' if what is MAIN else what.target}: it repairs {what.folder}"
     )
 
 
 @contextlib.contextmanager
-def build_lock(root: Path) -> Iterator[None]:
+def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
     """Held by one make at a time; a second one says that it waits."""
-    with (root / LOCK_FILE).open("a") as file:
+    with (root / what.lock_file).open("a") as file:
         os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another make that builds .venv")
+            say(f"waiting for another make that builds {what.folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly) -> None:
+def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly, *, what: Environment = MAIN) -> None:
     """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
-    if environ.get("VENV"):
+    if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])
         return
-    venv = root / ".venv"
+    venv = root / what.folder
     refuse_foreign(venv)
     wanted = named_python(environ["PYTHON"]) if environ.get("PYTHON") else None
-    if is_ready(root, venv, wanted):
+    if is_ready(root, venv, wanted, what):
+        if what is not MAIN:
+            say(f"{what.folder} is ready")
         return
-    with build_lock(root):
+    with build_lock(root, what):
         refuse_foreign(venv)
-        if not is_ready(root, venv, wanted):  # another make may have built it while we waited
-            build(root, venv, wanted or search_python(), run)
+        if not is_ready(root, venv, wanted, what):  # another make may have built it while we waited
+            build(root, venv, wanted or search_python(), run, what)
 
 
-def main(root: Path = ROOT) -> int:
+def main(root: Path = ROOT, what: Environment = MAIN) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        ensure(root, os.environ)
+        ensure(root, os.environ, what=what)
     except SetupError as error:
         say(str(error))
         return 2
@@ -352,15 +388,16 @@ def main(root: Path = ROOT) -> int:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
             raise
         say(
-            f"{error.filename or root}: {error.strerror}: .venv cannot be read or built there.\n"
-            "  Make it readable and writable for you, leave room on the disk, or use one that you have (VENV=/path)"
+            f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built there.\n"
+            "  Make it readable and writable for you, leave room on the disk, or use one that you have "
+            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)"
         )
         return 2
     except KeyboardInterrupt:
-        say("interrupted; the next make repairs .venv")
+        say(f"interrupted; the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}")
         return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN))

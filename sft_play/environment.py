@@ -10,7 +10,7 @@ import psutil
 
 from sft_play.variables import VARIABLES
 
-OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV"))
+OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
 """What make passes to a command."""
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),

@@ -558,7 +558,9 @@ def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
     return manifest.get("config_path") == str(config_path.absolute())
 
 
-def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any]) -> None:
+def check_same_run(
+    folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
+) -> None:
     """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers.
 
     The batch may be split in another way over other ranks: what a step sees is the effective batch.
@@ -584,6 +586,9 @@ def check_same_run(folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, A
             lines.append(f"data {name}: the run's manifest does not say what it was")
         elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
+    trained_by = manifest.get("backend", "bnb")  # the only one before the manifest named it
+    if trained_by != backend and "tuning.backend" not in differing:
+        lines.append(f"tuning backend: the run was trained by {trained_by}, and here {backend} would train it on")
     before = manifest.get("batch")
     if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")

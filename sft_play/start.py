@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, date, datetime
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -521,6 +522,7 @@ def launch(loaded: LoadedConfig, spread: Spread, *, going_on: RunFolder | None =
 
 def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, held: contextlib.ExitStack) -> int:
     """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
+    buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread)
@@ -533,7 +535,8 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     resume = folder is not None and (going_on is not None or runs.goes_on(folder, loaded.config.output))
     if resume and folder is not None and runs.is_finished(folder):
         return 0
-    if resume and folder is not None and here_alone and not spread.show_only:
+    spread, on_unsloth = _on_unsloth(loaded.config, spread, hardware)
+    if resume and folder is not None and here_alone and not spread.show_only and not on_unsloth:
         held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
     plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
     if accelerate is not None:
@@ -541,6 +544,8 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     from sft_play.data.files import data_paths
 
     data_paths(loaded.config.data)
+    if on_unsloth and folder is not None:
+        return _run_unsloth(loaded, folder, plan, spread, resume=resume, buffer=buffer)
     here = hardware.gpus_per_node
     made = torchrun(
         _rank_words(loaded, spread, plan, going_on),
@@ -570,6 +575,62 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
             raise
         _settle(folder, code)
         return code
+
+
+def _on_unsloth(config: RunConfig, spread: Spread, hardware: Hardware) -> tuple[Spread, bool]:
+    """Whether Unsloth's own processes run it, and the spread with the layout that they have.
+
+    Raises:
+        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
+    """
+    if config.tuning.backend != "unsloth":
+        return spread, False
+    from sft_play.train import bridge
+    from sft_play.train.model import choose_backend, draw_blueprint, fall_back
+
+    layout = spread.strategy or ("zero2" if spread.deepspeed else "ddp" if hardware.ranks > 1 else "single")
+    backend = choose_backend(config, layout=layout, nodes=spread.nodes.count)
+    if backend.name == "unsloth" and config.model.name != BASE_NAME:
+        precision = choose_precision(config, hardware)
+        problem = bridge.model_problem(draw_blueprint(config, precision, tokenizer_size=0), precision)
+        backend = fall_back(config, problem) if problem else backend
+    if backend.name != "unsloth":
+        return spread, False
+    return dataclasses.replace(spread, strategy=layout), True
+
+
+def _run_unsloth(
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    plan: Plan,
+    spread: Spread,
+    *,
+    resume: bool,
+    buffer: MemoryHandler | None,
+) -> int:
+    """The run as one process of this environment that prepares it, and starts Unsloth's on the GPUs itself."""
+    planned, loaded = loaded.config, _with_starter(loaded)
+    ranks = plan.choice.layout.ranks
+    logger.info("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
+    if spread.show_only:
+        return 0
+    if spread.gpus:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in spread.gpus)
+    _quiet_libraries(loaded.config.model.name, plan.hardware)
+    from sft_play.data.files import data_paths
+    from sft_play.train.run import Job, run
+
+    paths = data_paths(loaded.config.data)
+    with _beside(folder, wanted=spread.board):
+        summary = run(
+            Job(
+                loaded, plan, paths, folder, resume=resume, log_buffer=buffer,
+                timeout_s=timeout_of(loaded.config, os.environ), today=first_day(folder),
+            )
+        )  # fmt: skip
+    _remember(planned, plan, summary)
+    return 0
 
 
 def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None]:
@@ -755,6 +816,8 @@ def _say_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan) -> No
 def _remember(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
     """Keep what the run measured beside what was predicted without the help of earlier runs, for later plans on this
     machine."""
+    if summary.get("backend") == "unsloth":
+        return  # later plans are of the other backend
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:

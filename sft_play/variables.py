@@ -33,7 +33,7 @@ _ANSWERING = (
     *_DATA,
 )
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")
-COMMANDS_OF_MAKE = ("help", "setup", "lock", "test", "lint", "format", "clean", *_BENCHMARKS)
+COMMANDS_OF_MAKE = ("help", "setup", "setup-unsloth", "lock", "test", "lint", "format", "clean", *_BENCHMARKS)
 """Targets that are no commands of `sft-play`."""
 _ANYWHERE = ("*",)
 
@@ -110,6 +110,7 @@ VARIABLES: Dict[str, Variable] = {
     "TORCH": Variable(("lock",), has_flag=False),
     "PYTHON": Variable(_ANYWHERE, has_flag=False),
     "VENV": Variable(_ANYWHERE, has_flag=False),
+    "UNSLOTH_VENV": Variable(_ANYWHERE, has_flag=False),
 }
 """Every variable of make that the toolkit reads."""
 FLAGS: Dict[str, Tuple[str, ...]] = {

@@ -335,7 +335,7 @@ def test_a_venv_without_permission_is_one_message(tmp_path, monkeypatch, capsys)
 def test_a_checkout_without_permission_is_one_message(tmp_path, monkeypatch, capsys):
     import setup_env
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/closed/.venv")
 
     monkeypatch.setattr(setup_env, "ensure", refuse)

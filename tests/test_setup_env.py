@@ -487,3 +487,69 @@ def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
     assert lock.read_pins(path.read_text(encoding="utf-8")) == {"rich": "2.0", "torch": "2.13.0"}
     assert "[lock] rich 1.0 -> 2.0\n" in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["requirements.lock"]
+
+
+# Unsloth's own environment
+
+
+def unsloth_checkout(checkout):
+    """A checkout that has the pins of Unsloth's environment too."""
+    (checkout / "requirements-unsloth.lock").write_text("# pins\nunsloth==1.0\n", encoding="utf-8")
+    return checkout
+
+
+def fake_unsloth(commands):
+    """A runner in the place of venv and pip, which notes what it was asked for."""
+
+    def run(command, root):
+        commands.append(list(command))
+        if "venv" in command:
+            (Path(command[-1]) / "bin").mkdir()
+            (Path(command[-1]) / "bin" / "python").symlink_to(BASE)
+        return 0
+
+    return run
+
+
+def test_unsloths_environment_is_built_beside_ours_from_pins_of_its_own(checkout, capfd):
+    commands = []
+    root = unsloth_checkout(checkout)
+    setup_env.ensure(root, {}, fake_unsloth(commands), what=setup_env.UNSLOTH)
+    folder = root / ".venv-unsloth"
+    assert (folder / STAMP).read_text().startswith("ready ")
+    assert not (root / ".venv").exists()
+    made, installed = commands
+    assert made[-1] == str(folder)
+    assert installed[installed.index("--constraint") + 1] == "requirements-unsloth.lock"
+    assert "unsloth" in installed
+    assert ".[dev]" not in installed
+    assert ".venv-unsloth is ready" in capfd.readouterr().err
+    setup_env.ensure(root, {"VENV": "/no/such"}, fake_unsloth(commands), what=setup_env.UNSLOTH)
+    assert len(commands) == 2
+    (root / "requirements-unsloth.lock").write_text("unsloth==2.0\n", encoding="utf-8")
+    setup_env.ensure(root, {}, fake_unsloth(commands), what=setup_env.UNSLOTH)
+    assert len(commands) == 4
+
+
+def test_a_failed_build_of_unsloths_environment_names_its_own_target(checkout, monkeypatch, capfd):
+    unsloth_checkout(checkout)
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (lambda *_: 1,))
+    assert setup_env.main(checkout, setup_env.UNSLOTH) == 2
+    assert "make setup-unsloth: it repairs .venv-unsloth" in capfd.readouterr().err
+
+
+def test_unsloths_pins_exclude_ours_and_hold_what_is_needed():
+    """Why there are two environments; the day that this fails, one may do."""
+    ours, theirs = (lock.read_pins((ROOT / name).read_text()) for name in ("requirements.lock", setup_env.UNSLOTH.pins))
+    for needed in setup_env.UNSLOTH.needs:
+        requirement = Requirement(needed)
+        version = theirs[lock.canonical(requirement.name)]
+        assert requirement.specifier.contains(version), needed
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ranges = {Requirement(item).name: Requirement(item).specifier for item in project}
+    assert not ranges["trl"].contains(theirs["trl"])
+    assert ranges["transformers"].contains(theirs["transformers"])
+    assert not ours.keys() & {"unsloth", "unsloth-zoo"}
+    assert list(theirs) == sorted(theirs)
+    assert not [name for name in theirs if name != "nvidia-ml-py" and lock.TORCH_OWN.match(name)]
+    assert not [version for version in theirs.values() if "+" in version]

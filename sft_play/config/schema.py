@@ -103,7 +103,8 @@ class TuningConfig(Section):
     """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
 
     backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="train.model")
-    """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels where they can run."""
+    """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels, in an environment of their own (make
+    setup-unsloth)."""
 
     backend_fallback: Literal["bnb"] | None = leaf(None, owner="train.model")
     """Backend to fall back to, logged and recorded, when the one that was asked for cannot run; null stops instead."""

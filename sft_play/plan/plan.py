@@ -258,8 +258,19 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, said: Seq
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *said,
+        *_unknown_of_unsloth(job.config, chosen),
         *_advice(job.config, job, chosen),
     )
+
+
+def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
+    """What this plan does not know of a run on Unsloth."""
+    if config.tuning.backend != "unsloth":
+        return []
+    said = "tuning.backend=unsloth: memory and speed are those of backend bnb; nothing of Unsloth's was measured"
+    if chosen.layout.name in ("single", "ddp"):
+        return [said]
+    return [said, f"Unsloth runs single and ddp only, and {chosen.layout.name} would be backend bnb's (STRATEGY=ddp)"]
 
 
 def _with_ways_out(plan: Plan, config: RunConfig, shape: ModelShape, **asked: Any) -> Plan:

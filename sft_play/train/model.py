@@ -78,30 +78,34 @@ class Blueprint:
     """How modules are divided over tensor-parallel ranks; empty without such."""
 
 
-def choose_backend(config: RunConfig) -> Backend:
-    """The backend that can run here.
+def choose_backend(config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False) -> Backend:
+    """The backend that can run here, in this layout over so many nodes.
+
+    `launched`: this process is a rank that a launcher started.
 
     Raises:
         BackendError: the one that was asked for cannot, and no fallback was named.
     """
-    tuning = config.tuning
-    if tuning.backend == "bnb":
+    if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
-    problem = _unsloth_problem()
-    if tuning.backend_fallback is None:
+    from sft_play.train import bridge
+
+    problem = bridge.problem(config, layout=layout, nodes=nodes, launched=launched)
+    if problem is not None:
+        return fall_back(config, problem)
+    python, answer = bridge.answer_here()
+    return Backend("unsloth", f"unsloth: {answer.words}, in {python}")
+
+
+def fall_back(config: RunConfig, problem: str) -> Backend:
+    """The backend in the place of Unsloth, which cannot run because of `problem`; raises like `choose_backend`."""
+    if config.tuning.backend_fallback is None:
         raise BackendError(
             f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb, or set "
-            "tuning.backend_fallback=bnb to take it where Unsloth cannot run"
+            "tuning.backend_fallback=bnb to fall back to it where Unsloth cannot run"
         )
-    name = tuning.backend_fallback
+    name = config.tuning.backend_fallback
     return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
-
-
-def _unsloth_problem() -> str:
-    """Why Unsloth cannot run: it needs a CUDA GPU and an environment of its own, which this toolkit does not build."""
-    if not torch.cuda.is_available():
-        return "it needs a CUDA GPU, and torch sees none"
-    return "it needs an environment of its own, and this version of the toolkit cannot launch one"
 
 
 def draw_blueprint(
@@ -319,7 +323,7 @@ def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> Non
 
 
 def _expert_note(model: nn.Module) -> list[str]:
-    """Says aloud that experts which the library keeps as one tensor get no adapter."""
+    """Says that experts which the library keeps as one tensor get no adapter."""
     fused = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
     return ["Adapters: the experts are one tensor per layer, not linear layers, and get none"] if fused else []
 

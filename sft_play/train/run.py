@@ -30,7 +30,7 @@ from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
-from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
+from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
 from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
@@ -46,6 +46,7 @@ from sft_play.train.model import (
     Blueprint,
     choose_backend,
     draw_blueprint,
+    fall_back,
     load_model,
     save_model,
     weights_facts,
@@ -54,7 +55,7 @@ from sft_play.train.monitor import Monitor, expected_of
 from sft_play.train.rows import to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainer import (
-    PlannedTrainer,
+    PlannedLoop,
     build_trainer,
     check_trackers,
     training_arguments,
@@ -104,6 +105,10 @@ class Prepared:
     splits: Splits
     blueprint: Blueprint
     renderer: Renderer
+    exam: _Exam | None = None
+    """What is judged, where another process has worked it out."""
+    build: Callable[..., PlannedLoop] | None = None
+    """What makes the trainer in place of `_trainer`."""
 
 
 @dataclass
@@ -131,9 +136,14 @@ def run(job: Job) -> dict[str, Any]:
     memory = _MemoryMeter(job.plan)
     quiet_libraries()
     check_device(job.plan)
-    check_free_memory(job.plan, job.loaded.config)
+    if job.loaded.config.tuning.backend == "bnb":
+        check_free_memory(job.plan, job.loaded.config)
     prepared = prepare(job)
     facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
+    if prepared.backend.name == "unsloth":  # its own process looks at the GPU
+        return _first_rank(job, prepared, facts, _Watch(memory, Heartbeat(0.0), started), train=_on_unsloth)
+    if prepared.backend.fallback_from:
+        check_free_memory(job.plan, job.loaded.config)
     with (
         engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,
@@ -155,13 +165,16 @@ class _Watch:
     started: float
 
 
-def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Watch) -> Any:
-    """The run as the only process, or rank 0, sees it: it owns the folder and the log."""
+def _first_rank(
+    job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Watch, *, train: Callable[..., Any] | None = None
+) -> Any:
+    """The run as the only process, or rank 0, sees it: it owns the folder and the log. `train`: in place of training
+    here."""
     with _open_folder(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             engine.barrier()
-            return _until_memory_ends(job, prepared, watch)
+            return (train or _until_memory_ends)(job, prepared, watch)
         except BaseException as error:
             ran_out = isinstance(error.__cause__, torch.OutOfMemoryError)
             _record_failure(job, error.__cause__ if ran_out and error.__cause__ else error)
@@ -169,6 +182,17 @@ def _first_rank(job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Wat
         finally:
             logging.getLogger().removeHandler(log_file)
             log_file.close()
+
+
+def _on_unsloth(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
+    """Train in Unsloth's own process what was prepared here."""
+    from sft_play.train import bridge
+
+    exam = _exam(job, prepared)
+    asks = exam.asked or exam.asked_while_training
+    stops = stop_ids(prepared.tokenizer.tokenizer, None, prepared.renderer) if asks else []
+    handed = bridge.HandedOver(exam.name, exam.asked, exam.asked_while_training, stops)
+    return bridge.train(job, prepared, handed, started=watch.started)
 
 
 def _until_memory_ends(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
@@ -193,16 +217,18 @@ def _out_of_memory_message(job: Job, error: BaseException) -> str:
 def prepare(job: Job) -> Prepared:
     """Tokenizer, data and the model's shapes, every choice logged; nothing is written."""
     config, plan = job.loaded.config, job.plan
-    backend = choose_backend(config)
+    backend = choose_backend(config, layout=plan.layout, nodes=plan.hardware.nodes, launched="RANK" in os.environ)
     if backend.fallback_from:
         logger.warning("Backend: %s", backend.reason)
-    check_trackers(config)
+    if backend.name == "bnb":
+        check_trackers(config)
     check_available(config.model.name, revision=config.model.revision)
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout
     )
+    backend = _for_model(backend, blueprint, job)
     splits = build_splits(
         config,
         job.paths,
@@ -227,6 +253,23 @@ def prepare(job: Job) -> Prepared:
     renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=job.today)
     _say(first_lines(job.paths.train, renderer, tokenizer.tokenizer, task_mode=config.task_mode))
     return Prepared(backend, tokenizer, splits, blueprint, renderer)
+
+
+def _for_model(backend: Backend, blueprint: Blueprint, job: Job) -> Backend:
+    """The backend once the model's class is known; raises BackendError like `choose_backend`."""
+    if backend.name != "unsloth":
+        return backend
+    from sft_play.train import bridge
+
+    problem = bridge.model_problem(blueprint, job.plan.precision)
+    if problem is None:
+        return backend
+    if job.plan.choice.layout.ranks > 1:  # this process would have to be one of several
+        raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
+    backend = fall_back(job.loaded.config, problem)
+    logger.warning("Backend: %s", backend.reason)
+    check_trackers(job.loaded.config)
+    return backend
 
 
 def _positions(hf_config: Any) -> int | None:
@@ -296,7 +339,9 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
     """Make the run folder, or check that the one to go on with was made with the same settings; returns its lock."""
     if job.resume:
         mark = job.mark or runs.lock(job.folder, by=job.by)
-        runs.check_same_run(job.folder, job.loaded, data=facts, batch=batch_facts(job.plan))
+        runs.check_same_run(
+            job.folder, job.loaded, data=facts, batch=batch_facts(job.plan), backend=prepared.backend.name
+        )
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
         spread = {"batch": batch_facts(job.plan), **_spread_facts(job.plan)}
         job.folder.update_manifest(status="running", resumed=resumed, **spread)
@@ -304,6 +349,7 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
     manifest |= _spread_facts(job.plan)
+    manifest["backend"] = prepared.backend.name
     manifest["choices"] = _choices(job, prepared)
     if prepared.renderer.writes_date:
         manifest["template_date"] = str(prepared.renderer.today)
@@ -337,7 +383,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
     checkpoint = _checkpoint(job)
     engine.require_disk(job.folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
-    exam = _exam(job, prepared)
+    exam = prepared.exam or _exam(job, prepared)
     if engine.is_first():
         runs.keep_metrics_until(job.folder.metrics_path, checkpoints.step_of(checkpoint) if checkpoint else -1)
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
@@ -347,7 +393,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
     watching = [GradientCheck(), MetricsFile(job.folder.metrics_path, started=watch.started), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
-    trainer = _trainer(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
+    trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
     _say_parameters(trainer.model)
     if proof is None:
         judging.judge()
@@ -384,7 +430,7 @@ def _trainer(
     *,
     callbacks: list[TrainerCallback],
     checkpoint: Path | None,
-) -> PlannedTrainer:
+) -> PlannedLoop:
     """The trainer with its model loaded; the arguments come first, since they make the process group's devices."""
     config, plan, blueprint = job.loaded.config, job.plan, prepared.blueprint
     tokenizer = prepared.tokenizer.tokenizer
@@ -494,7 +540,7 @@ def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Questi
     return asked
 
 
-def _before(job: Job, trainer: PlannedTrainer, exam: _Exam, *, resumed: bool) -> Judged | None:
+def _before(job: Job, trainer: PlannedLoop, exam: _Exam, *, resumed: bool) -> Judged | None:
     """The figures before training; a run that goes on from a checkpoint has those of its first start."""
     if not job.loaded.config.eval.before_training or exam.split is None:
         return None
@@ -508,7 +554,7 @@ def _before(job: Job, trainer: PlannedTrainer, exam: _Exam, *, resumed: bool) ->
     return before
 
 
-def _judge(trainer: PlannedTrainer, split: Split | None, name: str, asked: list[Question]) -> Judged | None:
+def _judge(trainer: PlannedLoop, split: Split | None, name: str, asked: list[Question]) -> Judged | None:
     """Loss and exact match of the held-out rows as the model stands."""
     if split is None:
         return None
@@ -527,7 +573,7 @@ def _judge(trainer: PlannedTrainer, split: Split | None, name: str, asked: list[
     return Judged(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
 
 
-def _was_just_judged(trainer: PlannedTrainer) -> bool:
+def _was_just_judged(trainer: PlannedLoop) -> bool:
     """Whether training ended with an evaluation of the validation rows by the very weights that are kept."""
     step, _ = trainer.last_metrics
     return step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
@@ -558,7 +604,7 @@ class _Result:
         return "stopped" if self.stop.stopped_early else "finished"
 
 
-def _finish(job: Job, prepared: Prepared, trainer: PlannedTrainer, result: _Result) -> dict[str, Any]:
+def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result) -> dict[str, Any]:
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTConfig, SFTTrainer
@@ -76,9 +76,18 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def training_arguments(
-    config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool, engine: Mapping[str, Any] | None = None
-) -> SFTConfig:
-    """The arguments of TRL's trainer for this run and plan; `engine` turns its layout on."""
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    *,
+    has_eval: bool,
+    engine: Mapping[str, Any] | None = None,
+    make: Callable[..., Any] = SFTConfig,
+) -> Any:
+    """The arguments of TRL's trainer for this run and plan; `engine` turns its layout on.
+
+    `make`: what they are made with: SFTConfig, or TrainingArguments for a trainer that is not TRL's.
+    """
     train = config.train
     eval_strategy, eval_steps = _eval_schedule(config, has_eval)
     save_strategy: str
@@ -86,7 +95,8 @@ def training_arguments(
     save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
     if train.load_best_model_at_end and eval_strategy != "no":
         save_strategy, save_steps = eval_strategy, eval_steps
-    return SFTConfig(
+    own = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is SFTConfig else {}
+    return make(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=plan.batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
@@ -121,9 +131,8 @@ def training_arguments(
         dataloader_persistent_workers=False,  # kept workers draw no seed at an epoch's start; resumed ones do
         disable_tqdm=True,
         label_names=["labels"],
-        max_length=None,
         remove_unused_columns=False,  # the collator takes what it knows
-        dataset_kwargs={"skip_prepare_dataset": True},
+        **own,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
 
@@ -181,8 +190,8 @@ class _OwnDropout(TrainerCallback):
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
 
 
-class PlannedTrainer(SFTTrainer):
-    """SFTTrainer that trains on every row once and evaluates a mean over tokens, whatever the ranks.
+class PlannedLoop(Trainer):
+    """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the ranks.
 
     Its checkpoints are whole or absent, and those of one process, DDP and FSDP are the same files.
     """
@@ -204,7 +213,7 @@ class PlannedTrainer(SFTTrainer):
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
-        length; `by_source`: tell the losses of chats and texts apart. The other options are SFTTrainer's."""
+        length; `by_source`: tell the losses of chats and texts apart. The other options are the Trainer's."""
         self._questions = list(questions)
         self._stop_ids = list(stop_ids)
         self._max_new_tokens = max_new_tokens
@@ -237,7 +246,6 @@ class PlannedTrainer(SFTTrainer):
         self.add_callback(TellEpoch(self))
         self.add_callback(_OwnDropout(layout))
         self.add_callback(_TimeOptimizer(self._monitor))
-        _match_adapter_precision(self.model, self.args)
 
     def _unit(self, batch: int, *, ranks: int) -> int:
         """Rows of one pass over `ranks` that see rows of their own; one process needs no equal batches."""
@@ -302,7 +310,7 @@ class PlannedTrainer(SFTTrainer):
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """TRL's loss; where sources are told apart, the losses of its tokens are added up for each on the way.
+        """The Trainer's loss; where sources are told apart, the losses of its tokens are added up for each on the way.
 
         They are what the loss itself is the sum of, so that it costs neither a second pass nor logits.
         """
@@ -328,7 +336,8 @@ class PlannedTrainer(SFTTrainer):
         if "loss" in logs:
             logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
             self._logged_step = self.state.global_step
-            self._metrics["train"]["num_tokens"] = [self._monitor.tokens_seen]  # TRL takes packs for one row
+            if hasattr(self, "_metrics"):  # TRL's, which counts a pack as one row
+                self._metrics["train"]["num_tokens"] = [self._monitor.tokens_seen]
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_sources is not None:
             logs |= source_losses(engine_module.gathered_numbers(self._eval_sources.flatten()), prefix=prefix)
@@ -510,6 +519,15 @@ class PlannedTrainer(SFTTrainer):
             self._staging = None
 
 
+class PlannedTrainer(PlannedLoop, SFTTrainer):
+    """The same with TRL's loss, which computes no whole logits, and the adapters that TRL makes."""
+
+    def __init__(self, **options: Any) -> None:
+        """The options of PlannedLoop and of SFTTrainer."""
+        super().__init__(**options)
+        _match_adapter_precision(self.model, self.args)
+
+
 def _held_out_words(metrics: Mapping[str, float]) -> str:
     """Loss and, where answers were asked for, exact match of an evaluation."""
     match = metrics.get("eval_exact_match")
@@ -599,9 +617,14 @@ def build_trainer(
     resume_step: int = 0,
     monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
+    kind: type[PlannedLoop] | None = None,
     **evaluating: Any,
-) -> PlannedTrainer:
-    """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens."""
+) -> PlannedLoop:
+    """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
+
+    `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and
+    takes no `peft_config`.
+    """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []
     if plan.gradient_checkpointing == "selective":
@@ -613,11 +636,11 @@ def build_trainer(
         more.append(window)
     rows = to_dataset(train.rows)
     packs = _packs_of(rows, config, plan)
-    trainer = PlannedTrainer(
+    trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
         processing_class=tokenizer,
-        peft_config=peft_config,
+        **({"peft_config": peft_config} if peft_config is not None else {}),
         train_dataset=rows,
         packs=packs,
         group_window=plan.batch.effective_batch if config.train.group_by_length else None,
