@@ -610,7 +610,6 @@ def build_trainer(
     model: Any,
     tokenizer: Any,
     peft_config: Any,
-    tensor_plan: Mapping[str, Style],
     train: Split,
     evaluation: Split | None,
     callbacks: Sequence[TrainerCallback],
@@ -618,12 +617,13 @@ def build_trainer(
     monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
     kind: type[PlannedLoop] | None = None,
+    tensor_plan: Mapping[str, Style] | None = None,
     **evaluating: Any,
 ) -> PlannedLoop:
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
 
-    `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and
-    takes no `peft_config`.
+    `tensor_plan`: how the model is divided over tensor-parallel ranks (`tensor_parallel.plan_of`). `kind`: its class
+    where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and takes no `peft_config`.
     """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []

@@ -182,7 +182,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
         given.update(words)
         return TrainingArguments(**words)
 
-    on = engine.engine_arguments(plan, layer_class="", deepspeed=None)
+    on = engine.engine_arguments(plan, config, layer_class="", deepspeed=None)
     made: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine=on, make=make)
     changed = [f"{name}={one_line(str(given[name]))} to {one_line(str(_plain(getattr(made, name))))}"
                for name in given if _is_changed(given[name], _plain(getattr(made, name)))]  # fmt: skip
