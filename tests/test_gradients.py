@@ -263,6 +263,10 @@ def test_the_closed_form_by_hand():
     large = shape_of("Qwen/Qwen2.5-3B-Instruct")
     gathered = traffic_of(run_of(), large, BF16, step_of("zero3", accum=1)).by_kind(1)
     assert gathered["all_gather"] == pytest.approx(2 * (2 * large.params - 1e9 / 3), rel=1e-6)
+    huge = shape_of("meta-llama/Llama-3.3-70B-Instruct")  # 80 blocks of 855 million weights, each checkpointed
+    gathered = traffic_of(run_of(), huge, BF16, step_of("zero3", accum=1)).by_kind(1)
+    again = huge.params - 2 * huge.vocab_size * huge.hidden_size - 80 * 0.5e9
+    assert gathered["all_gather"] == pytest.approx(2 * (2 * huge.params - 1e9 / 3 + again), rel=1e-6)
     hybrid = traffic_of(run_of(), shape, BF16, step_of("fsdp_hybrid", accum=2)).by_kind(2)
     assert hybrid["all_reduce"] == 2 * size // 2  # each of two shards, in both passes
     assert sent_bytes("all_reduce", 8.0, 4) == 12.0

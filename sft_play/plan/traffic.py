@@ -140,10 +140,13 @@ def _fsdp_gathered(config: RunConfig, shape: ModelShape, width: int) -> float:
 def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
     """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and again for the backward pass those that are not used
     within `ZERO_REUSE_PARAMS` of them: from a block to its backward pass lie the later blocks, forward, backward and
-    where they are checkpointed once more forward. Of packed weights DeepSpeed counts bytes."""
+    where they are checkpointed once more forward. A checkpointed block that is larger than half of that lets go of its
+    first layers between its second forward and its backward pass. Of packed weights DeepSpeed counts bytes."""
     whole = _weights(config, shape, BYTES[precision.compute])
     layers = shape.num_layers
     again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
-    return whole * (2 - kept)
+    blocks = counted - (1 if shape.tied else 2) * shape.vocab_size * (shape.embedding_width or shape.hidden_size)
+    thrice = max(0.0, blocks - layers * ZERO_REUSE_PARAMS / 2) / counted
+    return whole * (2 - kept + again * thrice)
