@@ -187,6 +187,14 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.parametrize(("value", "ours"), [("bf16", "train.bf16: true"), ("'no'", "train.bf16: false")])
+def test_a_precision_where_the_dtypes_belong_is_answered_as_other_tools_mean_it(value, ours):
+    text = f"model: {{name: {MODEL}}}\ndistributed:\n  mixed_precision: {value}\n"
+    with pytest.raises(ConfigError, match="its keys: param, reduce, buffer") as said:
+        config_from_text(text, name="run.yaml")
+    assert f"as other tools mean it, here it is {ours}" in str(said.value)
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 def step_of(layout: str, *, ranks: int = 4, accum: int = 4, rows: int = 1) -> Step:
     return Step(micro_batch=rows, grad_accum=accum, seq_len=512, layout=layout_of(layout, ranks))
@@ -259,6 +267,10 @@ def test_the_closed_form_by_hand():
     large = shape_of("Qwen/Qwen2.5-3B-Instruct")
     gathered = traffic_of(run_of(), large, BF16, step_of("zero3", accum=1)).by_kind(1)
     assert gathered["all_gather"] == pytest.approx(2 * (2 * large.params - 1e9 / 3), rel=1e-6)
+    huge = shape_of("meta-llama/Llama-3.3-70B-Instruct")  # 80 blocks of 855 million weights, each checkpointed
+    gathered = traffic_of(run_of(), huge, BF16, step_of("zero3", accum=1)).by_kind(1)
+    again = huge.params - 2 * huge.vocab_size * huge.hidden_size - 80 * 0.5e9
+    assert gathered["all_gather"] == pytest.approx(2 * (2 * huge.params - 1e9 / 3 + again), rel=1e-6)
     hybrid = traffic_of(run_of(), shape, BF16, step_of("fsdp_hybrid", accum=2)).by_kind(2)
     assert hybrid["all_reduce"] == 2 * size // 2  # each of two shards, in both passes
     assert sent_bytes("all_reduce", 8.0, 4) == 12.0
@@ -375,11 +387,9 @@ def test_a_report_of_four_ranks_by_hand():
 STEP, MIXED = "distributed.sync_gradients_every=", "distributed.mixed_precision."
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "ddp": ("ddp", "full", []),
-    "ddp micro": ("ddp", "full", [STEP + "1", "distributed.find_unused_parameters=true"]),
-    "ddp fp16": ("ddp", "full", [MIXED + "reduce=float16"]),
+    "ddp fp16": ("ddp", "full", [STEP + "1", "distributed.find_unused_parameters=true", MIXED + "reduce=float16"]),
     "fsdp": ("fsdp", "full", []),
-    "fsdp step": ("fsdp", "full", [STEP + "step"]),
-    "fsdp bf16": ("fsdp", "lora", ["train.bf16=true", MIXED + "reduce=float32"]),
+    "fsdp step": ("fsdp", "lora", ["train.bf16=true", STEP + "step", MIXED + "reduce=float32"]),
     "zero2": ("zero2", "full", [MIXED + "reduce=bfloat16"]),
     "zero3": ("zero3", "lora", ["train.bf16=true", MIXED + "reduce=float32", MIXED + "buffer=bfloat16"]),
 }
@@ -420,15 +430,15 @@ def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
 @pytest.mark.build
 def test_every_key_reaches_its_engine(many):
     assert many["ddp"]["find_unused_parameters"] is False
-    assert many["ddp micro"]["find_unused_parameters"] is True
+    assert many["ddp fp16"]["find_unused_parameters"] is True
     assert many["ddp"]["comm_hook"] == ""
     assert many["ddp fp16"]["comm_hook"] == "fp16_compress_hook"
     assert "policy" not in many["fsdp"]
-    assert many["fsdp bf16"]["policy"] == ["torch.bfloat16", "torch.float32"]
+    assert many["fsdp step"]["policy"] == ["torch.bfloat16", "torch.float32"]
     assert many["zero2"]["communication_data_type"] == "torch.bfloat16"
     assert many["zero3"]["communication_data_type"] == "torch.float32"
     assert many["zero3"]["buffers"] == ["torch.bfloat16"]
-    assert many["fsdp bf16"]["buffers"] == ["torch.float32"]
+    assert many["fsdp step"]["buffers"] == ["torch.float32"]
 
 
 @pytest.mark.build
@@ -436,14 +446,13 @@ def test_gradients_are_added_up_as_often_and_in_the_dtype_that_was_asked_for(man
     def kind(run: str, name: str) -> int:
         return many[run]["counted"]["kinds"][name]["bytes"]  # type: ignore[index,no-any-return]
 
-    assert kind("ddp micro", "all_reduce") == pytest.approx(2 * kind("ddp", "all_reduce"), rel=1e-3)
-    assert kind("ddp fp16", "all_reduce") == pytest.approx(kind("ddp", "all_reduce") / 2, rel=1e-3)
-    assert kind("fsdp", "reduce_scatter") == 2 * kind("fsdp step", "reduce_scatter")
-    assert kind("zero2", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # twice, of half the bytes
-    params = many["ddp"]["counted"]["planned_bytes"]["all_reduce"]  # type: ignore[index]
+    assert kind("ddp fp16", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # twice, half the bytes
+    assert kind("zero2", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # so too
+    assert kind("fsdp", "reduce_scatter") == pytest.approx(2 * kind("ddp", "all_reduce"), rel=1e-2)
+    assert kind("zero3", "reduce_scatter") == 2 * kind("fsdp step", "reduce_scatter")
+    whole = many["fsdp step"]["counted"]["planned_bytes"]["reduce_scatter"]  # type: ignore[index]
     assert many["fsdp"]["whole_gradients"] == 0
-    assert many["fsdp step"]["whole_gradients"] == pytest.approx(params, rel=0.5)  # whole, on every rank
-    assert many["fsdp step"]["whole_gradients"] >= 0.99 * params
+    assert many["fsdp step"]["whole_gradients"] == whole  # on every rank
 
 
 @pytest.mark.build
@@ -480,9 +489,8 @@ def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(many):
 def test_losses_are_those_of_ddp_whatever_travels_and_how_often(many):
     """In fp32 how often gradients are added up changes only the order of sums; half precision changes their digits."""
     wanted = many["ddp"]["losses"]
-    for name in ("ddp micro", "fsdp", "fsdp step"):
-        assert many[name]["losses"] == pytest.approx(wanted, rel=1e-5), name
+    assert many["fsdp"]["losses"] == pytest.approx(wanted, rel=1e-5)
     for name in ("ddp fp16", "zero2"):
         assert many[name]["losses"] == pytest.approx(wanted, rel=4e-3), name
         assert many[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6), name
-    assert many["fsdp bf16"]["losses"] == pytest.approx(many["zero3"]["losses"], rel=2e-2)
+    assert many["fsdp step"]["losses"] == pytest.approx(many["zero3"]["losses"], rel=2e-2)

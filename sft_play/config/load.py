@@ -194,9 +194,17 @@ def _misplaced(document: Document) -> dict[Path_, Problem]:
             name,
             place(document, path),
             f"expected a section, found {shown}; write {name}: {{{first}: {shown if first == 'name' else '…'}}} "
-            f"(its keys: {', '.join(section.model_fields)})",
+            f"(its keys: {', '.join(section.model_fields)}){_meant_elsewhere(document, path, value)}",
         )
     return found
+
+
+def _meant_elsewhere(document: Document, path: Path_, value: Plain) -> str:
+    """What a value means that other tools give to a key of a section's name (`mixed_precision: bf16`)."""
+    row = other_tools.KNOWN.get(str(path[-1]))
+    answer = other_tools.answer(row, value) if row else other_tools.Answer()
+    joint = "=" if place(document, path) == OVERRIDE else ": "
+    return f"; as other tools mean it, {_said(answer, value, raw=None, joint=joint)}" if answer.settings else ""
 
 
 def _at(data: Plain, path: Path_) -> Plain:

@@ -83,7 +83,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
     DDP and ZeRO-1 add gradients up once per step, unless the run says otherwise, and ZeRO-2 in each micro-batch: both
     stages with all-reduces of whole buckets (`use_multi_rank_bucket_allreduce`), of which a rank keeps its part, and
     an all-gather of the updated weights. FSDP2 gathers every unit for the forward and for the backward pass, the last
-    unit and a frozen embedding once; ZeRO-3 keeps what it needs again soon.
+    one once; ZeRO-3 keeps what it needs again soon.
     """
     layout, chosen = step.layout, gradients_of(config, precision, step.layout.name)
     ranks, reach = layout.gradient_ranks, layout.tensor_parallel  # neighbours are of one tensor-parallel group
@@ -134,21 +134,23 @@ def _weights(config: RunConfig, shape: ModelShape, width: int) -> float:
 
 
 def _fsdp_gathered(config: RunConfig, shape: ModelShape, width: int) -> float:
-    """Bytes that FSDP2 gathers in a micro-batch. The tail, [last norm, head], with the embedding where it is tied,
-    stays whole from the forward to the backward pass; an embedding that does not train has no backward pass."""
-    table = width * shape.vocab_size * (shape.embedding_width or shape.hidden_size)
-    embedding = 0 if shape.tied else table
-    blocks = _weights(config, shape, width) - table - embedding
-    return 2 * blocks + table + embedding * (2 if config.tuning.mode == "full" else 1)
+    """Bytes that FSDP2 gathers in a micro-batch, all units twice (the first block's backward pass gathers the embedding
+    ahead, trained or not), but for the tail, [last norm, head], with the embedding where it is tied: it stays whole
+    from the forward to the backward pass."""
+    tail = width * shape.vocab_size * (shape.embedding_width or shape.hidden_size)
+    return 2 * _weights(config, shape, width) - tail
 
 
 def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
     """Bytes that ZeRO-3 gathers in a micro-batch: all weights, and again for the backward pass those that are not used
     within `ZERO_REUSE_PARAMS` of them: from a block to its backward pass lie the later blocks, forward, backward and
-    where they are checkpointed once more forward. Of packed weights DeepSpeed counts bytes."""
+    where they are checkpointed once more forward. A checkpointed block that is larger than half of that lets go of its
+    first layers between its second forward and its backward pass. Of packed weights DeepSpeed counts bytes."""
     whole = _weights(config, shape, BYTES[precision.compute])
     layers = shape.num_layers
     again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
-    return whole * (2 - kept)
+    blocks = counted - (1 if shape.tied else 2) * shape.vocab_size * (shape.embedding_width or shape.hidden_size)
+    thrice = max(0.0, blocks - layers * ZERO_REUSE_PARAMS / 2) / counted
+    return whole * (2 - kept + again * thrice)

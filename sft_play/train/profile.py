@@ -82,7 +82,7 @@ class ProfileWindow(TrainerCallback):
         self._folder, self._steps, self._plan = folder, steps, plan
         self._began: int | None = None
         self._profile: Any = None
-        self._started_s = 0.0
+        self._started_s, self._ended = 0.0, False
         self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -108,12 +108,15 @@ class ProfileWindow(TrainerCallback):
             self._end(done)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say where a run was too short for its window."""
-        if self._profile is None and is_first():
-            logger.warning("Profile: nothing was traced, since the run ended before step %d", FIRST_STEP)
+        """End with a run that was stopped in the window, and say where it ended before."""
+        done = state.global_step - (self._began or 0) - FIRST_STEP + 1
+        if self._profile is not None and not self._ended and done > 0:
+            self._end(done)
+        elif not self._ended and is_first():
+            logger.warning("Profile: nothing was traced: the run ended before the end of its step %d", FIRST_STEP)
 
     def _end(self, steps: int) -> None:
-        on_gpu = torch.cuda.is_available()
+        on_gpu, self._ended = torch.cuda.is_available(), True
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started_s

@@ -623,7 +623,7 @@ def build_trainer(
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
 
     `tensor_plan`: how the model is divided over tensor-parallel ranks (`tensor_parallel.plan_of`). `kind`: its class
-    where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and takes no `peft_config`.
+    where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters and takes no `peft_config`.
     """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []
