@@ -82,11 +82,11 @@ def training_arguments(
     *,
     has_eval: bool,
     engine: Mapping[str, Any] | None = None,
-    make: Callable[..., Any] = SFTConfig,
+    make: Callable[..., Any] | None = None,
 ) -> Any:
     """The arguments of TRL's trainer for this run and plan; `engine` turns its layout on.
 
-    `make`: what they are made with: SFTConfig, or TrainingArguments for a trainer that is not TRL's.
+    `make`: what they are made with in SFTConfig's place, for a trainer that is not TRL's.
     """
     train = config.train
     eval_strategy, eval_steps = _eval_schedule(config, has_eval)
@@ -95,8 +95,8 @@ def training_arguments(
     save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
     if train.load_best_model_at_end and eval_strategy != "no":
         save_strategy, save_steps = eval_strategy, eval_steps
-    own = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is SFTConfig else {}
-    return make(
+    own = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
+    return (make or SFTConfig)(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=plan.batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
