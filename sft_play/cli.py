@@ -293,12 +293,14 @@ def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
         return
     starter = load_config(request.config).config
     asked = load_config(request.config, overrides=request.overrides).config
-    for key in ("model.name", "data.train_path", "data.val_path", "data.test_path", "data.text_path", "task_mode"):
+    for key in ("model.name", "data.sources", "data.train_path", "data.val_path", "data.test_path", "data.text_path",
+                "task_mode"):  # fmt: skip
         was, now = (functools.reduce(getattr, key.split("."), config) for config in (starter, asked))
-        if now is None or now == was:
+        if not now or now == was:
             continue
         name = asked.model.name if asked.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
-        rows = asked.data.train_path if asked.data.train_path != starter.data.train_path else "my.jsonl"
+        given = asked.data.train_path
+        rows = given if given not in (None, starter.data.train_path) else "my.jsonl"
         raise ConfigError(
             f"{key}={one_line(str(now))} is given without a run YAML, and without CONFIG {request.command} is about "
             f"the starter, a model of two million parameters with rows and settings of its own. Write my.yaml:\n"

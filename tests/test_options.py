@@ -497,6 +497,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(blueprint, "tuning.lora.use_rslora", "true", "use_rslora", True),
     one(blueprint, "tuning.lora.use_dora", "true", "use_dora", True),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
+    ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
+                                    "data.train_path=null"], {"rows": 27})),
     one(splits, "data.val_path", "WORLD/many.jsonl", "val", "WORLD/many.jsonl (60)"),
     one(splits, "data.test_path", "WORLD/many.jsonl", "test", "WORLD/many.jsonl (60)"),
     one(splits, "data.text_path", "WORLD/nothing.txt", REFUSED, Says("WORLD/nothing.txt does not exist"), MIXED),

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.leaves import Leaf, accepts, homes, item_leaf, leaves, listed, sections
 from sft_play.config.reference import yaml_value
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show, walk
@@ -201,9 +201,12 @@ def _misplaced(document: Document) -> dict[Path_, Problem]:
 
 def _at(data: Plain, path: Path_) -> Plain:
     for part in path:
-        if not isinstance(data, dict) or part not in data:
+        if isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif isinstance(data, dict) and part in data:
+            data = data[str(part)]
+        else:
             return None
-        data = data[str(part)]
     return data
 
 
@@ -332,13 +335,46 @@ def _written(value: Plain, raw: str | None) -> str:
 def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
     seen = set()
     for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # another key is wrong, from which this default follows
+            continue
         location = [str(part) for part in item["loc"]]
         name = _leaf_of(location)
         path: Path_ = tuple(name.split("."))
+        if name in listed() and len(location) > len(path):
+            path = _within_list(name, item["loc"])
+            name = dotted(path)
         if name in seen or any(path[: len(stop)] == stop for stop in blocked):
             continue
         seen.add(name)
+        if dotted(path) != ".".join(map(str, path)):
+            yield Problem(name, place(document, path), _item_message(document, path, item["type"]))
+            continue
         yield Problem(name, place(document, path), _leaf_message(name, document, path, item["type"] == "missing"))
+
+
+def _within_list(name: str, location: Sequence[str | int]) -> Path_:
+    """The part of pydantic's location that names a section in a list, or a key of it."""
+    holder = tuple(name.split("."))
+    key = location[len(holder) + 1 : len(holder) + 2]
+    return (*holder, int(location[len(holder)]), *map(str, key))
+
+
+def _item_message(document: Document, path: Path_, kind: str) -> str:
+    """What is wrong with a section in a list, or with a key of it."""
+    at = next(index for index, part in enumerate(path) if isinstance(part, int))
+    holder, key = ".".join(map(str, path[:at])), path[at + 1 :]
+    fields = listed()[holder].model_fields
+    value = _at(document.data, path)
+    raw = document.raw.get(path)
+    if not key:
+        first = next(iter(fields))
+        return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
+    if key[0] not in fields:
+        near = nearest(str(key[0]), list(fields))
+        hint = f"did you mean {near}?" if near else f"{holder}[] takes {', '.join(fields)}"
+        return f"unknown key (value {show(value, raw=raw)}); {hint}"
+    leaf = item_leaf(holder, str(key[0]))
+    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw)
 
 
 def _leaf_of(location: list[str]) -> str:
@@ -357,8 +393,12 @@ def _leaf_message(name: str, document: Document, path: Path_, missing: bool) -> 
     if missing:
         return f"missing; {leaf.doc}"
     value = _at(document.data, path)
-    raw = document.raw.get(path)
-    hint = _hint(value, raw, leaf.expects) or _habit(name, value)
+    return _expected(leaf, value, document.raw.get(path), habit=_habit(name, value))
+
+
+def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
+    """What a leaf must be, and what it is."""
+    hint = _hint(value, raw, leaf.expects) or habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
@@ -397,9 +437,9 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
     """What is right key by key but not together; each names the keys that disagree."""
     train, found = config.train, []
 
-    def add(name: str, message: str) -> None:
-        path: Path_ = tuple(name.split("."))
-        found.append(Problem(name, place(document, path), message))
+    def add(name: str | Path_, message: str) -> None:
+        path: Path_ = tuple(name.split(".")) if isinstance(name, str) else name
+        found.append(Problem(dotted(path), place(document, path), message))
 
     if train.fp16 and train.bf16 is True:
         add("train.fp16", "true, and train.bf16 is true as well; choose one")
@@ -407,6 +447,8 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
         add("task_mode", "cpt_mixed needs data.text_path (plain text) beside data.train_path (chats)")
     if config.task_mode != "cpt_mixed" and config.data.text_path is not None:
         add("data.text_path", f"is read by task_mode: cpt_mixed only, and task_mode is {config.task_mode}")
+    for path, message in _source_problems(config):
+        add(path, message)
     if train.load_best_model_at_end and config.eval.steps == 0:
         add("train.load_best_model_at_end", "true, but eval.steps=0 never evaluates; set eval.steps")
     if train.early_stopping_patience is not None and not train.load_best_model_at_end:
@@ -418,6 +460,39 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
     if config.tuning.backend_fallback == config.tuning.backend:
         add("tuning.backend_fallback", f"is the backend itself ({config.tuning.backend}); remove it")
     return found
+
+
+def _source_problems(config: RunConfig) -> Iterator[tuple[Path_, str]]:
+    """What is wrong with data.sources as a whole."""
+    data, here = config.data, ("data", "sources")
+    if not data.sources:
+        if data.train_path is None:
+            yield ("data", "train_path"), "null, and there are no data.sources; give one of them"
+        return
+    if data.train_path is not None:
+        yield (
+            ("data", "train_path"),
+            "given beside data.sources; remove it (SET: data.train_path=null), or make it one of them",
+        )
+    if config.task_mode == "cpt_mixed":
+        ours = "data.train_path and data.text_path by data.text_fraction"
+        yield here, f"task_mode cpt_mixed mixes {ours}; use task_mode sft or cpt with sources"
+    without = [source for source in data.sources if source.weight is None]
+    if without and len(without) < len(data.sources):
+        at = data.sources.index(without[0])
+        yield (*here, at), "has no weight, and other sources have one; give every source a weight, or none"
+    if data.val_path is not None and any(source.val_path for source in data.sources):
+        yield ("data", "val_path"), "given beside a val_path of a source; keep one of them"
+    first_of: dict[str, int] = {}
+    for at, source in enumerate(data.sources):
+        same = first_of.setdefault(f"path {source.path.rstrip('/')}", at)
+        if same != at:
+            yield (*here, at, "path"), f"is data.sources[{same}] already; give one of them the weight of both"
+    for at, name in enumerate(data.source_names):
+        same = first_of.setdefault(f"name {name}", at)
+        if same != at and data.sources[at].path != data.sources[same].path:
+            key = ("name",) if data.sources[at].name else ()
+            yield (*here, at, *key), f"is named {name}, as data.sources[{same}] is; give it another name"
 
 
 def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:

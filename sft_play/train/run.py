@@ -51,7 +51,7 @@ from sft_play.train.model import (
     weights_facts,
 )
 from sft_play.train.monitor import Monitor, expected_of
-from sft_play.train.rows import to_dataset
+from sft_play.train.rows import SOURCES, to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainer import (
     PlannedTrainer,
@@ -223,7 +223,10 @@ def prepare(job: Job) -> Prepared:
     logger.info("First training row, trained part in [[ ]]: %s", row)
     _say(blueprint.notes)
     renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=job.today)
-    _say(first_lines(job.paths.train, renderer, tokenizer.tokenizer, task_mode=config.task_mode))
+    for source in job.paths.sources or (None,):
+        path = job.paths.train if source is None else source.train
+        lines = first_lines(path, renderer, tokenizer.tokenizer, task_mode=config.task_mode)
+        _say(lines if source is None else [f"Source {source.name}: {line}" for line in lines])
     return Prepared(backend, tokenizer, splits, blueprint, renderer)
 
 
@@ -242,9 +245,8 @@ def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, A
     """Path, digest and report of each file that is used, and digests of the base weights and the tokenizer."""
     hf_config = prepared.blueprint.hf_config
     facts: dict[str, Any] = {}
-    for name, path in (("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)):
-        if path is not None:
-            facts[name] = {"path": str(path), "sha256": content_digest_of(path)}
+    for name, path in paths.files():
+        facts[name] = {"path": str(path), "sha256": content_digest_of(path)}
     for name, split in (
         ("train", prepared.splits.train),
         ("val", prepared.splits.val),
@@ -264,7 +266,8 @@ def _digests(job: Job, facts: dict[str, Any], *, writes_date: bool) -> dict[str,
     settings = _without_paths(resolved(job.loaded.config))
     return {
         **{
-            f"the content of the {name} file" if name in _FILES else f"the {name}": text for name, text in files.items()
+            f"the content of the {name} file" if name in _FILES or name.startswith("source ") else f"the {name}": text
+            for name, text in files.items()
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
@@ -277,6 +280,9 @@ def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in settings.items() if key != "output"}
     kept["model"] = {key: value for key, value in kept["model"].items() if key != "name"}
     kept["data"] = {key: value for key, value in kept["data"].items() if not key.endswith("_path")}
+    kept["data"]["sources"] = [
+        {key: value for key, value in source.items() if not key.endswith("path")} for source in kept["data"]["sources"]
+    ]
     return kept
 
 
@@ -401,6 +407,7 @@ def _trainer(
         tokenizer=tokenizer,
         peft_config=blueprint.peft_config,
         train=prepared.splits.train,
+        sources=prepared.splits.sources,
         evaluation=prepared.splits.val,
         callbacks=callbacks,
         resume_step=checkpoints.step_of(checkpoint) if checkpoint else 0,
@@ -408,7 +415,12 @@ def _trainer(
         stop_ids=stop_ids(tokenizer, model, prepared.renderer) if asks else (),
         max_new_tokens=config.eval.max_new_tokens,
         beat=watch.beat,
-        monitor=Monitor(expected_of(plan), on_gpu=plan.hardware.device == "cuda", level_bytes=watch.memory.level),
+        monitor=Monitor(
+            expected_of(plan),
+            on_gpu=plan.hardware.device == "cuda",
+            level_bytes=watch.memory.level,
+            sources=prepared.splits.sources.names if prepared.splits.sources else SOURCES,
+        ),
     )
 
 
