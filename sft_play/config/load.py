@@ -5,10 +5,12 @@ Overrides apply to the plain data before validation, so they go through the same
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from sft_play.config import other_tools
 from sft_play.config.leaves import Leaf, accepts, homes, item_leaf, leaves, listed, sections
 from sft_play.config.reference import yaml_value
 from sft_play.config.schema import RunConfig
+from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show, walk
 from sft_play.errors import ConfigError
 from sft_play.variables import nearest
@@ -42,6 +45,14 @@ class LoadedConfig:
     path: Path
     text: str
     overrides: tuple[str, ...]
+    stages: tuple[Stage, ...] = ()
+    """The stages of its curriculum; none without one."""
+    stage: str | None = None
+    """The name of the stage that this is the run of."""
+
+    def of(self, stage: Stage) -> LoadedConfig:
+        """The run of one stage alone."""
+        return dataclasses.replace(self, config=stage.config, stages=(), stage=stage.name)
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -52,21 +63,57 @@ def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> LoadedCon
     """
     path = Path(path)
     text = read_text(path)
-    config = config_from_text(text, name=str(path), overrides=overrides)
-    return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides))
+    config, stages = _from_text(text, name=str(path), overrides=overrides)
+    return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides), stages=stages)
 
 
 def config_from_text(text: str, *, name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML text and overrides ask for; raises like `load_config`."""
+    return _from_text(text, name=name, overrides=overrides)[0]
+
+
+def _from_text(text: str, *, name: str, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Stage, ...]]:
+    """The run, and the stages of its curriculum."""
     document = parse(text, name=name)
     problems = [*document.problems, *apply_overrides(document, overrides)]
     config, found = _validate(document)
     problems += found
-    if config is not None and not problems:
+    stages: tuple[Stage, ...] = ()
+    if config is not None and not problems and config.curriculum:
+        stages, found = _stages(config, document)
+        problems += found
+    elif config is not None and not problems:
         problems += cross_problems(config, document)
     if problems or config is None:
         raise ConfigError(_report(sorted(problems, key=_line_of)))
-    return config
+    return config, stages
+
+
+def _stages(config: RunConfig, document: Document) -> tuple[tuple[Stage, ...], list[Problem]]:
+    """The stages of a curriculum, each validated as a run of its own, or what is wrong with them."""
+    made: list[Stage] = []
+    found = list(overlays(document))
+    problems = [*(problem for stage in found for problem in stage.problems), *set_in_vain(document, found)]
+    names = Counter(stage.name.lower() for stage in found)
+
+    def add(path: Path_, message: str) -> None:
+        problems.append(Problem(dotted(path), place(document, path), message))
+
+    for overlay in found:
+        at: Path_ = ("curriculum", overlay.number - 1)
+        own, wrong = _validate(overlay.document)
+        wrong += cross_problems(own, overlay.document) if own is not None and not wrong else []
+        problems += map(overlay.at, wrong)
+        if names[overlay.name.lower()] > 1:
+            add((*at, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
+        if own is None:
+            continue
+        before = made[-1] if made and made[-1].number == overlay.number - 1 else None
+        if before is not None and what_trains(own) == what_trains(before.config):
+            add(at, f"changes nothing: stage {overlay.name} has the data and settings of {before.name} before it; "
+                    "give it something of its own, or give that stage more epochs")  # fmt: skip
+        made.append(Stage(overlay.name, overlay.number, own))
+    return tuple(made), problems
 
 
 def _line_of(problem: Problem) -> int:
@@ -128,6 +175,8 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> list[Proble
 
 
 def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+    if len(path) > 2 and path[0] == "curriculum" and path[1].isdigit():
+        return _put_in_stage(document, path, value, text)
     where: dict[str, Plain] = document.data
     for depth, part in enumerate(path[:-1], start=1):
         inner = where.setdefault(part, {})
@@ -144,6 +193,27 @@ def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> 
         del document.raw[old]
     document.raw[path] = text
     document.overridden.add(path)
+    return []
+
+
+def _put_in_stage(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+    """Put `curriculum.0.train.epochs=1`: a key of a stage, which are counted from 0."""
+    stages, at, keys = document.data.get("curriculum"), int(path[1]), path[2:]
+    if not isinstance(stages, list) or at >= len(stages) or not isinstance(stages[at], dict) or len(keys) > 2:
+        count = len(stages) if isinstance(stages, list) else 0
+        what = "names a key of a key" if len(keys) > 2 else f"there are {count} stages, counted from 0"
+        return [Problem(".".join(path), OVERRIDE, f"{what}: curriculum.0.train.epochs=1 sets a key of the first")]
+    where = stages[at]
+    assert isinstance(where, dict)
+    if len(keys) == 2:
+        inner = where.get(keys[0])
+        where[keys[0]] = {**(inner if isinstance(inner, dict) else {}), keys[1]: value}
+    else:
+        where[keys[0]] = value
+    full: Path_ = ("curriculum", at, *keys)
+    document.lines.pop(full, None)
+    document.raw[full] = text
+    document.overridden.add(full)
     return []
 
 

@@ -108,6 +108,10 @@ class TuningConfig(Section):
     backend_fallback: Literal["bnb"] | None = leaf(None, owner="train.model")
     """Backend to fall back to, logged and recorded, when the one that was asked for cannot run; null stops instead."""
 
+    trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf("all", owner="train.trainable")
+    """Which of the weights that the mode trains are trained, by parts of their names: `[layers.0-3, norm, lm_head]`,
+    `[lora]`, `[q_proj]`; the others stay as they are. all takes every one."""
+
     lora: LoraConfig = LoraConfig()
     """The adapters."""
 
@@ -496,6 +500,50 @@ class OutputConfig(Section):
     """What a run folder of that name that exists means: stop, go on with it, or move it aside."""
 
 
+class StageConfig(Section):
+    """A stage of a curriculum: keys that it gives in place of the run's, in their sections or (these) without."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = Field(
+        json_schema_extra={OWNER: "config.stages"}
+    )
+    """Name in the log, in the metrics and of its folder (RUN/stages/NAME)."""
+
+    epochs: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    """train.epochs of this stage."""
+
+    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="config.stages")
+    """train.max_steps of this stage."""
+
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    """train.learning_rate of this stage."""
+
+    max_seq_len: Annotated[int, Field(ge=8)] | None = leaf(None, owner="config.stages")
+    """model.max_seq_len of this stage."""
+
+    trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = leaf(
+        None, owner="config.stages"
+    )
+    """tuning.trainable of this stage."""
+
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] | None = leaf(None, owner="config.stages")
+    """task_mode of this stage."""
+
+    data: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of data for this stage."""
+
+    train: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of train for this stage."""
+
+    eval: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of eval for this stage."""
+
+    model: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """max_seq_len of this stage."""
+
+    tuning: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """trainable of this stage."""
+
+
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 
 
@@ -519,6 +567,11 @@ class RunConfig(Section):
 
     eval: EvalConfig = EvalConfig()
     """How it is judged while it trains."""
+
+    curriculum: Annotated[tuple[StageConfig, ...], Field(max_length=50)] = leaf((), owner="config.load")
+    """Stages that are trained one after the other in one job, each on the weights of the one before: a list of {name,
+    data, epochs or max_steps, learning_rate, max_seq_len, trainable, …}; a stage takes from the run what it does not
+    give."""
 
     plan: PlanConfig = PlanConfig()
     """How the plan is made sure of."""

@@ -338,7 +338,8 @@ def _adapter_of_zero3(model: Any) -> dict[str, Any]:
     tables = [layer.weight for layer in layers if layer is not None]
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or any(parameter is table for table in tables):
+        is_adapter = ".lora_" in name or ".modules_to_save." in name  # saved where it does not train, too
+        if parameter.requires_grad or is_adapter or any(parameter is table for table in tables):
             with deepspeed.zero.GatheredParameters([parameter]):
                 if is_first():
                     found[name] = parameter.detach().cpu().clone()

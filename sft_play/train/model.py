@@ -6,12 +6,13 @@ The one seam for tuning backends: `choose_backend` decides and says why, and nob
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import hashlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ class Blueprint:
     layer_class: str
     """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
+
+
+def grown(blueprint: Blueprint) -> Blueprint:
+    """The blueprint of a model whose embeddings have been resized already, as an earlier stage has saved it."""
+    if blueprint.resize_to is None:
+        return blueprint
+    hf_config = copy.deepcopy(blueprint.hf_config)
+    hf_config.vocab_size = blueprint.resize_to
+    return replace(blueprint, hf_config=hf_config, resize_to=None)
 
 
 def choose_backend(config: RunConfig) -> Backend:
