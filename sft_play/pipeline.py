@@ -105,6 +105,14 @@ def _files(paths: DataPaths) -> list[tuple[str, AnySource]]:
     return [(name, path) for name, path in paths.files()]
 
 
+def _first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
+    """Of a run with stages the first, and a line that says so."""
+    if not loaded.stages:
+        return loaded, ()
+    first = loaded.stages[0]
+    return loaded.of(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+
+
 def _split_of(part: str) -> str:
     """The split that a part of `_files` belongs to."""
     if part.startswith("source "):
@@ -185,6 +193,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
         DataError: the file cannot be read, has no such row, or the page was edited since.
         TokenizerError: the tokenizer or its template cannot be used.
     """
+    loaded, of_stage = _first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)
     path = paths.train
@@ -197,7 +206,11 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     target = page or DEFAULT_PAGE
     _refuse_source(target, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
-    notes = (*tools.notes, *([f"The first of data.sources; not shown: {', '.join(others)}"] if others else []))
+    notes = (
+        *of_stage,
+        *tools.notes,
+        *([f"The first of data.sources; not shown: {', '.join(others)}"] if others else []),
+    )
     about = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
@@ -394,6 +407,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
             written then.
         TokenizerError: the tokenizer or its template cannot be used.
     """
+    loaded, of_stage = _first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)
     _prepare(config)
@@ -417,7 +431,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
             for part, path in files
         ]
         _refuse_bad(made, config.data)
-    return Renderings(tuple(made), (*paths.notes, *tools.notes))
+    return Renderings(tuple(made), (*of_stage, *paths.notes, *tools.notes))
 
 
 def _render_file(
@@ -519,7 +533,12 @@ def check(config_path: Path, overrides: Sequence[str], hardware: Hardware, *, al
     except SftPlayError as error:
         found = [*also, problem("config", str(error), "mend the run YAML; configs/reference.yaml lists every option")]
         return Report(config_path, tuple(found), time.monotonic() - started)
-    checks = [*also, *_Checks(loaded, hardware).all()]
+    checks = [*also]
+    for number, stage in enumerate(loaded.stages, start=1):
+        checks.append(ok("stage", f"{number} of {len(loaded.stages)}, {stage.name}"))
+        checks += _Checks(loaded.of(stage), hardware).all()
+    if not loaded.stages:
+        checks += _Checks(loaded, hardware).all()
     return Report(config_path, tuple(checks), time.monotonic() - started)
 
 
@@ -721,6 +740,7 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.train.model import choose_backend, draw_blueprint
+        from sft_play.train.trainable import trainable_note
 
         try:
             if not self._hardware.named:
@@ -732,11 +752,13 @@ class _Checks:
             if self._config.model.name == BASE_NAME:
                 return
             drawn = draw_blueprint(self._config, self._plan.precision, tokenizer_size=len(self._tokenizer))
+            trained = trainable_note(self._config, drawn)
         except SftPlayError as error:
             yield problem("model", str(error), "mend the option that is named")
             return
         said = f"{drawn.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
-        yield ok("model", "\n".join([said, *(one_line(note, limit=300) for note in drawn.notes)]))
+        notes = [*drawn.notes, *([trained] if trained else [])]
+        yield ok("model", "\n".join([said, *(one_line(note, limit=300) for note in notes)]))
 
     def _disk(self) -> Iterator[Check]:
         if self._hardware.named:

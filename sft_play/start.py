@@ -163,7 +163,8 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     hardware = _one_gpu(whole)
     made: list[tuple[RunConfig, Plan]] = []
     for part, place in _parts(loaded, folder if resume else None):
-        with _of_stage(part):
+        _say_stage(part)
+        with of_stage(part):
             stopped = stopped_run(place) if place is not None else None
             planned = _as_stopped(part.config, stopped, hardware.ranks)
             if place is not None:
@@ -228,16 +229,20 @@ def _parts(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedC
 
 
 @contextlib.contextmanager
-def _of_stage(part: LoadedConfig) -> Iterator[None]:
-    """Names the stage in what is refused of it, and before what is said of it."""
+def of_stage(part: LoadedConfig) -> Iterator[None]:
+    """Names the stage in what is refused of it."""
     if part.stage is None:
         yield
         return
-    logger.info("Stage %s:", part.stage)
     try:
         yield
     except SftPlayError as error:
         raise type(error)(f"stage {part.stage}: {error}") from error
+
+
+def _say_stage(part: LoadedConfig) -> None:
+    if part.stage is not None:
+        logger.info("Stage %s:", part.stage)
 
 
 def _paths(loaded: LoadedConfig) -> DataPaths:
@@ -248,10 +253,8 @@ def _paths(loaded: LoadedConfig) -> DataPaths:
 def _require_data(loaded: LoadedConfig) -> None:
     """Raises DataError, of a run with stages naming the stage, where a file is missing."""
     for part, _ in _parts(loaded, None):
-        try:
+        with of_stage(part):
             data_paths(part.config.data)
-        except SftPlayError as error:
-            raise type(error)(f"stage {part.stage}: {error}" if part.stage else str(error)) from error
 
 
 def _remember_all(made: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
@@ -501,17 +504,15 @@ def plan_stages(
         spread = dataclasses.replace(spread, strategy=_layout_of_all(loaded, hardware, going_on))
     found = []
     for part, place in _parts(loaded, going_on):
-        with _of_stage(part):
+        _say_stage(part)
+        with of_stage(part):
             found.append(plan_ranks(part, hardware, spread, going_on=place))
             _say_plan(found[-1][0], part.config)
     return found
 
 
-def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder | None) -> LayoutName | None:
-    """The layout that the stages share: the one that the run was stopped in, else the fastest that fits every stage.
-
-    None where there is none: then the plan of the first stage that does not fit says so.
-    """
+def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder | None) -> LayoutName:
+    """The layout that the stages share: the one that the run was stopped in, else the one that fits them all."""
     stopped = stopped_run(going_on) if going_on is not None else None
     if stopped is not None and (stopped.ranks == hardware.ranks or stopped.layout in DEEPSPEED):
         return stopped.layout
@@ -519,19 +520,17 @@ def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder
     return common_layout([stage.config for stage in loaded.stages], hardware, only=only)
 
 
-def common_layout(
-    configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]
-) -> LayoutName | None:
-    """The fastest layout, of those that some stage would take by itself, that fits every stage; None where none does.
+def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
+    """The fastest layout, of those that some stage would take by itself, that fits every stage.
 
-    Without a speed that is known, the one of the stage that needs the most memory comes first.
+    Where none does, the one that the stage with the longest rows would take, whose plan says what does not fit.
     """
 
     def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
         return [plan_for(config, hardware, only=layouts, with_ways_out=False) for config in configs]
 
     alone = plans(only)
-    names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.memory.required))
+    names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
     if len(names) == 1:
         return next(iter(names))
     fitting: dict[LayoutName, float] = {}
@@ -540,7 +539,7 @@ def common_layout(
             together = plans((name,))
             if all(plan.fits and plan.layout == name for plan in together):
                 fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)
-    return min(fitting, key=lambda name: fitting[name], default=None)
+    return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
 
 
 def plan_ranks(

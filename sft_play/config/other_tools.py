@@ -272,7 +272,7 @@ _ADAPTERS = {
     "qlora": _QLORA, "lora": _LORA, "full": _FULL, "none": _FULL,
     "longlora": say("not done here: tuning.mode: lora"), "adalora": say("not done here: tuning.mode: lora"),
     "dora": to("tuning.lora.use_dora", True), "rslora": to("tuning.lora.use_rslora", True),
-    "freeze": say("single layers are not trained here: tuning.mode: lora (adapters) or full (every weight)"),
+    "freeze": to("tuning.mode", "full", "with tuning.trainable: [layers.30-31, norm], the parts that train"),
     "oft": say("not done here: tuning.mode: lora or qlora"),
 }  # fmt: skip
 _SDPA, _EAGER, _FLASH = (to("model.attn_implementation", name) for name in ("sdpa", "eager", "flash_attention_2"))
@@ -477,7 +477,7 @@ _TUNING: tuple[tuple[str, Known], ...] = (
      says("fused LoRA kernels come with tuning.backend: unsloth alone: remove it")),
     ("unfrozen_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_parameters "
      "freeze_parameters_ratio freeze_parameters_regex trainable_parameters trainable_parameters_regex freeze_llm "
-     "use_llama_pro", lacks("training single layers is", "tuning.mode: lora with tuning.lora.target_modules")),
+     "use_llama_pro", says("tuning.trainable: [layers.28-31, norm, lm_head] names the parts of the model that train")),
     ("use_gradient_checkpointing gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
      "enable_gradient_checkpointing", Known("train.gradient_checkpointing", {
          "unsloth": to("train.gradient_checkpointing", True), "offload": to("train.gradient_checkpointing", True),
