@@ -108,6 +108,7 @@ def refusal(data: str, more: str = "") -> str:
         ("sources: a.jsonl", "data.sources: expected a list of sections with path, name, weight, max_rows, val_path"),
         ("sources: [{path: a}, {path: a/}]", "data.sources[1].path: is data.sources[0] already"),
         ("sources: [{path: x/a.jsonl}, {path: b, name: a}]", "data.sources[1].name: is named a, as data.sources[0] is"),
+        ("sources: [{path: rank_0.jsonl}]", "data.sources[0]: is named rank_0, and loss_rank_0 is the loss of a rank"),
         ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1]: has no weight, and other sources have one"),
         ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given beside data.sources; remove it"),
         ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given beside a val_path of a source"),

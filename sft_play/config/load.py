@@ -559,6 +559,8 @@ def _source_problems(config: RunConfig) -> Iterator[tuple[Path_, str]]:
         if same != at:
             yield (*here, at, "path"), f"is data.sources[{same}] already; give one of them the weight of both"
     for at, name in enumerate(data.source_names):
+        if name.startswith("rank_"):
+            yield (*here, at), f"is named {name}, and loss_{name} is the loss of a rank; give it another name"
         same = first_of.setdefault(f"name {name}", at)
         if same != at and data.sources[at].path != data.sources[same].path:
             key = ("name",) if data.sources[at].name else ()
