@@ -506,9 +506,18 @@ def plan_stages(
     for part, place in _parts(loaded, going_on):
         _say_stage(part)
         with of_stage(part):
-            found.append(plan_ranks(part, hardware, spread, going_on=place))
+            found.append(plan_ranks(part, hardware, _as_planned(spread, part, going_on), going_on=place))
             _say_plan(found[-1][0], part.config)
     return found
+
+
+def _as_planned(spread: Spread, part: LoadedConfig, going_on: RunFolder | None) -> Spread:
+    """The spread with the DeepSpeed file that the first start has written for a stage, where it has and none is given
+    now."""
+    if going_on is None or part.stage is None or spread.deepspeed is not None or spread.strategy not in DEEPSPEED:
+        return spread
+    file = going_on.of_stage(part.stage).path / runs.DEEPSPEED_FILE
+    return dataclasses.replace(spread, deepspeed=DeepspeedWish(file)) if file.is_file() else spread
 
 
 def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder | None) -> LayoutName:

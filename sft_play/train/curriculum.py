@@ -53,6 +53,10 @@ class _Stages:
         """Every stage that is not finished yet, and what the whole run came to."""
         is_adapter = self._prepared[0].blueprint.peft_config is not None
         self._require_disk()
+        if engine.is_first():  # of all, so that a stage that begins after a stop has the file that the first start had
+            for stage in self._job.stages:
+                if stage.deepspeed is not None:
+                    stage.folder.write_json(runs.DEEPSPEED_FILE, stage.deepspeed)
         begins_from: Path | None = None
         status = "finished"
         for number, (stage, made) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
@@ -84,8 +88,6 @@ class _Stages:
         if engine.is_first():
             facts = {"batch": batch_facts(stage.plan), "layout": stage.plan.layout}
             stage.folder.begin_stage(facts, plan=stage.plan.as_json(), config=stage.loaded.config)
-            if stage.deepspeed is not None:
-                stage.folder.write_json(runs.DEEPSPEED_FILE, stage.deepspeed)
         engine.barrier()
         part = replace(stage, resume=bool(begun), loaded=_ending_after(stage, self._left()))
         try:

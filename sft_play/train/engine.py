@@ -314,6 +314,21 @@ def _forget_loading(plan: Plan) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def release(trainer: Any) -> None:
+    """End the engine of a trainer that has nothing more to do, so that its model goes with it.
+
+    DeepSpeed keeps modules and parameters in tables of its own, which only ending the engine empties, and ZeRO-3 the
+    model itself in a list of its module `parameter_offload`, which it leaves filled after an evaluation (0.19).
+    """
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is None:
+        return
+    engine.destroy()
+    from deepspeed.runtime.zero import parameter_offload
+
+    getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
+
+
 def whole_state(trainer: Any) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one."""
     if getattr(trainer, "is_fsdp_enabled", False):

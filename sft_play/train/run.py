@@ -412,7 +412,10 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
         proof.proof if proof else engine.proof_of_one(trainer),
     )  # fmt: skip
-    return _finish(job, prepared, trainer, result)
+    summary = _finish(job, prepared, trainer, result)
+    if job.folder.stage is not None:  # another model is loaded into this process
+        engine.release(trainer)
+    return summary
 
 
 def _metrics_of(job: Job, watch: Watch) -> MetricsFile:
