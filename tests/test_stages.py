@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,24 @@ def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf
 
 
 @pytest.mark.build
-def test_a_run_with_stages_writes_a_folder_for_each(run_yaml, command, tmp_path):
+def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
+    run_yaml, command, tmp_path, monkeypatch
+):
+    from transformers import PreTrainedModel
+
+    from sft_play.train import curriculum
+
+    let_go, left = curriculum._let_go, []
+
+    def count() -> None:
+        let_go()
+        left.append([type(item).__name__ for item in gc.get_objects() if isinstance(item, PreTrainedModel)])
+
+    before = sum(isinstance(item, PreTrainedModel) for item in gc.get_objects())
+    monkeypatch.setattr(curriculum, "_let_go", count)
     code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
     assert code == 0, said
+    assert [len(models) <= before for models in left] == [True, True], left
     run = tmp_path / "outputs" / "one"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "resolved.json", "plan.json", "manifest.json", "summary.json", "metrics.jsonl", "train.log",

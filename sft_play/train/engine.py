@@ -317,16 +317,21 @@ def _forget_loading(plan: Plan) -> None:
 def release(trainer: Any) -> None:
     """End the engine of a trainer that has nothing more to do, so that its model goes with it.
 
-    DeepSpeed keeps modules and parameters in tables of its own, which only ending the engine empties, and ZeRO-3 the
-    model itself in a list of its module `parameter_offload`, which it leaves filled after an evaluation (0.19).
+    DeepSpeed keeps modules and parameters in tables of its own, which only ending the engine empties; ZeRO-3 keeps the
+    model in a list of modules too, and in the caches of its coordinator's methods (0.19).
     """
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return
     engine.destroy()
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
+    for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        cells = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]  # below its profiling marks
+        for cached in (method, *cells):
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
 
 
 def whole_state(trainer: Any) -> dict[str, Any] | None:
