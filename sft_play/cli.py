@@ -43,9 +43,11 @@ from sft_play.plan.whatif import Largest, Question, grid, question
 from sft_play.runs import RunFolder
 from sft_play.start import (
     as_the_mesh_says,
+    common_layout,
     go_on,
     has_eval,
     launch,
+    of_stage,
     plan_for,
     refuse_strategy,
     shape_for,
@@ -305,12 +307,14 @@ def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
         return
     starter = load_config(request.config).config
     asked = load_config(request.config, overrides=request.overrides).config
-    for key in ("model.name", "data.train_path", "data.val_path", "data.test_path", "data.text_path", "task_mode"):
+    for key in ("model.name", "data.sources", "data.train_path", "data.val_path", "data.test_path", "data.text_path",
+                "task_mode"):  # fmt: skip
         was, now = (functools.reduce(getattr, key.split("."), config) for config in (starter, asked))
-        if now is None or now == was:
+        if not now or now == was:
             continue
         name = asked.model.name if asked.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
-        rows = asked.data.train_path if asked.data.train_path != starter.data.train_path else "my.jsonl"
+        given = asked.data.train_path
+        rows = given if given not in (None, starter.data.train_path) else "my.jsonl"
         raise ConfigError(
             f"{key}={one_line(str(now))} is given without a run YAML, and without CONFIG {request.command} is about "
             f"the starter, a model of two million parameters with rows and settings of its own. Write my.yaml:\n"
@@ -432,8 +436,15 @@ def _plan(request: Request) -> int:
     _say_quantised(loaded.config)
     strategy = request.spread.strategy
     refuse_strategy(loaded.config, hardware, strategy)
-    plan = plan_for(loaded.config, hardware, only=(strategy,) if strategy else LAYOUT_NAMES, trace=request.trace)
+    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
+    if stages:
+        name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
+        loaded = dataclasses.replace(loaded, config=config, stage=name)
+    else:
+        plan = plan_for(loaded.config, hardware, only=(strategy,) if strategy else LAYOUT_NAMES, trace=request.trace)
     answer = plan.as_json()
+    if stages:
+        answer |= {"stage": loaded.stage, "stages": [{"name": name, **one.as_json()} for name, _, one in stages]}
     cells = [(cell, _cell_plan(cell, config, hardware)) for cell, config in configs]
     if cells:
         answer["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
@@ -447,12 +458,37 @@ def _plan(request: Request) -> int:
         sys.stdout.write(json.dumps(answer) + "\n")
         return 0 if plan.fits else DoesNotFit.exit_code
     by_node = _launches_by_node(plan, loaded)
+    if stages:
+        logger.info(
+            "The plan of stage %s, %s:",
+            loaded.stage,
+            "the one with the longest rows" if plan.fits else "which does not fit",
+        )
     for line in show.plan_lines(plan, loaded.config, command=_launch_command(plan, loaded), by_node=by_node):
         logger.info("%s", line)
-    for line in [*show.grid_lines(cells), *([show.largest_line(largest)] if largest else [])]:
+    for line in [
+        *show.stage_lines(stages),
+        *show.grid_lines(cells),
+        *([show.largest_line(largest)] if largest else []),
+    ]:
         logger.info("%s", line)
-    require_fit(plan, loaded.config)
+    with of_stage(loaded):
+        require_fit(plan, loaded.config)
     return 0 if plan.fits else DoesNotFit.exit_code
+
+
+def _stage_plans(
+    loaded: LoadedConfig, hardware: Hardware, strategy: LayoutName | None, *, trace: bool
+) -> list[tuple[str, RunConfig, Plan]]:
+    """Name, settings and plan of each stage of a curriculum, all in one layout; empty without one."""
+    stages = loaded.stages
+    if not stages:
+        return []
+    only = (strategy,) if strategy else LAYOUT_NAMES
+    common = strategy or common_layout([stage.config for stage in stages], hardware, only=only)
+    return [
+        (stage.name, stage.config, plan_for(stage.config, hardware, only=(common,), trace=trace)) for stage in stages
+    ]
 
 
 def _machine(request: Request) -> Hardware:
@@ -464,7 +500,9 @@ def _machine(request: Request) -> Hardware:
 def _cell_config(request: Request, cell: tuple[str, ...]) -> RunConfig:
     """The config of one cell of a grid."""
     try:
-        return load_config(request.config, overrides=(*request.overrides, *cell)).config
+        loaded = load_config(request.config, overrides=(*request.overrides, *cell))
+        longest = max(loaded.stages, key=lambda stage: stage.config.model.max_seq_len, default=None)
+        return longest.config if longest is not None else loaded.config
     except ConfigError as error:
         raise ConfigError(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
 
@@ -570,7 +608,10 @@ def _doctor(request: Request) -> int:
         spread = as_the_mesh_says(spread, load_config(request.config, overrides=request.overrides).config)
 
     def planner(machine: Hardware) -> Planned:
-        config = load_config(request.config, overrides=request.overrides).config
+        loaded = load_config(request.config, overrides=request.overrides)
+        config = loaded.config
+        if loaded.stages:
+            config = max(loaded.stages, key=lambda stage: stage.config.model.max_seq_len).config
         strategy = spread.strategy or ("zero2" if spread.deepspeed else None)
         refuse_strategy(config, machine, strategy)
         only = (

@@ -102,8 +102,28 @@ def _prepare(config: RunConfig) -> None:
 
 def _files(paths: DataPaths) -> list[tuple[str, AnySource]]:
     """Each file of a run with the name of its part."""
-    found = [("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)]
-    return [(split, path) for split, path in found if path is not None]
+    return [(name, path) for name, path in paths.files()]
+
+
+def _first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
+    """Of a run with stages the first, and a line that says so."""
+    if not loaded.stages:
+        return loaded, ()
+    first = loaded.stages[0]
+    return loaded.of(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+
+
+def _split_of(part: str) -> str:
+    """The split that a part of `_files` belongs to."""
+    if part.startswith("source "):
+        return "val" if part.endswith(" (val)") else "train"
+    return part
+
+
+def _rendered_name(part: str) -> str:
+    """The file that a part's rows are rendered into: train.jsonl, train-NAME.jsonl for a source."""
+    named = part.removeprefix("source ").removesuffix(" (val)")
+    return f"{_split_of(part)}{f'-{named}' if named != part else ''}.jsonl"
 
 
 def _refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
@@ -111,7 +131,8 @@ def _refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None
     for split, source in files:
         with contextlib.suppress(OSError):
             if Path(str(source)).expanduser().samefile(target):
-                raise DataError(f"OUT={target} is data.{split}_path, which is read; name another file")
+                named = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                raise DataError(f"OUT={target} is {named}, which is read; name another file")
 
 
 # --- preview ----------------------------------------------------------------------------------------------------------
@@ -172,8 +193,10 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
         DataError: the file cannot be read, has no such row, or the page was edited since.
         TokenizerError: the tokenizer or its template cannot be used.
     """
+    loaded, of_stage = _first_stage(loaded)
     config = loaded.config
-    path = data_paths(config.data).train
+    paths = data_paths(config.data)
+    path = paths.train
     _prepare(config)
     reader = ExampleReader(path, config.data, split="train", text_wanted=config.task_mode == "cpt")
     chosen = _row(reader, row) if row is not None else _spread(reader, count or DEFAULT_EXAMPLES)
@@ -182,18 +205,24 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     examples = tuple(one for number, raw in chosen for one in _shown(number, raw, reader, tools.maker, names))
     target = page or DEFAULT_PAGE
     _refuse_source(target, [("train", path)])
+    others = [source.name for source in paths.sources[1:]]
+    notes = (
+        *of_stage,
+        *tools.notes,
+        *([f"The first of data.sources; not shown: {', '.join(others)}"] if others else []),
+    )
     about = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
         f"max_seq_len {tools.maker.max_seq_len:,}",
-        *tools.notes,
+        *notes,
     ]
     if config.task_mode == "cpt":
         about.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(target.parent, (target.name,), force=force, command="preview") as folder:
         folder.open(target.name).write(show.page(examples, title=f"Preview of {Path(str(path)).name}", about=about))
     most = show.PAGE_PIECES if row is not None else show.TERMINAL_PIECES
-    return Preview(str(path), reader.rows, examples, tools.notes, target, most)
+    return Preview(str(path), reader.rows, examples, notes, target, most)
 
 
 _Raw = tuple[RawRow | BadRow, Any]
@@ -378,24 +407,31 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
             written then.
         TokenizerError: the tokenizer or its template cannot be used.
     """
+    loaded, of_stage = _first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)
     _prepare(config)
     tools = _tools(config)
     whole_folder = out is None or out.is_dir()
     folder = out if out is not None and out.is_dir() else DEFAULT_RENDERED if out is None else out.parent
+    if not whole_folder and len(paths.sources) > 1:
+        raise DataError(
+            f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name a folder that is there"
+        )
     files = _files(paths) if whole_folder else [("train", paths.train)]
-    names = {split: f"{split}.jsonl" if whole_folder or out is None else out.name for split, _ in files}
-    announced = tuple(names.values()) if not whole_folder else tuple(f"{split}.jsonl" for split in (*SPLITS, "text"))
+    names = {part: _rendered_name(part) if whole_folder or out is None else out.name for part, _ in files}
+    announced = tuple(names.values())
+    if whole_folder:
+        announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *announced]))
     for name in names.values():
         _refuse_source(folder / name, files)
     with OutputFolder(folder, announced, force=force, command="render") as written:
         made = [
-            _render_file(path, split, written.open(names[split]), folder / names[split], config, tools.maker)
-            for split, path in files
+            _render_file(path, _split_of(part), written.open(names[part]), folder / names[part], config, tools.maker)
+            for part, path in files
         ]
         _refuse_bad(made, config.data)
-    return Renderings(tuple(made), (*paths.notes, *tools.notes))
+    return Renderings(tuple(made), (*of_stage, *paths.notes, *tools.notes))
 
 
 def _render_file(
@@ -497,7 +533,12 @@ def check(config_path: Path, overrides: Sequence[str], hardware: Hardware, *, al
     except SftPlayError as error:
         found = [*also, problem("config", str(error), "mend the run YAML; configs/reference.yaml lists every option")]
         return Report(config_path, tuple(found), time.monotonic() - started)
-    checks = [*also, *_Checks(loaded, hardware).all()]
+    checks = [*also]
+    for number, stage in enumerate(loaded.stages, start=1):
+        checks.append(ok("stage", f"{number} of {len(loaded.stages)}, {stage.name}"))
+        checks += _Checks(loaded.of(stage), hardware).all()
+    if not loaded.stages:
+        checks += _Checks(loaded, hardware).all()
     return Report(config_path, tuple(checks), time.monotonic() - started)
 
 
@@ -587,13 +628,13 @@ class _Checks:
             files = _files_that_are_there(config.data)
         surveys: dict[str, Survey] = {}
         surveyor = Surveyor(config.data, tokenizer=self._tokenizer, maker=self._maker)
-        for split, path in files:
+        for part, path in files:
             try:
-                surveys[split] = surveyor.survey(path, split, text_wanted=config.task_mode == "cpt")
+                surveys[part] = surveyor.survey(path, _split_of(part), text_wanted=config.task_mode == "cpt")
             except SftPlayError as error:
-                yield problem(f"rows: {split}", str(error), "mend the file, or give another one")
+                yield problem(f"rows: {part}", str(error), "mend the file, or give another one")
                 continue
-            yield from judge.judge_rows(surveys[split], config.data, task_mode=config.task_mode)
+            yield from judge.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
         if surveys:
             yield from judge.judge_repeats(surveys)
         self._surveys = surveys
@@ -606,7 +647,8 @@ class _Checks:
     def _held_out(self) -> Iterator[Check]:
         """Options that need rows to evaluate on."""
         config = self._config
-        if config.train.load_best_model_at_end and "val" not in self._surveys and not config.data.val_fraction:
+        has_val = any(_split_of(part) == "val" for part in self._surveys)
+        if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
             yield problem("evaluation", "train.load_best_model_at_end=true needs validation rows, and there are none",
                           "give data.val_path or data.val_fraction")  # fmt: skip
 
@@ -698,6 +740,7 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.train.model import choose_backend, draw_blueprint
+        from sft_play.train.trainable import trainable_note
 
         try:
             if not self._hardware.named:
@@ -709,11 +752,13 @@ class _Checks:
             if self._config.model.name == BASE_NAME:
                 return
             drawn = draw_blueprint(self._config, self._plan.precision, tokenizer_size=len(self._tokenizer))
+            trained = trainable_note(self._config, drawn)
         except SftPlayError as error:
             yield problem("model", str(error), "mend the option that is named")
             return
         said = f"{drawn.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
-        yield ok("model", "\n".join([said, *(one_line(note, limit=300) for note in drawn.notes)]))
+        notes = [*drawn.notes, *([trained] if trained else [])]
+        yield ok("model", "\n".join([said, *(one_line(note, limit=300) for note in notes)]))
 
     def _disk(self) -> Iterator[Check]:
         if self._hardware.named:
@@ -763,11 +808,13 @@ def _missing_weights(config: RunConfig) -> str:
 def _files_that_are_there(data: DataConfig) -> list[tuple[str, AnySource]]:
     """The files of a config of which others are missing."""
     found: list[tuple[str, AnySource]] = []
-    for split in (*SPLITS, "text"):
-        value = getattr(data, f"{split}_path")
+    named = [(split, getattr(data, f"{split}_path")) for split in (*SPLITS, "text")]
+    for source, name in zip(data.sources, data.source_names, strict=True):
+        named += [(f"source {name}", source.path), (f"source {name} (val)", source.val_path)]
+    for part, value in named:
         with contextlib.suppress(DataError):
             if value is not None:
-                found.append((split, find_source(value)))
+                found.append((part, find_source(value)))
     return found
 
 
@@ -846,7 +893,7 @@ def _steps(loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force
 
         yield "style", lambda: restyle(config, style, force=force)
         folder = Path(wanted.out_dir)
-    overrides = (*loaded.overrides, *_pointing_to(folder))
+    overrides = (*loaded.overrides, *(["data.sources=[]"] if config.data.sources else []), *_pointing_to(folder))
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
     yield "check", lambda: check(loaded.path, overrides, hardware, also=[_which_files(config.data, folder)])
 
@@ -868,11 +915,18 @@ def _which_files(data: DataConfig, folder: Path) -> Check:
         return ok("training files", f"data.train_path={written}, which was written just now")
     return warning(
         "training files",
-        f"make train with this config reads data.train_path={one_line(data.train_path)}; below, {written} is checked, "
-        "which was written just now",
+        f"make train with this config reads {_read_for_training(data)}; below, {written} is checked, which was written "
+        "just now",
         f"to train on it: data.train_path={written}, with val_path and test_path beside it",
     )
 
 
-def _same(one: str, other: Path) -> bool:
-    return Path(one).expanduser().absolute() == other.expanduser().absolute()
+def _read_for_training(data: DataConfig) -> str:
+    """Where the training rows come from, as the run YAML says it."""
+    if data.train_path is None:
+        return f"data.sources: {', '.join(data.source_names)}"
+    return f"data.train_path={one_line(data.train_path)}"
+
+
+def _same(one: str | None, other: Path) -> bool:
+    return one is not None and Path(one).expanduser().absolute() == other.expanduser().absolute()

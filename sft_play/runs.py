@@ -31,13 +31,15 @@ from typing import Any, Self
 import sft_play
 from sft_play.config.leaves import leaves
 from sft_play.config.load import LoadedConfig, differing_keys, resolved
-from sft_play.config.schema import OutputConfig
+from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line, redact
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+STAGES = "stages"
+"""In a run folder: the folders of its stages."""
 DEEPSPEED_FILE = "deepspeed.json"
 """In a run folder: DeepSpeed's config, every value resolved."""
 LOCK = "run.lock"
@@ -86,9 +88,27 @@ FREE_TO_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder and the names in it."""
+    """A run's folder and the names in it, or that of one of its stages (`run` is set then)."""
 
     path: Path
+    run: RunFolder | None = None
+    """The run that this is a stage of: log, metrics and curves lie there."""
+    is_last: bool = False
+    """Whether what this stage has trained is what the run has trained."""
+
+    def of_stage(self, name: str, *, is_last: bool = False) -> RunFolder:
+        """The folder of a stage."""
+        return RunFolder(self.path / STAGES / name, self, is_last)
+
+    @property
+    def whole(self) -> RunFolder:
+        """The folder of the whole run."""
+        return self.run or self
+
+    @property
+    def stage(self) -> str | None:
+        """The name of the stage; None of a whole run."""
+        return self.path.name if self.run is not None else None
 
     @property
     def manifest_path(self) -> Path:
@@ -97,13 +117,13 @@ class RunFolder:
 
     @property
     def metrics_path(self) -> Path:
-        """One JSON object a line: what was logged at each step and evaluation."""
-        return self.path / "metrics.jsonl"
+        """One JSON object a line: what was logged at each step and evaluation, of each stage."""
+        return self.whole.path / "metrics.jsonl"
 
     @property
     def log_path(self) -> Path:
         """The run's log."""
-        return self.path / "train.log"
+        return self.whole.path / "train.log"
 
     @property
     def checkpoints(self) -> Path:
@@ -112,12 +132,33 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files."""
-        return self.path / "tb"
+        """Folder of TensorBoard's event files; a stage has one in that of the run, which shows all of them."""
+        return self.path / "tb" if self.run is None else self.run.tensorboard / self.path.name
 
     def model_path(self, *, adapter: bool) -> Path:
         """Where the trained adapter, or the whole model, is saved."""
-        return self.path / ("adapter" if adapter else "model")
+        folder = self.whole if self.is_last else self
+        return folder.path / ("adapter" if adapter else "model")
+
+    def begin_stage(self, manifest: Mapping[str, Any], *, plan: Mapping[str, Any], config: RunConfig) -> None:
+        """Make the folder of a stage, or go on with the one that is there."""
+        write_json(self.path / "plan.json", plan)
+        write_json(self.path / "resolved.json", resolved(config, effective_batch=plan.get("effective_batch")))
+        old = self.manifest() if self.manifest_path.is_file() else {}
+        write_json(
+            self.manifest_path, old | {"format": FORMAT, "stage": self.stage, "status": "running"} | dict(manifest)
+        )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a stage was begun."""
+        return self.manifest_path.is_file()
+
+    def has_finished(self, *, adapter: bool) -> bool:
+        """Whether a stage was trained to its end, and what it trained is there."""
+        return (
+            self.has_begun and self.manifest().get("status") == "finished" and self.model_path(adapter=adapter).is_dir()
+        )
 
     def manifest(self) -> dict[str, Any]:
         """The manifest as it stands.
@@ -621,19 +662,23 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def keep_metrics_until(path: Path, step: int) -> None:
-    """Drop the lines of metrics after `step`: a resumed run writes those steps again."""
+def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> None:
+    """Drop the lines of metrics after `step`, of a run with stages those of this one: a resumed run writes those steps
+    again."""
     if path.exists():
-        write_text(path, "".join(f"{line}\n" for line, entry in _metrics(path) if entry["step"] <= step))
+        kept = [line for line, entry in _metrics(path) if entry["step"] <= step or entry.get("stage") != stage]
+        write_text(path, "".join(f"{line}\n" for line in kept))
 
 
-def evaluations(path: Path) -> list[dict[str, Any]]:
+def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
     """The figures of the validation rows by step, from before training on: `step`, `loss`, `exact_match`.
 
     A resumed run has those of its earlier starts too.
     """
     found: dict[int, dict[str, Any]] = {}
     for _, entry in _metrics(path) if path.exists() else ():
+        if entry.get("stage") != stage:
+            continue
         figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
         if figures:
             empty = {"step": entry["step"], "loss": None, "exact_match": None}

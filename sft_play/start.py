@@ -10,16 +10,16 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sft_play import endings, failures, runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.files import has_held_out_file
+from sft_play.data.files import DataPaths, data_paths, has_held_out_file
 from sft_play.data.size import rough_size
 from sft_play.errors import ConfigError, HardwareError, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.architecture import (
@@ -49,6 +49,9 @@ from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from
 from sft_play.plan.precision import choose_precision
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import BASE_NAME
+
+if TYPE_CHECKING:
+    from sft_play.train.run import Job
 
 logger = logging.getLogger(__name__)
 
@@ -160,28 +163,111 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     loaded = with_curves(loaded) if board else loaded
     whole = detect()
     hardware = _one_gpu(whole)
-    stopped = stopped_run(folder) if resume else None
-    planned = _as_stopped(loaded.config, stopped, 1)
-    _refuse_going_on(folder, stopped, "single", 1)
-    plan = plan_for(planned, hardware, only=("single",), trace=planned.plan.trace and bool(hardware.gpus))
-    _say_what_all_would_do(planned, whole, plan)
-    require_fit(plan, planned)
-    from sft_play.data.files import data_paths
-
-    _say_plan(plan, planned)
+    made: list[tuple[RunConfig, Plan]] = []
+    for part, place in _parts(loaded, folder if resume else None):
+        _say_stage(part)
+        with of_stage(part):
+            stopped = stopped_run(place) if place is not None else None
+            planned = _as_stopped(part.config, stopped, 1)
+            if place is not None:
+                _refuse_going_on(place, stopped, "single", 1)
+            plan = plan_for(planned, hardware, only=("single",), trace=planned.plan.trace and bool(hardware.gpus))
+            _say_what_all_would_do(planned, whole, plan)
+            require_fit(plan, planned)
+            _say_plan(plan, planned)
+        made.append((planned, plan))
+    plans = [plan for _, plan in made]
     if choices is not None:
-        _say_choices(choices, plan)
-    paths = data_paths(loaded.config.data)
+        _say_choices(choices, plans[0])
+    _require_data(loaded)
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, hardware)
-    from sft_play.train.run import Job, run
+    from sft_play.train.run import Job
 
+    job = Job(
+        loaded, plans[0], _paths(loaded), folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder)
+    )
     with _beside(folder, wanted=board):
-        summary = run(
-            Job(loaded, plan, paths, folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder))
-        )
-    _remember(planned, plan, summary)
+        summary = _train(job, [(plan, None) for plan in plans])
+    _remember_all(made, summary)
     return 0
+
+
+Planned = tuple[Plan, dict[str, Any] | None]
+"""A plan, and DeepSpeed's config where it runs it."""
+
+
+def _train(job: Job, planned: Sequence[Planned]) -> dict[str, Any]:
+    """Run a job here, or its stages one after the other; `planned` holds the plan of each."""
+    if not job.loaded.stages:
+        from sft_play.train.run import run
+
+        return run(job)
+    from sft_play.train.curriculum import run_stages
+
+    last = job.loaded.stages[-1]
+    stages = [
+        dataclasses.replace(
+            job, loaded=job.loaded.of(stage), plan=plan, paths=data_paths(stage.config.data), deepspeed=deepspeed,
+            folder=job.folder.of_stage(stage.name, is_last=stage is last),
+        )
+        for stage, (plan, deepspeed) in zip(job.loaded.stages, planned, strict=True)
+    ]  # fmt: skip
+    return run_stages(dataclasses.replace(job, stages=tuple(stages)))
+
+
+def _parts(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+    """The stages of a run, or the run itself, each with the folder of what goes on: none of a stage that has not begun,
+    or needs nothing more."""
+    if not loaded.stages:
+        return [(loaded, folder)]
+    found: list[tuple[LoadedConfig, RunFolder | None]] = []
+    for stage in loaded.stages:
+        place = folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) if folder is not None else None
+        goes_on = place is not None and place.has_begun
+        goes_on = goes_on and place is not None and not place.has_finished(adapter=stage.config.tuning.mode != "full")
+        found.append((loaded.of(stage), place if goes_on else None))
+    return found
+
+
+@contextlib.contextmanager
+def of_stage(part: LoadedConfig) -> Iterator[None]:
+    """Names the stage in what is refused of it."""
+    if part.stage is None:
+        yield
+        return
+    try:
+        yield
+    except SftPlayError as error:
+        raise type(error)(f"stage {part.stage}: {error}") from error
+
+
+def _say_stage(part: LoadedConfig) -> None:
+    if part.stage is not None:
+        logger.info("Stage %s:", part.stage)
+
+
+def _paths(loaded: LoadedConfig) -> DataPaths:
+    """Where the rows of a run, or of its first stage, are read from."""
+    return data_paths((loaded.stages[0].config if loaded.stages else loaded.config).data)
+
+
+def _require_data(loaded: LoadedConfig) -> None:
+    """Raises DataError, of a run with stages naming the stage, where a file is missing."""
+    for part, _ in _parts(loaded, None):
+        with of_stage(part):
+            data_paths(part.config.data)
+
+
+def _remember_all(made: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
+    """Keep what was measured; of stages on GPUs only, since the peak of a CPU's is that of all of them."""
+    of_stages = summary.get("stages")
+    if of_stages is None:
+        _remember(*made[0], summary)
+        return
+    for (config, plan), one in zip(made, of_stages, strict=False):
+        if plan.hardware.gpus:
+            _remember(config, plan, one)
 
 
 def first_day(folder: RunFolder) -> date:
@@ -238,6 +324,20 @@ class Handed:
     """Whether there is nothing left to do."""
     today: str = ""
     """The day that a chat template is told which writes the date (YYYY-MM-DD): that of the run's first start."""
+    more: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Plan and DeepSpeed's config of each stage after the first."""
+
+    @staticmethod
+    def of(folder: str, planned: Sequence[Planned], *, resume: bool, made: bool, today: str) -> Handed:
+        """What is handed of a run with these plans, one or one a stage."""
+        (plan, deepspeed), *later = planned
+        more = [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in later]
+        return Handed(folder, plan.as_json(), resume, made=made, deepspeed=deepspeed, today=today, more=more)
+
+    def planned(self) -> list[Planned]:
+        """The plans again."""
+        parts = [{"plan": self.plan, "deepspeed": self.deepspeed}, *self.more]
+        return [(plan_from_json(part["plan"]), part["deepspeed"]) for part in parts]
 
     def text(self) -> str:
         """As JSON."""
@@ -268,26 +368,27 @@ def start_rank(
     handed = _handed(loaded, ranks, spread, find)
     if handed.finished:
         return 0
-    planned, loaded = loaded.config, _with_starter(loaded)
+    configs = [part.config for part, _ in _parts(loaded, None)]
+    loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, detect())
-    plan = plan_from_json(handed.plan)
+    planned = handed.planned()
+    plan = planned[0][0]
     if choices is not None and ranks.is_first and ranks.folder is None:
         _say_choices(choices, plan)
     _check_gpu(plan, ranks)
-    from sft_play.data.files import data_paths
-    from sft_play.train.run import Job, run
+    from sft_play.train.run import Job
 
     folder = RunFolder(Path(handed.folder))
     job = Job(
-        loaded, plan, data_paths(loaded.config.data), folder, resume=handed.resume, log_buffer=buffer,
+        loaded, plan, _paths(loaded), folder, resume=handed.resume, log_buffer=buffer,
         made=handed.made, by=runs.WRITER if ranks.folder is not None else None, deepspeed=handed.deepspeed,
         timeout_s=timeout_of(loaded.config, os.environ),
         today=date.fromisoformat(handed.today) if handed.today else date.today(),
     )  # fmt: skip
     with endings.StopSignals(endings.interrupt), _beside(folder, wanted=spread.board and ranks.is_first):
-        summary = run(job)
+        summary = _train(job, planned)
     if ranks.is_first:
-        _remember(planned, plan, summary)
+        _remember_all([(config, plan) for config, (plan, _) in zip(configs, planned, strict=True)], summary)
     return 0
 
 
@@ -355,8 +456,8 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
     if resume and runs.is_finished(folder):
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
-        plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
-        handed = Handed(place, plan.as_json(), resume, made=False, deepspeed=resolved, today=str(first_day(folder)))
+        planned = plan_stages(loaded, hardware, spread, going_on=folder if resume else None)
+        handed = Handed.of(place, planned, resume=resume, made=False, today=str(first_day(folder)))
     handed_over(handed.text())
     return handed
 
@@ -391,6 +492,62 @@ def _check_gpu(plan: Plan, ranks: Ranks) -> None:
 
 
 # --- the parent of several ranks --------------------------------------------------------------------------------------
+
+
+def plan_stages(
+    loaded: LoadedConfig, hardware: Hardware, spread: Spread, *, going_on: RunFolder | None = None
+) -> list[Planned]:
+    """The plans of a run over all ranks, said: one, or one a stage, all in one layout; raises as `plan_ranks` does."""
+    if not loaded.stages:
+        return [plan_ranks(loaded, hardware, spread, going_on=going_on)]
+    if spread.strategy is None and spread.deepspeed is None:
+        spread = dataclasses.replace(spread, strategy=_layout_of_all(loaded, hardware, going_on))
+    found = []
+    for part, place in _parts(loaded, going_on):
+        _say_stage(part)
+        with of_stage(part):
+            found.append(plan_ranks(part, hardware, _as_planned(spread, part, going_on), going_on=place))
+    return found
+
+
+def _as_planned(spread: Spread, part: LoadedConfig, going_on: RunFolder | None) -> Spread:
+    """The spread with the DeepSpeed file that the first start has written for a stage, where it has and none is given
+    now."""
+    if going_on is None or part.stage is None or spread.deepspeed is not None or spread.strategy not in DEEPSPEED:
+        return spread
+    file = going_on.of_stage(part.stage).path / runs.DEEPSPEED_FILE
+    return dataclasses.replace(spread, deepspeed=DeepspeedWish(file)) if file.is_file() else spread
+
+
+def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder | None) -> LayoutName:
+    """The layout that the stages share: the one that the run was stopped in, else the one that fits them all."""
+    stopped = stopped_run(going_on) if going_on is not None else None
+    if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
+        return stopped.layout
+    only = tuple(name for name in LAYOUT_NAMES if name != "single" or hardware.ranks == 1)
+    return common_layout([stage.config for stage in loaded.stages], hardware, only=only)
+
+
+def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
+    """The fastest layout, of those that some stage would take by itself, that fits every stage.
+
+    Where none does, the one that the stage with the longest rows would take, whose plan says what does not fit.
+    """
+
+    def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
+        return [plan_for(config, hardware, only=layouts, with_ways_out=False) for config in configs]
+
+    alone = plans(only)
+    names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
+    if len(names) == 1:
+        return next(iter(names))
+    fitting: dict[LayoutName, float] = {}
+    for name in names:
+        with contextlib.suppress(SftPlayError):
+            together = plans((name,))
+            if all(plan.fits and plan.layout == name for plan in together):
+                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)
+    return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
 
 
 def plan_ranks(
@@ -538,12 +695,11 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     spread, on_unsloth = _on_unsloth(loaded.config, spread, hardware)
     if resume and folder is not None and here_alone and not spread.show_only and not on_unsloth:
         held.enter_context(runs.lock(folder, by=runs.LAUNCHER))
-    plan, resolved = plan_ranks(loaded, hardware, spread, going_on=folder if resume else None)
+    planned = plan_stages(loaded, hardware, spread, going_on=folder if resume else None)
+    plan = planned[0][0]
     if accelerate is not None:
         _say_choices(accelerate, plan, with_count=True)
-    from sft_play.data.files import data_paths
-
-    data_paths(loaded.config.data)
+    _require_data(loaded)
     if on_unsloth and folder is not None:
         return _run_unsloth(loaded, folder, plan, spread, resume=resume, buffer=buffer)
     here = hardware.gpus_per_node
@@ -567,7 +723,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
         made = dataclasses.replace(made, environment={**made.environment, **met.variables(os.environ)})
         return _run_ranks(made, None)
     with _beside(folder, wanted=spread.board):
-        held.enter_context(_write_launch(folder, loaded, plan, resolved, resume=resume))
+        held.enter_context(_write_launch(folder, loaded, planned, resume=resume))
         try:
             code = _run_ranks(made, folder)
         except KeyboardInterrupt:
@@ -724,19 +880,18 @@ def _machine_of(spread: Spread) -> Hardware:
 
 
 def _write_launch(
-    folder: RunFolder, loaded: LoadedConfig, plan: Plan, resolved: dict[str, Any] | None, *, resume: bool
+    folder: RunFolder, loaded: LoadedConfig, planned: Sequence[Planned], *, resume: bool
 ) -> contextlib.AbstractContextManager[object]:
     """The run folder with the plan and what the ranks are handed, or nothing of it; returns a new one's lock."""
     mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    plan, resolved = planned[0]
     if not resume:
         manifest = runs.new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
         mark = runs.create(folder, loaded, manifest=manifest, plan=plan.as_json(), by=runs.LAUNCHER)
     else:
         folder.write_json("plan.json", plan.as_json())
-    handed = Handed(
-        str(folder.path.absolute()), plan.as_json(), resume, made=not resume, deepspeed=resolved,
-        today=str(first_day(folder)),
-    )  # fmt: skip
+    place = str(folder.path.absolute())
+    handed = Handed.of(place, planned, resume=resume, made=not resume, today=str(first_day(folder)))
     runs.write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
         runs.write_json(folder.path / runs.DEEPSPEED_FILE, resolved)

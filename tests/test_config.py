@@ -274,6 +274,7 @@ EXPECTED = {
     "run_unsloth",
     "run_dapt",
     "run_mixed",
+    "run_stages",
     "run_qwen32b",
     "run_gemma27b_distributed",
     "run_llama70b",

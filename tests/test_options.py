@@ -328,6 +328,7 @@ def blueprint(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
     from sft_play.plan.precision import Precision
     from sft_play.train.model import choose_backend, draw_blueprint
+    from sft_play.train.trainable import trainable_note
 
     drawn = draw_blueprint(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
@@ -338,6 +339,7 @@ def blueprint(config: RunConfig) -> Facts:
         "fallback_from": backend.fallback_from,
         "attention": drawn.attention.name,
         "has_adapter": bool(adapter),
+        "trainable": trainable_note(config, drawn),
         **listed,
     }
 
@@ -518,9 +520,12 @@ PROBES: list[tuple[str, Probe]] = [
     one(blueprint, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
     one(blueprint, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
     one(blueprint, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
+    one(blueprint, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
     one(blueprint, "tuning.lora.use_rslora", "true", "use_rslora", True),
     one(blueprint, "tuning.lora.use_dora", "true", "use_dora", True),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
+    ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
+                                    "data.train_path=null"], {"rows": 27})),
     one(splits, "data.val_path", "WORLD/many.jsonl", "val", "WORLD/many.jsonl (60)"),
     one(splits, "data.test_path", "WORLD/many.jsonl", "test", "WORLD/many.jsonl (60)"),
     one(splits, "data.text_path", "WORLD/nothing.txt", REFUSED, Says("WORLD/nothing.txt does not exist"), MIXED),
@@ -659,6 +664,11 @@ RUN_PROBES: dict[str, tuple[str, Callable[[Facts], Any], Any]] = {
     "eval.generate_rows": ("0", lambda said: said["after"]["exact_match"], None),
     "eval.max_new_tokens": ("1", lambda said: said["longest"], 1),
     "eval.before_training": ("false", lambda said: (said["before"] or {}).get("loss"), None),
+    "curriculum": (
+        "[{name: a, max_steps: 1}]",
+        lambda said: [stage["name"] for stage in said.get("stages", ())],
+        ["a"],
+    ),
 }
 """Leaves whose effect is a run's: (value, what is looked at in what the run says, its value then)."""
 

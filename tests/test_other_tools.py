@@ -61,7 +61,7 @@ HINTS = {
     "adapter: lora": "here it is tuning.mode: lora",
     "finetuning_type: full": "here it is tuning.mode: full",
     "finetuning_type: freeze": (
-        "single layers are not trained here: tuning.mode: lora (adapters) or full (every weight)"
+        "here it is tuning.mode: full (with tuning.trainable: [layers.30-31, norm], the parts that train)"
     ),
     "stage: sft": "here it is task_mode: sft, the default",
     "stage: pt": "here it is task_mode: cpt",

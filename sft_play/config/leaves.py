@@ -72,6 +72,29 @@ def _sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Sec
             yield from _sections(inner, f"{prefix}{name}.")
 
 
+@cache
+def listed() -> dict[str, type[Section]]:
+    """The sections that stand in lists, by the dotted path of the list (`data.sources`)."""
+    return {
+        prefix + name: inner
+        for holder, section in sections().items()
+        for prefix in [f"{holder}." if holder else ""]
+        for name, field in section.model_fields.items()
+        if (inner := _item_type(field.annotation)) is not None
+    }
+
+
+def item_leaf(path: str, name: str) -> Leaf:
+    """A leaf of the sections in a list."""
+    return _leaf(name, listed()[path].model_fields[name])
+
+
+def _item_type(kind: Any) -> type[Section] | None:
+    """The section that a list holds; None for lists of values and for everything else."""
+    first = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
+    return first if isinstance(first, type) and issubclass(first, Section) else None
+
+
 def _walk(model: type[Section], prefix: str) -> Iterator[Leaf]:
     for name, field in model.model_fields.items():
         inner = _section_type(field)
@@ -120,6 +143,8 @@ def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
         return " or ".join(dict.fromkeys(expects(option, limits) for option in get_args(kind)))
     if origin is Literal:
         return _choice([str(option) for option in get_args(kind)])
+    if (section := _item_type(kind)) is not None:
+        return f"a list of sections with {', '.join(section.model_fields)}"
     if origin is tuple:
         return "a list" if len(get_args(kind)) != 2 or get_args(kind)[1] is not ... else _list_of(get_args(kind)[0])
     if origin is dict:

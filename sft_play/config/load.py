@@ -5,10 +5,12 @@ Overrides apply to the plain data before validation, so they go through the same
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.leaves import Leaf, accepts, homes, item_leaf, leaves, listed, sections
 from sft_play.config.reference import yaml_value
 from sft_play.config.schema import RunConfig
+from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse, parse_value, read_text, show, walk
 from sft_play.errors import ConfigError
 from sft_play.variables import nearest
@@ -42,6 +45,14 @@ class LoadedConfig:
     path: Path
     text: str
     overrides: tuple[str, ...]
+    stages: tuple[Stage, ...] = ()
+    """The stages of its curriculum; none without one."""
+    stage: str | None = None
+    """The name of the stage that this is the run of."""
+
+    def of(self, stage: Stage) -> LoadedConfig:
+        """The run of one stage alone."""
+        return dataclasses.replace(self, config=stage.config, stages=(), stage=stage.name)
 
 
 def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -52,21 +63,57 @@ def load_config(path: Path | str, *, overrides: Sequence[str] = ()) -> LoadedCon
     """
     path = Path(path)
     text = read_text(path)
-    config = config_from_text(text, name=str(path), overrides=overrides)
-    return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides))
+    config, stages = _from_text(text, name=str(path), overrides=overrides)
+    return LoadedConfig(config=config, path=path, text=text, overrides=tuple(overrides), stages=stages)
 
 
 def config_from_text(text: str, *, name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The run that a YAML text and overrides ask for; raises like `load_config`."""
+    return _from_text(text, name=name, overrides=overrides)[0]
+
+
+def _from_text(text: str, *, name: str, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Stage, ...]]:
+    """The run, and the stages of its curriculum."""
     document = parse(text, name=name)
     problems = [*document.problems, *apply_overrides(document, overrides)]
     config, found = _validate(document)
     problems += found
-    if config is not None and not problems:
+    stages: tuple[Stage, ...] = ()
+    if config is not None and not problems and config.curriculum:
+        stages, found = _stages(config, document)
+        problems += found
+    elif config is not None and not problems:
         problems += cross_problems(config, document)
     if problems or config is None:
         raise ConfigError(_report(sorted(problems, key=_line_of)))
-    return config
+    return config, stages
+
+
+def _stages(config: RunConfig, document: Document) -> tuple[tuple[Stage, ...], list[Problem]]:
+    """The stages of a curriculum, each validated as a run of its own, or what is wrong with them."""
+    made: list[Stage] = []
+    found = list(overlays(document))
+    problems = [*(problem for stage in found for problem in stage.problems), *set_in_vain(document, found)]
+    names = Counter(stage.name.lower() for stage in found)
+
+    def add(path: Path_, message: str) -> None:
+        problems.append(Problem(dotted(path), place(document, path), message))
+
+    for overlay in found:
+        at: Path_ = ("curriculum", overlay.number - 1)
+        own, wrong = _validate(overlay.document)
+        wrong += cross_problems(own, overlay.document) if own is not None and not wrong else []
+        problems += map(overlay.at, wrong)
+        if names[overlay.name.lower()] > 1:
+            add((*at, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
+        if own is None:
+            continue
+        before = made[-1] if made and made[-1].number == overlay.number - 1 else None
+        if before is not None and what_trains(own) == what_trains(before.config):
+            add(at, f"changes nothing: stage {overlay.name} has the data and settings of {before.name} before it; "
+                    "give it something of its own, or give that stage more epochs")  # fmt: skip
+        made.append(Stage(overlay.name, overlay.number, own))
+    return tuple(made), problems
 
 
 def _line_of(problem: Problem) -> int:
@@ -128,6 +175,8 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> list[Proble
 
 
 def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+    if len(path) > 2 and path[0] == "curriculum" and path[1].isdigit():
+        return _put_in_stage(document, path, value, text)
     where: dict[str, Plain] = document.data
     for depth, part in enumerate(path[:-1], start=1):
         inner = where.setdefault(part, {})
@@ -144,6 +193,27 @@ def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> 
         del document.raw[old]
     document.raw[path] = text
     document.overridden.add(path)
+    return []
+
+
+def _put_in_stage(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+    """Put `curriculum.0.train.epochs=1`: a key of a stage, which are counted from 0."""
+    stages, at, keys = document.data.get("curriculum"), int(path[1]), path[2:]
+    if not isinstance(stages, list) or at >= len(stages) or not isinstance(stages[at], dict) or len(keys) > 2:
+        count = len(stages) if isinstance(stages, list) else 0
+        what = "names a key of a key" if len(keys) > 2 else f"there are {count} stages, counted from 0"
+        return [Problem(".".join(path), OVERRIDE, f"{what}: curriculum.0.train.epochs=1 sets a key of the first")]
+    where = stages[at]
+    assert isinstance(where, dict)
+    if len(keys) == 2:
+        inner = where.get(keys[0])
+        where[keys[0]] = {**(inner if isinstance(inner, dict) else {}), keys[1]: value}
+    else:
+        where[keys[0]] = value
+    full: Path_ = ("curriculum", at, *keys)
+    document.lines.pop(full, None)
+    document.raw[full] = text
+    document.overridden.add(full)
     return []
 
 
@@ -209,9 +279,12 @@ def _meant_elsewhere(document: Document, path: Path_, value: Plain) -> str:
 
 def _at(data: Plain, path: Path_) -> Plain:
     for part in path:
-        if not isinstance(data, dict) or part not in data:
+        if isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif isinstance(data, dict) and part in data:
+            data = data[str(part)]
+        else:
             return None
-        data = data[str(part)]
     return data
 
 
@@ -340,13 +413,46 @@ def _written(value: Plain, raw: str | None) -> str:
 def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
     seen = set()
     for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # another key is wrong, from which this default follows
+            continue
         location = [str(part) for part in item["loc"]]
         name = _leaf_of(location)
         path: Path_ = tuple(name.split("."))
+        if name in listed() and len(location) > len(path):
+            path = _within_list(name, item["loc"])
+            name = dotted(path)
         if name in seen or any(path[: len(stop)] == stop for stop in blocked):
             continue
         seen.add(name)
+        if dotted(path) != ".".join(map(str, path)):
+            yield Problem(name, place(document, path), _item_message(document, path, item["type"]))
+            continue
         yield Problem(name, place(document, path), _leaf_message(name, document, path, item["type"] == "missing"))
+
+
+def _within_list(name: str, location: Sequence[str | int]) -> Path_:
+    """The part of pydantic's location that names a section in a list, or a key of it."""
+    holder = tuple(name.split("."))
+    key = location[len(holder) + 1 : len(holder) + 2]
+    return (*holder, int(location[len(holder)]), *map(str, key))
+
+
+def _item_message(document: Document, path: Path_, kind: str) -> str:
+    """What is wrong with a section in a list, or with a key of it."""
+    at = next(index for index, part in enumerate(path) if isinstance(part, int))
+    holder, key = ".".join(map(str, path[:at])), path[at + 1 :]
+    fields = listed()[holder].model_fields
+    value = _at(document.data, path)
+    raw = document.raw.get(path)
+    if not key:
+        first = next(iter(fields))
+        return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
+    if key[0] not in fields:
+        near = nearest(str(key[0]), list(fields))
+        hint = f"did you mean {near}?" if near else f"{holder}[] takes {', '.join(fields)}"
+        return f"unknown key (value {show(value, raw=raw)}); {hint}"
+    leaf = item_leaf(holder, str(key[0]))
+    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw)
 
 
 def _leaf_of(location: list[str]) -> str:
@@ -365,8 +471,12 @@ def _leaf_message(name: str, document: Document, path: Path_, missing: bool) -> 
     if missing:
         return f"missing; {leaf.doc}"
     value = _at(document.data, path)
-    raw = document.raw.get(path)
-    hint = _hint(value, raw, leaf.expects) or _habit(name, value)
+    return _expected(leaf, value, document.raw.get(path), habit=_habit(name, value))
+
+
+def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
+    """What a leaf must be, and what it is."""
+    hint = _hint(value, raw, leaf.expects) or habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
@@ -405,9 +515,9 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
     """What is right key by key but not together; each names the keys that disagree."""
     train, found = config.train, []
 
-    def add(name: str, message: str) -> None:
-        path: Path_ = tuple(name.split("."))
-        found.append(Problem(name, place(document, path), message))
+    def add(name: str | Path_, message: str) -> None:
+        path: Path_ = tuple(name.split(".")) if isinstance(name, str) else name
+        found.append(Problem(dotted(path), place(document, path), message))
 
     if train.fp16 and train.bf16 is True:
         add("train.fp16", "true, and train.bf16 is true as well; choose one")
@@ -415,6 +525,8 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
         add("task_mode", "cpt_mixed needs data.text_path (plain text) beside data.train_path (chats)")
     if config.task_mode != "cpt_mixed" and config.data.text_path is not None:
         add("data.text_path", f"is read by task_mode: cpt_mixed only, and task_mode is {config.task_mode}")
+    for path, message in _source_problems(config):
+        add(path, message)
     if train.load_best_model_at_end and config.eval.steps == 0:
         add("train.load_best_model_at_end", "true, but eval.steps=0 never evaluates; set eval.steps")
     if train.early_stopping_patience is not None and not train.load_best_model_at_end:
@@ -426,6 +538,41 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
     if config.tuning.backend_fallback == config.tuning.backend:
         add("tuning.backend_fallback", f"is the backend itself ({config.tuning.backend}); remove it")
     return found
+
+
+def _source_problems(config: RunConfig) -> Iterator[tuple[Path_, str]]:
+    """What is wrong with data.sources as a whole."""
+    data, here = config.data, ("data", "sources")
+    if not data.sources:
+        if data.train_path is None:
+            yield ("data", "train_path"), "null, and there are no data.sources; give one of them"
+        return
+    if data.train_path is not None:
+        yield (
+            ("data", "train_path"),
+            "given beside data.sources; remove it (SET: data.train_path=null), or make it one of them",
+        )
+    if config.task_mode == "cpt_mixed":
+        ours = "data.train_path and data.text_path by data.text_fraction"
+        yield here, f"task_mode cpt_mixed mixes {ours}; use task_mode sft or cpt with sources"
+    without = [source for source in data.sources if source.weight is None]
+    if without and len(without) < len(data.sources):
+        at = data.sources.index(without[0])
+        yield (*here, at), "has no weight, and other sources have one; give every source a weight, or none"
+    if data.val_path is not None and any(source.val_path for source in data.sources):
+        yield ("data", "val_path"), "given beside a val_path of a source; keep one of them"
+    first_of: dict[str, int] = {}
+    for at, source in enumerate(data.sources):
+        same = first_of.setdefault(f"path {source.path.rstrip('/')}", at)
+        if same != at:
+            yield (*here, at, "path"), f"is data.sources[{same}] already; give one of them the weight of both"
+    for at, name in enumerate(data.source_names):
+        if name.startswith("rank_"):
+            yield (*here, at), f"is named {name}, and loss_{name} is the loss of a rank; give it another name"
+        same = first_of.setdefault(f"name {name}", at)
+        if same != at and data.sources[at].path != data.sources[same].path:
+            key = ("name",) if data.sources[at].name else ()
+            yield (*here, at, *key), f"is named {name}, as data.sources[{same}] is; give it another name"
 
 
 def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:

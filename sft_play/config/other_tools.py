@@ -109,10 +109,16 @@ def _rows_at(path: str) -> Reading:
             names = [item.get("path", item.get("name")) if isinstance(item, dict) else item for item in value]
             if len(names) == 1:
                 return read(names[0])
-            sources = [_source(name) for name in names if isinstance(name, str)]
-            return to("data.process.raw_path", list(sources), "then make process writes the rows") if sources else None
+            named = [(item, name) for item, name in zip(value, names, strict=True) if isinstance(name, str)]
+            if path == "data.train_path" and named:
+                sources: list[Plain] = [_source_of(item, name) for item, name in named]
+                return to("data.sources", sources, "a weight in each gives it that share of an epoch")
+            files: list[Plain] = [_source(name) for _, name in named]
+            return to("data.process.raw_path", files, "then make process writes the rows") if files else None
         if not isinstance(value, str) or not value.strip():
             return None
+        if "," in value and path == "data.train_path":
+            return read([part.strip() for part in value.split(",") if part.strip()])
         if "," in value:
             return say(f"several sets become one: data.process.raw_path takes a list of files and hub:owner/name, and "
                        f"make process writes what {path} reads")  # fmt: skip
@@ -131,6 +137,20 @@ def _is_path(value: str) -> bool:
 def _source(value: str) -> str:
     is_hub_id = _HUB_ID.fullmatch(value) and not _DATA_FILE.search(value) and not value.startswith((".", "/", "~"))
     return f"hub:{value}" if is_hub_id else value
+
+
+def _source_of(item: Any, name: str) -> dict[str, Plain]:
+    """One of several sets as one of data.sources, with the share that its tool gives it."""
+    found: dict[str, Plain] = {"path": _source(name)}
+    given = item if isinstance(item, dict) else {}
+    for ours, theirs in (
+        ("weight", ("weight", "prob", "ratio", "proportion")),
+        ("max_rows", ("num_samples", "max_samples")),
+    ):
+        number = next((given[key] for key in theirs if isinstance(given.get(key), (int, float))), None)
+        if number:
+            found[ours] = number
+    return found
 
 
 def _every(path: str) -> Reading:
@@ -247,7 +267,10 @@ _WANDB = to("train.report_to", ["wandb"])
 _TB = "the event files lie in RUN/tb, the log in RUN/train.log and RUN/metrics.jsonl: remove it"
 _RESUME = "make resume CONFIG=… continues the newest unfinished run (RUN=NAME: that one)"
 _LORA_INIT = "adapters begin as PEFT's default (B is zero): remove it"
-_DRAWN = "not done here: one draws on data.train_path alone; concatenate the files with make process"
+_DRAWN = (
+    "data.sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}] mixes files: each has its share of every "
+    "epoch, exactly (no sampling, nothing to stop at)"
+)
 
 
 def _switch(path: str, on: Plain, off: Plain) -> dict[str, Answer]:
@@ -259,7 +282,7 @@ _ADAPTERS = {
     "qlora": _QLORA, "lora": _LORA, "full": _FULL, "none": _FULL,
     "longlora": say("not done here: tuning.mode: lora"), "adalora": say("not done here: tuning.mode: lora"),
     "dora": to("tuning.lora.use_dora", True), "rslora": to("tuning.lora.use_rslora", True),
-    "freeze": say("single layers are not trained here: tuning.mode: lora (adapters) or full (every weight)"),
+    "freeze": to("tuning.mode", "full", "with tuning.trainable: [layers.30-31, norm], the parts that train"),
     "oft": say("not done here: tuning.mode: lora or qlora"),
 }  # fmt: skip
 _SDPA, _EAGER, _FLASH = (to("model.attn_implementation", name) for name in ("sdpa", "eager", "flash_attention_2"))
@@ -475,7 +498,7 @@ _TUNING: tuple[tuple[str, Known], ...] = (
      says("fused LoRA kernels come with tuning.backend: unsloth alone: remove it")),
     ("unfrozen_parameters freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_parameters "
      "freeze_parameters_ratio freeze_parameters_regex trainable_parameters trainable_parameters_regex freeze_llm "
-     "use_llama_pro", lacks("training single layers is", "tuning.mode: lora with tuning.lora.target_modules")),
+     "use_llama_pro", says("tuning.trainable: [layers.28-31, norm, lm_head] names the parts of the model that train")),
     ("use_gradient_checkpointing gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
      "enable_gradient_checkpointing", Known("train.gradient_checkpointing", {
          "unsloth": to("train.gradient_checkpointing", True), "offload": to("train.gradient_checkpointing", True),
@@ -555,7 +578,8 @@ _DATA: tuple[tuple[str, Known], ...] = (
     ("remove_unused_columns label_names skip_prepare_dataset dataset_kwargs length_column_name "
      "eval_do_concat_batches", says("the rows are prepared by this toolkit, which needs no such word: remove it")),
     ("dataset_exact_deduplication", Known("data.process.drop_duplicates")),
-    ("mix_strategy interleave_probs interleave_prob stopping_strategy", says(_DRAWN)),
+    ("mix_strategy interleave_probs interleave_prob stopping_strategy dataset_weights dataset_mixture dataset_mixer "
+     "mixture sampling_probabilities mixing_weights sampling_weights", says(_DRAWN)),
     ("freeze_vision_tower freeze_multi_modal_projector freeze_language_model freeze_mm_modules freeze_vit "
      "freeze_aligner norm_bbox max_pixels vit_lr aligner_lr vit_gradient_checkpointing crop_to_patches",
      says(_PICTURES)),

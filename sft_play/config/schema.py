@@ -6,6 +6,7 @@ something downstream. `configs/reference.yaml` and `configs/run.schema.json` are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -109,6 +110,10 @@ class TuningConfig(Section):
     backend_fallback: Literal["bnb"] | None = leaf(None, owner="train.model")
     """Backend to fall back to, logged and recorded, when the one that was asked for cannot run; null stops instead."""
 
+    trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf("all", owner="train.trainable")
+    """Which of the weights that the mode trains are trained, by parts of their names: `[layers.0-3, norm, lm_head]`,
+    `[lora]`, `[q_proj]`; the others stay as they are. all takes every one."""
+
     lora: LoraConfig = LoraConfig()
     """The adapters."""
 
@@ -189,18 +194,48 @@ def _beside_processed(name: str) -> Callable[[dict[str, Any]], str | None]:
     user's own, to whose rows it does not belong."""
 
     def default(validated: dict[str, Any]) -> str | None:
-        train = PurePath(validated.get("train_path", PROCESSED_TRAIN))
+        train = PurePath(validated.get("train_path", PROCESSED_TRAIN) or "")
         return str(train.with_name(name)) if name in WRITTEN.get(str(train), ()) else None
 
     return default
 
 
+class SourceConfig(Section):
+    """One of several sources of training rows."""
+
+    path: Name = Field(json_schema_extra={OWNER: "data.files"})
+    """Training rows of this source: whatever data.train_path takes."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] | None = leaf(None, owner="data.files")
+    """Name in the log and in the metrics (loss_NAME); null takes it from the path."""
+
+    weight: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="data.dataset")
+    """Share of an epoch's rows: weight / sum of the weights, exactly. Without weights (all sources or none) every row
+    comes once an epoch."""
+
+    max_rows: Annotated[int, Field(ge=1)] | None = leaf(None, owner="data.dataset")
+    """Use no more than so many of its rows, the same for the whole run, drawn by train.seed; null uses all."""
+
+    val_path: Name | None = leaf(None, owner="data.files")
+    """Held-out rows of this source, judged with a loss of their own; null takes data.val_fraction of its rows, if
+    any."""
+
+
+def _own_or_processed(validated: dict[str, Any]) -> str | None:
+    """The default of train_path: none beside sources."""
+    return None if validated.get("sources") else PROCESSED_TRAIN
+
+
 class DataConfig(Section):
     """What it learns from."""
 
-    train_path: Name = leaf(PROCESSED_TRAIN, owner="data.files")
+    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=100)] = leaf((), owner="data.dataset")
+    """Several sources of training rows in place of train_path, each with a share of every epoch: a list of {path,
+    weight, max_rows, val_path, name}."""
+
+    train_path: Name | None = derived(_own_or_processed, owner="data.files")
     """Training rows: JSONL, JSON, CSV, Parquet, Arrow, plain text, a folder or glob of these, or one saved by
-    `datasets`."""
+    `datasets`. Null beside sources."""
 
     val_path: Name | None = derived(_beside_processed("val.jsonl"), owner="data.files")
     """Rows for evaluation while training; null takes `val_fraction` of the training rows, if any. The default is the
@@ -287,6 +322,23 @@ class DataConfig(Section):
 
     documents: DocumentsConfig = DocumentsConfig()
     """`make dapt-docx`: documents become clean plain text."""
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The name of each source: as given, or the stem of its path, with the folder where stems are alike."""
+        stems = [_stem(source.path) for source in self.sources]
+        return tuple(
+            source.name or (stem if stems.count(stem) == 1 else _stem(source.path, parts=2))
+            for source, stem in zip(self.sources, stems, strict=True)
+        )
+
+
+def _stem(path: str, *, parts: int = 1) -> str:
+    """The last part, or parts, of a path as a word: what stands before the first dot that ends the name."""
+    pieces = [piece for piece in re.split(r"[/\\:]", path) if piece not in ("", ".", "..", "~")] or ["source"]
+    last = re.sub(r"(\.(jsonl?|ndjson|csv|tsv|parquet|pq|arrow|feather|ipc|txt|md|rst|text|gz))+$", "", pieces[-1])
+    word = re.sub(r"[^\w.-]+", "-", "-".join([*pieces[-parts:-1], last])).strip("-._")
+    return word[:60] or "source"
 
 
 class TrainConfig(Section):
@@ -492,6 +544,50 @@ class OutputConfig(Section):
     """What a run folder of that name that exists means: stop, go on with it, or move it aside."""
 
 
+class StageConfig(Section):
+    """A stage of a curriculum: keys that it gives in place of the run's, in their sections or (these) without."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = Field(
+        json_schema_extra={OWNER: "config.stages"}
+    )
+    """Name in the log, in the metrics and of its folder (RUN/stages/NAME)."""
+
+    epochs: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    """train.epochs of this stage."""
+
+    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="config.stages")
+    """train.max_steps of this stage."""
+
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    """train.learning_rate of this stage."""
+
+    max_seq_len: Annotated[int, Field(ge=8)] | None = leaf(None, owner="config.stages")
+    """model.max_seq_len of this stage."""
+
+    trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = leaf(
+        None, owner="config.stages"
+    )
+    """tuning.trainable of this stage."""
+
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] | None = leaf(None, owner="config.stages")
+    """task_mode of this stage."""
+
+    data: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of data for this stage."""
+
+    train: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of train for this stage."""
+
+    eval: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """Keys of eval for this stage."""
+
+    model: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """max_seq_len of this stage."""
+
+    tuning: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    """trainable of this stage."""
+
+
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
 
 
@@ -515,6 +611,11 @@ class RunConfig(Section):
 
     eval: EvalConfig = EvalConfig()
     """How it is judged while it trains."""
+
+    curriculum: Annotated[tuple[StageConfig, ...], Field(max_length=50)] = leaf((), owner="config.load")
+    """Stages that are trained one after the other in one job, each on the weights of the one before: a list of {name,
+    data, epochs or max_steps, learning_rate, max_seq_len, trainable, …}; a stage takes from the run what it does not
+    give."""
 
     plan: PlanConfig = PlanConfig()
     """How the plan is made sure of."""

@@ -49,7 +49,7 @@ _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 _NOT_IN_KEY = frozenset(
     {
         *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
-        *("max_lost_fraction", "packing", "workers", "process", "style", "documents", "chat_template"),
+        *("max_lost_fraction", "packing", "sources", "workers", "process", "style", "documents", "chat_template"),
     }
 )
 """Options of the data section that decide no row's tokens; the template is part of the tokenizer."""

@@ -6,7 +6,9 @@ token trained. cpt_mixed: both, in a given ratio. The rows themselves lie in the
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import random
 from collections import Counter
@@ -22,6 +24,7 @@ from sft_play.data.build import HELD, KEPT, Built, Counts, Recipe, build, chat_o
 from sft_play.data.files import AnySource, BadRow, DataPaths, data_files, read_part
 from sft_play.data.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.messages import roles_said
+from sft_play.data.mixing import MAX_PASSES, Sources, drawn, mix_table
 from sft_play.data.process import rows_said
 from sft_play.data.render import Renderer, TokenizerParts, TokenRow
 from sft_play.data.survey import SHOWN_BAD_ROWS
@@ -29,8 +32,6 @@ from sft_play.errors import DataError
 from sft_play.log import one_line
 
 SplitName = Literal["train", "val", "test"]
-MAX_TEXT_PASSES = 1_000
-"""Passes over the same text in one epoch beyond which a mix cannot be meant."""
 FEW_DOCUMENTS = 20
 """Below so many documents a validation share is taken from the end of each: a hash would take all or nothing."""
 HELD_TEXT_FRACTION = 0.05
@@ -146,6 +147,28 @@ class Chats(Sequence[Chat]):
         return chat_of(self._column[int(self._places[index])])
 
 
+class _Chain(Sequence[Chat]):
+    """The conversations of several splits, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Chat]]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Chat: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chat]: ...
+    def __getitem__(self, index: int | slice) -> Chat | list[Chat]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        part = bisect.bisect_right(self._ends, at)
+        return self._parts[part][at - self._ends[part]]
+
+
 @dataclass(frozen=True)
 class Split:
     """Token rows in their order, the report of how they came about, and the chats for generated answers.
@@ -171,6 +194,8 @@ class Splits:
     val: Split | None
     test: Split | None
     notes: tuple[str, ...] = ()
+    sources: Sources | None = None
+    """Where several sources are mixed: the column `source` counts them, and is -1 in rows that are of none."""
 
 
 def build_splits(
@@ -207,6 +232,12 @@ class _Made:
     digests: Any = ()
     """Those of its rows' tokens, or its documents', sorted: uint64 of shape [rows]."""
     shared: dict[str, int] = field(default_factory=dict)
+    key: str = ""
+    """The option that names the source, where it is not the split's."""
+
+    def named(self, split: str) -> str:
+        """The source as the run YAML names it."""
+        return f"{self.key or f'data.{split}_path'}={self.source}"
 
     @property
     def format(self) -> str:
@@ -224,6 +255,8 @@ class _Builder:
 
     def build(self, paths: DataPaths) -> Splits:
         """Train, validation and test, the validation split off the training rows where there is no file."""
+        if paths.sources:
+            return self._of_sources(paths)
         val = self._held_out(paths.val, "val")
         share = self._config.data.val_fraction
         if val is not None and share and self._config.task_mode != "cpt_mixed":
@@ -290,7 +323,50 @@ class _Builder:
         chats = Chats(rows.select_columns("chat")["chat"], places)
         return _Made(rows.remove_columns("chat"), counts, source, chats, built.digests(name))
 
-    def _held_out(self, source: AnySource | None, split: SplitName) -> _Made | None:
+    # Several sources.
+
+    def _of_sources(self, paths: DataPaths) -> Splits:
+        """The rows of all sources, one after the other, with those held out of each; a file of val_path is of none."""
+        common, test = self._held_out(paths.val, "val"), self._held_out(paths.test, "test")
+        train: list[_Made] = []
+        held: dict[int, _Made] = {}
+        for at, source in enumerate(paths.sources):
+            key = f"data.sources[{at}]"
+            val = self._held_out(source.val, "val", key=f"{key}.val_path")
+            share = self._config.data.val_fraction if val is None and common is None else 0.0
+            made, split_off = self._source(source.train, "train", documents=self._is_text, held_share=share)
+            train.append(dataclasses.replace(made, key=f"{key}.path"))
+            self._judge(train[-1], "train")
+            if val is None and split_off is not None:
+                val = dataclasses.replace(split_off, key=f"{key}.path")
+                self._judge(val, "val")
+            if val is not None:
+                held[at] = val
+        vals = list(held.values()) if common is None else [common]
+        _note_shared({"train": _as_one(train), "val": _as_one(vals), "test": test})
+        names = tuple(source.name for source in paths.sources)
+        kept = [self._no_more(_marked(self._split(made), at), at, names[at]) for at, made in enumerate(train)]
+        options = self._config.data.sources
+        sources = Sources(names, tuple(source.weight for source in options), tuple(len(split.rows) for split in kept))
+        mix = sources.mix(seed=self._config.train.seed)
+        if self._config.data.packing == "none" or self._is_text:
+            self._notes += [f"Data train: {line}" for line in mix_table(mix)]
+        of_val = list(held.items()) if common is None else [(-1, common)]
+        held_out = [_marked(self._split(made), at) for at, made in of_val]
+        judged = _marked(self._split(test), -1) if test else None
+        notes = (*paths.notes, *self._notes)
+        return Splits(_together(kept), _together(held_out) if held_out else None, judged, notes, sources)
+
+    def _no_more(self, split: Split, at: int, name: str) -> Split:
+        """The rows of a source that its max_rows leaves."""
+        most = self._config.data.sources[at].max_rows
+        places = drawn(len(split.rows), most, seed=self._config.train.seed)
+        if places is None:
+            return split
+        self._notes.append(f"Data train: {most:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
+        return dataclasses.replace(split, rows=split.rows.select(places))
+
+    def _held_out(self, source: AnySource | None, split: SplitName, *, key: str = "") -> _Made | None:
         """A held-out file's rows; None, which is logged, where plain text is trained and the file holds chats."""
         if source is None:
             return None
@@ -298,11 +374,12 @@ class _Builder:
             share = self._config.data.val_fraction
             instead = f"; {share:g} of the training text is" if share else "; data.val_fraction would split some off"
             self._notes.append(
-                f"data.{split}_path={source} holds chats and task_mode is cpt: it is not used"
+                f"{key or f'data.{split}_path'}={source} holds chats and task_mode is cpt: it is not used"
                 + (instead if split == "val" else "")
             )
             return None
         made, _ = self._source(source, split, documents=self._is_text)
+        made = dataclasses.replace(made, key=key)
         self._judge(made, split)
         return made
 
@@ -321,7 +398,7 @@ class _Builder:
         counts, data = made.counts, self._config.data
         if self._is_text and counts.chats:
             raise DataError(
-                f"data.{split}_path={made.source}: task_mode is cpt, which trains plain text, and {counts.chats:,} "
+                f"{made.named(split)}: task_mode is cpt, which trains plain text, and {counts.chats:,} "
                 f"rows are chats ({made.format}); use task_mode=sft, or rows with a text column"
             )
         if counts.bad and data.on_bad_row == "fail":
@@ -383,10 +460,10 @@ class _Builder:
         share = self._config.data.text_fraction
         count, blocks = len(chats.rows), len(text.rows)
         wanted = max(1, round(count * share / (1 - share)))
-        if wanted > MAX_TEXT_PASSES * blocks:
+        if wanted > MAX_PASSES * blocks:
             raise DataError(
                 f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
-                f"{text.report.source} has {blocks}: more than {MAX_TEXT_PASSES} passes over it; lower it"
+                f"{text.report.source} has {blocks}: more than {MAX_PASSES} passes over it; lower it"
             )
         order = [*range(count), *(count + index % blocks for index in range(wanted))]
         random.Random(self._config.train.seed).shuffle(order)
@@ -459,6 +536,33 @@ def _note_shared(splits: Mapping[str, _Made | None]) -> None:
             later.shared[name] = count
 
 
+def _as_one(sources: Sequence[_Made]) -> _Made | None:
+    """What several sources share with others: the first of them, with the digests of all; None where there is none."""
+    if not sources:
+        return None
+    digests = np.unique(np.concatenate([made.digests for made in sources]))
+    return dataclasses.replace(sources[0], digests=digests)
+
+
+def _marked(split: Split, source: int) -> Split:
+    """A split whose rows say of which source they are."""
+    from datasets import Value
+
+    rows = split.rows.select_columns(["input_ids", "labels"])
+    rows = rows.add_column("source", np.full(len(rows), source, np.int8), feature=Value("int8"))
+    return dataclasses.replace(split, rows=rows)
+
+
+def _together(splits: Sequence[Split]) -> Split:
+    """Splits one after the other."""
+    report = functools.reduce(_sum, [split.report for split in splits])
+    lost, whole = report.trained_tokens_lost, report.trained_tokens_lost + report.tokens_trained
+    report = dataclasses.replace(report, lost_fraction=lost / whole if whole else 0.0)
+    chats = [split.chats for split in splits if split.chats]
+    rows = _joined([split.rows for split in splits])
+    return Split(rows, report, chats[0] if len(chats) == 1 else _Chain(chats))
+
+
 def _last_row(rows: Sequence[Any]) -> Any:
     return next(row for row in reversed(rows) if not isinstance(row, BadRow))
 
@@ -529,7 +633,7 @@ def _bad_rows_message(made: _Made, split: str) -> str:
     more = f"\n  … and {total - SHOWN_BAD_ROWS:,} more" if total > SHOWN_BAD_ROWS else ""
     more += "".join(f"\n  {line}" for line in roles_said(counts.bad, counts.roles))
     return (
-        f"{total:,} of {counts.rows:,} rows of data.{split}_path={made.source} cannot be used ({reasons}):\n"
+        f"{total:,} of {counts.rows:,} rows of {made.named(split)} cannot be used ({reasons}):\n"
         f"{shown}{more}\nmend them, or leave them out, counted, with data.on_bad_row=skip"
     )
 
@@ -540,19 +644,19 @@ def _nothing_left_message(made: _Made, split: str, max_seq_len: int, positions: 
         more = positions is None or positions > max_seq_len
         way = "raise model.max_seq_len, or keep" if more else f"the model has {positions:,} positions; shorten, or keep"
         return (
-            f"data.{split}_path={made.source}: all {counts.too_long:,} rows lose their answer at max_seq_len "
+            f"{made.named(split)}: all {counts.too_long:,} rows lose their answer at max_seq_len "
             f"{max_seq_len} (shortest prompt: {counts.shortest_prompt:,} tokens; the first row is "
             f"{counts.first_too_long}); {way} the answers with data.truncate=prompt"
         )
     every = counts.bad + counts.left_out
     reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
-    return f"data.{split}_path={made.source}: no row is left of {counts.rows:,} ({reasons or 'nothing was in it'})"
+    return f"{made.named(split)}: no row is left of {counts.rows:,} ({reasons or 'nothing was in it'})"
 
 
 def _lost_message(made: _Made, split: str, max_seq_len: int, positions: int | None, *, allowed: float) -> str:
     counts = made.counts
     return (
-        f"data.{split}_path={made.source}: {counts.lost:,} of {counts.whole_trained:,} trained tokens "
+        f"{made.named(split)}: {counts.lost:,} of {counts.whole_trained:,} trained tokens "
         f"({_lost_fraction(counts):.1%}) are lost to max_seq_len {max_seq_len}, more than "
         f"data.max_lost_fraction={allowed:g}: {counts.cut_rows:,} rows are cut and {counts.too_long:,} lose all. "
         f"{_longer_limits(counts, max_seq_len, positions)}, or keep the ends of rows with data.truncate=prompt, or "

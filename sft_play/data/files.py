@@ -70,14 +70,35 @@ AnySource = Source | Path | str
 
 
 @dataclass(frozen=True)
+class SourcePaths:
+    """Where one of several sources is read from; `val` is None where it has no held-out rows of its own."""
+
+    name: str
+    train: Path | Source
+    val: Path | Source | None
+
+
+@dataclass(frozen=True)
 class DataPaths:
-    """Where each split is read from; None where there is none. `notes` are choices to be told."""
+    """Where each split is read from; None where there is none. `notes` are choices to be told.
+
+    With `sources`, `train` is the first of them.
+    """
 
     train: Path | Source
     val: Path | Source | None
     test: Path | Source | None
     text: Path | Source | None
     notes: tuple[str, ...] = ()
+    sources: tuple[SourcePaths, ...] = ()
+
+    def files(self) -> list[tuple[str, Path | Source]]:
+        """What is read, each with the name of its part: train, val, test, text, source NAME, source NAME (val)."""
+        named: list[tuple[str, Path | Source | None]] = [] if self.sources else [("train", self.train)]
+        for source in self.sources:
+            named += [(f"source {source.name}", source.train), (f"source {source.name} (val)", source.val)]
+        named += [("val", self.val), ("test", self.test), ("text", self.text)]
+        return [(name, path) for name, path in named if path is not None]
 
 
 @dataclass(frozen=True)
@@ -121,13 +142,15 @@ def data_paths(data: DataConfig) -> DataPaths:
             return found
         if not _is_default(key, data):
             missing.append(f"data.{key}: {_absent(value)}")
-        elif key != "train_path" and _existing(data.train_path) is not None:
+        elif key != "train_path" and _existing(data.train_path or "") is not None:
             notes.append(f"data.{key}: there is no {value}; it is not used")
         else:
             unwritten.append(f"data.{key}={value}")
         return None
 
     train = find("train_path", data.train_path)
+    sources, lacking = _source_paths(data)
+    missing += lacking
     val = find("val_path", data.val_path)
     test = find("test_path", data.test_path)
     text = find("text_path", data.text_path)
@@ -136,14 +159,31 @@ def data_paths(data: DataConfig) -> DataPaths:
             f"{', '.join(unwritten)}: not there; `make {_writer(data)}` writes them: run it first, or give your own "
             "data.train_path, beside which no val_path or test_path is the default"
         )
+    train = sources[0].train if sources else train
     if missing or train is None:
         raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
-    return DataPaths(train, val, test, text, tuple(notes))
+    return DataPaths(train, val, test, text, tuple(notes), sources)
+
+
+def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]:
+    """The sources that are there, and what is missing of the others."""
+    found: list[SourcePaths] = []
+    missing: list[str] = []
+    for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
+        train = _found(source.path)
+        val = None if source.val_path is None else _found(source.val_path)
+        if train is None:
+            missing.append(f"data.sources[{at}].path: {_absent(source.path)}")
+        if source.val_path is not None and val is None:
+            missing.append(f"data.sources[{at}].val_path: {_absent(source.val_path)}")
+        if train is not None:
+            found.append(SourcePaths(name, train, val))
+    return tuple(found), missing
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
     """Whether a path is where a command writes by default, beside the training rows that it writes."""
-    if str(PurePath(data.train_path)) not in WRITTEN:
+    if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key)
     return default is not None and PurePath(getattr(data, key)) == PurePath(default)
@@ -151,12 +191,14 @@ def _is_default(key: str, data: DataConfig) -> bool:
 
 def _writer(data: DataConfig) -> str:
     """The target of make that writes the default training rows."""
-    return "dapt-docx" if PurePath(data.train_path) == PurePath(TEXT_TRAIN) else "process"
+    return "dapt-docx" if PurePath(data.train_path or "") == PurePath(TEXT_TRAIN) else "process"
 
 
 def has_held_out_file(data: DataConfig) -> bool:
     """Whether a run reads validation or test rows from a file; a default that no command wrote is not read."""
-    is_written = _is_default("train_path", data) and _existing(data.train_path) is not None
+    if any(source.val_path for source in data.sources):
+        return True
+    is_written = _is_default("train_path", data) and _existing(data.train_path or "") is not None
     given = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
     return any(
         not (is_written and _is_default(key, data)) or _existing(value) is not None for key, value in given.items()

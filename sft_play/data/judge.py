@@ -131,9 +131,10 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Check]:
     if not repeated:
         found.append(ok("duplicates", "no row stands twice in its file"))
     chats = [survey for survey in surveys.values() if survey.split != "text"]
-    leaks = [leak for pair in itertools.combinations(chats, 2) if (leak := _leak(*pair)) is not None]
-    if not leaks and len(chats) > 1:
-        leaks = [ok("leaks", f"no row stands in two of {', '.join(survey.split for survey in chats)}")]
+    pairs = [pair for pair in itertools.combinations(chats, 2) if pair[0].split != pair[1].split]
+    leaks = [leak for pair in pairs if (leak := _leak(*pair)) is not None]
+    if not leaks and pairs:
+        leaks = [ok("leaks", f"no row stands in two of {', '.join(dict.fromkeys(survey.split for survey in chats))}")]
     return [*found, *leaks]
 
 

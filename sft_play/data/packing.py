@@ -5,7 +5,7 @@ All of it is arithmetic on lengths: no row is read or copied here. Lengths are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,15 @@ def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     tokens = np.bincount(pack_of, weights=sizes, minlength=count).astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
     return Packs(offsets, np.argsort(pack_of, kind="stable").astype(np.int64), tokens)
+
+
+def joined(parts: Sequence[Packs]) -> Packs:
+    """The packs of several data sets that stand one after the other, as those of one."""
+    rows = np.cumsum([0, *(len(part.indices) for part in parts)])
+    offsets = [part.offsets[:-1] + start for part, start in zip(parts, rows, strict=False)]
+    indices = [part.indices + start for part, start in zip(parts, rows, strict=False)]
+    tokens = [part.tokens for part in parts]
+    return Packs(np.concatenate([*offsets, rows[-1:]]), np.concatenate(indices), np.concatenate(tokens))
 
 
 def _dealt(falling: Indices, capacity: int) -> list[int]:

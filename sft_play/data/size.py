@@ -9,6 +9,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.files import BadRow, Part, data_files, find_source, kind_of, read_part
+from sft_play.data.mixing import exact_shares
 from sft_play.data.raw import blocks, is_gzipped
 from sft_play.errors import SftPlayError
 
@@ -37,9 +38,26 @@ class RoughSize:
 
 
 def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | None:
-    """The size of the training data; None where it is not there, cannot be read, or is on the hub."""
+    """The size of the training data, of several sources that of an epoch; None where it is not there, cannot be read,
+    or is on the hub."""
+    if not data.sources:
+        return None if data.train_path is None else _of_source(data.train_path, text_wanted=text_wanted)
+    sizes = [_of_source(source.path, text_wanted=text_wanted) for source in data.sources]
+    found = [(source, size) for source, size in zip(data.sources, sizes, strict=True) if size is not None]
+    if len(found) < len(sizes):
+        return None
+    counts = [min(size.rows, source.max_rows or size.rows) for source, size in found]
+    weights = [
+        count if source.weight is None else source.weight for count, (source, _) in zip(counts, found, strict=True)
+    ]
+    per_epoch = exact_shares(weights, sum(counts))
+    characters = [count * size.characters / size.rows for count, (_, size) in zip(per_epoch, found, strict=True)]
+    return RoughSize(sum(counts), round(sum(characters)))
+
+
+def _of_source(given: str, *, text_wanted: bool) -> RoughSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):
-        parts = data_files(find_source(data.train_path), text_wanted=text_wanted)
+        parts = data_files(find_source(given), text_wanted=text_wanted)
         if all(part.kind == "auto" for part in parts):
             return _of_files(parts)
     return None

@@ -227,6 +227,25 @@ def way_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
+    """One line a stage of a curriculum: how long, how fast, how long its rows, and what its step needs."""
+    if not stages:
+        return []
+    lines = [f"Stages, each with a schedule and an optimizer of its own, all under {stages[0][2].layout}:"]
+    for number, (name, config, plan) in enumerate(stages, start=1):
+        train = config.train
+        passes = f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
+        length = f"{train.max_steps:,} steps" if train.max_steps else passes
+        hours = f", {plan.hours:.1f} h if every row were full length" if plan.hours is not None else ""
+        parts = "" if config.tuning.trainable == "all" else f", trains {', '.join(config.tuning.trainable)}"
+        lines.append(
+            f"  {number} {name}: {length}, learning rate {config.learning_rate:g}, rows of at most "
+            f"{plan.max_seq_len:,} tokens{parts}; micro {plan.batch.micro_batch} x accum {plan.batch.grad_accum}, "
+            f"{plan.choice.checkpointing_words}: {plan.choice.verdict}{hours}"
+        )
+    return lines
+
+
 def precision_name(plan: Plan) -> str:
     """The short name of the compute precision: bf16, fp16, fp32."""
     return SHORT[plan.precision.compute]

@@ -18,7 +18,7 @@ SHOWN_ANSWERS = 5
 LAYOUT = {
     "Run": {
         "Loss": ["Multiline", ["train/loss", "eval/loss", "test/loss"]],
-        "Loss by source": ["Multiline", ["train/loss_(chat|text)", "eval/loss_(chat|text)", "test/loss_(chat|text)"]],
+        "Loss by source": ["Multiline", ["train/loss_(?!rank_).+", "eval/loss_.+", "test/loss_.+"]],
         "Loss by rank": ["Multiline", ["train/loss_rank_.*"]],
         "Exact match": ["Multiline", ["eval/exact_match", "test/exact_match"]],
         "Learning rate": ["Multiline", ["train/learning_rate"]],

@@ -91,9 +91,11 @@ def _local(tensor: Any) -> Any:
 class MetricsFile(TrainerCallback):
     """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is not a number."""
 
-    def __init__(self, path: Path, *, started: float) -> None:
+    def __init__(self, path: Path, *, started: float, stage: str | None = None) -> None:
+        """`stage`: the name that every line bears, in a run that has stages."""
         self._path = path
         self._started = started
+        self._of_stage = {"stage": stage} if stage is not None else {}
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -101,7 +103,12 @@ class MetricsFile(TrainerCallback):
         """Write one line; raises TrainingError when the loss is NaN or infinite."""
         if not state.is_world_process_zero or not logs:
             return
-        entry = {"step": state.global_step, "epoch": state.epoch, "time_s": round(time.time() - self._started, 3)}
+        entry: dict[str, Any] = {
+            **self._of_stage,
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "time_s": round(time.time() - self._started, 3),
+        }
         entry |= {key: value for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({key: _finite(value) for key, value in entry.items()}) + "\n")
@@ -125,6 +132,11 @@ class StopAfter(TrainerCallback):
         self._done = 0
         self.signal: int | None = None
         self.stopped_early = False
+
+    @property
+    def done(self) -> int:
+        """Steps that this start has taken."""
+        return self._done
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for a checkpoint and the end where it is time."""

@@ -46,9 +46,10 @@ def consolidate(run: RunFolder, *, checkpoint: Path | None = None, out: Path | N
         ModelError: the checkpoint does not hold what the model needs.
     """
     config = _config_of(run)
-    if out is not None and run.path.resolve() not in (out.resolve(), *out.resolve().parents):
+    run = _stage_of(run, config)
+    if out is not None and run.whole.path.resolve() not in (out.resolve(), *out.resolve().parents):
         return _consolidated(run, config, checkpoint, out)  # which only reads the run
-    with lock(run):
+    with lock(run.whole):
         return _consolidated(run, config, checkpoint, out)
 
 
@@ -83,6 +84,13 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
         raise
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / 2**20)
     return target
+
+
+def _stage_of(run: RunFolder, config: RunConfig) -> RunFolder:
+    """Of a run with stages the last one that has a whole checkpoint; else the run itself."""
+    stages = [run.of_stage(stage.name) for stage in config.curriculum]
+    done = [stage for stage in stages if checkpoints.last_complete(stage.checkpoints) is not None]
+    return done[-1] if done else run
 
 
 def _config_of(run: RunFolder) -> RunConfig:

@@ -396,6 +396,26 @@ def _forget_loading(plan: Plan) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def release(trainer: Any) -> None:
+    """End the engine of a trainer that has nothing more to do, so that its model goes with it.
+
+    DeepSpeed keeps modules and parameters in tables of its own, which only ending the engine empties; ZeRO-3 keeps the
+    model in a list of modules too, and in the caches of its coordinator's methods (0.19).
+    """
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is None:
+        return
+    engine.destroy()
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
+    for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        cells = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]  # below its profiling marks
+        for cached in (method, *cells):
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+
+
 def whole_state(trainer: Any) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one."""
     if getattr(trainer, "is_fsdp_enabled", False):
@@ -420,7 +440,8 @@ def _adapter_of_zero3(model: Any) -> dict[str, Any]:
     tables = [layer.weight for layer in layers if layer is not None]
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or any(parameter is table for table in tables):
+        is_adapter = ".lora_" in name or ".modules_to_save." in name  # saved where it does not train, too
+        if parameter.requires_grad or is_adapter or any(parameter is table for table in tables):
             with deepspeed.zero.GatheredParameters([parameter]):
                 if is_first():
                     found[name] = parameter.detach().cpu().clone()

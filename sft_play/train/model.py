@@ -6,12 +6,13 @@ The one seam for tuning backends: `choose_backend` decides and says why, and nob
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,21 @@ class Blueprint:
     """How modules are divided over tensor-parallel ranks; empty without such."""
 
 
-def choose_backend(config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False) -> Backend:
+def grown(blueprint: Blueprint) -> Blueprint:
+    """The blueprint of a model whose embeddings have been resized already, as an earlier stage has saved it."""
+    if blueprint.resize_to is None:
+        return blueprint
+    hf_config = copy.deepcopy(blueprint.hf_config)
+    hf_config.vocab_size = blueprint.resize_to
+    return replace(blueprint, hf_config=hf_config, resize_to=None)
+
+
+def choose_backend(
+    config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False, staged: bool = False
+) -> Backend:
     """The backend that can run here, in this layout over so many nodes.
 
-    `launched`: this process is a rank that a launcher started.
+    `launched`: this process is a rank that a launcher started; `staged`: the config is that of a stage.
 
     Raises:
         BackendError: the one that was asked for cannot, and no fallback was named.
@@ -91,6 +103,7 @@ def choose_backend(config: RunConfig, *, layout: str = "single", nodes: int = 1,
     from sft_play.train import bridge
 
     problem = bridge.problem(config, layout=layout, nodes=nodes, launched=launched)
+    problem = "it does not carry curriculum" if staged else problem
     if problem is not None:
         return fall_back(config, problem)
     python, answer = bridge.answer_here()

@@ -10,7 +10,7 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,18 @@ class Monitor:
     """Measures this rank between two logs, and makes of all ranks' figures what is logged."""
 
     def __init__(
-        self, expected: Expected | None = None, *, on_gpu: bool = False, level_bytes: int = 0, copies: int = 1
+        self,
+        expected: Expected | None = None,
+        *,
+        on_gpu: bool = False,
+        level_bytes: int = 0,
+        copies: int = 1,
+        sources: Sequence[str] = SOURCES,
     ) -> None:
         """`level_bytes`: resident memory before anything of the run was loaded; `copies`: ranks in a row that see the
-        same rows, and are counted once."""
+        same rows, and are counted once; `sources`: names of those whose losses are told apart."""
         self._copies = copies
+        self.sources = tuple(sources)
         self._expected, self._on_gpu, self._level = expected, on_gpu, level_bytes
         self._clock = _Clock(on_gpu=on_gpu)
         self._paused = 0.0
@@ -175,7 +182,7 @@ class Monitor:
         found["samples_seen"] = self.samples_seen
         self.tokens_seen += sum(rank[2] for rank in sums)
         if has_sources:
-            found |= source_losses([rank[-2 * len(SOURCES) :] for rank in sums])
+            found |= source_losses([rank[-2 * len(self.sources) :] for rank in sums], self.sources)
         found |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
         found |= {f"time_{name}_s": seconds[name] for name in PAUSES if name in seconds}
         if len(all_ranks) > 1:
@@ -229,8 +236,10 @@ def tokens_in(inputs: Any) -> torch.Tensor:
     return counted
 
 
-def source_sums(log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """For each of SOURCES the sum of the losses of its tokens, and how many there are: [sources, 2].
+def source_sums(
+    log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(SOURCES)
+) -> torch.Tensor:
+    """For each of `count` sources the sum of the losses of its tokens, and how many there are: [sources, 2].
 
     Args:
         log_probs: of the tokens from the second on [B, T - 1], zero where `scored` is false, or of the next [B, T].
@@ -238,17 +247,17 @@ def source_sums(log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Te
     """
     device = log_probs.device
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    marks = torch.arange(len(SOURCES), device=device)[:, None, None]
+    marks = torch.arange(count, device=device)[:, None, None]
     of_scored = sources[:, -log_probs.shape[1] :].to(device)
     mine = (of_scored == marks) & scored  # [sources, B, T - 1]
     losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=dtype)
     return torch.stack([losses, mine.sum(dim=(1, 2)).to(dtype)], dim=1)
 
 
-def source_losses(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
+def source_losses(ranks: list[list[float]], names: Sequence[str] = SOURCES, *, prefix: str = "") -> dict[str, float]:
     """Loss over the tokens of each source from the sums of every rank; a source without a token has none."""
     found: dict[str, float] = {}
-    for place, name in enumerate(SOURCES):
+    for place, name in enumerate(names):
         lost, tokens = (sum(rank[2 * place + column] for rank in ranks) for column in (0, 1))
         if tokens:
             found[f"{prefix}loss_{name}"] = lost / tokens

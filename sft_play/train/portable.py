@@ -6,6 +6,7 @@ them (`optimizer.pt`: parameters numbered in the order of the groups), and read 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,34 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     for file in sorted(checkpoint.glob("model*.safetensors")):
         found |= load_file(file)
     return found
+
+
+def fill_adapter(model: Any, folder: Path) -> None:
+    """Give a model that no engine has divided yet the adapter of an earlier stage.
+
+    Raises:
+        TrainingError: the adapter has other tensors than the model.
+    """
+    weights = read_weights(folder, model)
+    parameters = dict(model.named_parameters())
+    wanted = set(adapter_names(model).values())
+    lost = sorted((set(weights) - set(parameters)) | (wanted - set(weights)))
+    if lost:
+        raise TrainingError(
+            f"{folder / ADAPTER_FILE} is not the adapter of this model: {lost[0]} is in one of them only"
+        )
+    for name, tensor in weights.items():
+        with _whole(parameters[name]), torch.no_grad():
+            parameters[name].copy_(tensor)
+
+
+def _whole(parameter: Any) -> Any:
+    """The parameter whole while it is written, where ZeRO-3 has divided it already."""
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
 def adapter_names(model: Any) -> dict[str, str]:

@@ -24,6 +24,7 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
+from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs, grouped
 from sft_play.data.render import TokenRow
 
@@ -32,7 +33,7 @@ MASKED = -100
 FILLER_TOKENS = 2
 """Tokens of a masked row: the fewest that leave a position to predict."""
 SOURCES = ("chat", "text")
-"""What the numbers of the column `source` mean."""
+"""What the numbers of the column `source` mean where a run names no sources of its own."""
 _ROWS_AT_ONCE = 50_000
 """Rows of a table that are looked at together."""
 
@@ -42,7 +43,7 @@ _FEATURES = Features(
 
 
 def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
-    """Rows as the trainer takes them: columns input_ids, labels and source (a number of SOURCES); a Dataset that has
+    """Rows as the trainer takes them: columns input_ids, labels and source; a Dataset that has
     the first two is taken as it is."""
     if isinstance(rows, Dataset):
         return rows
@@ -99,18 +100,23 @@ def filled(dataset: Dataset, *, unit: int) -> Dataset:
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
     """The training rows by number: rows of the data set or packs of them, then masked rows that fill up.
 
-    A row is `input_ids` and `labels` (numbers [T]) and `sources` [T] (of SOURCES, by token); a pack has `chat_lengths`
+    A row is `input_ids` and `labels` (numbers [T]) and `sources` [T] (a number by token); a pack has `chat_lengths`
     (the tokens of each of its chats) beside them, and no chat's first token has a label.
     """
 
-    def __init__(self, dataset: Dataset, *, packs: Packs | None = None, unit: int = 1) -> None:
-        """Fill up with masked rows to a multiple of `unit` (batch x ranks)."""
+    def __init__(
+        self, dataset: Dataset, *, packs: Packs | None = None, unit: int = 1, per_epoch: int | None = None
+    ) -> None:
+        """Fill up with masked rows what makes an epoch of `per_epoch` rows (None: all) a multiple of `unit` (batch x
+        ranks)."""
         self._arrow = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
         self._packs = packs
         self.count = len(dataset) if packs is None else len(packs)
         """Rows that are trained on; those after them are masked."""
-        self._total = self.count + -self.count % unit
+        self.epoch_rows = self.count if per_epoch is None else per_epoch
+        """Rows that are trained on in an epoch."""
+        self._total = self.count + -self.epoch_rows % unit
 
     def __len__(self) -> int:
         return self._total
@@ -170,14 +176,22 @@ class EpochOrder(torch.utils.data.Sampler[int]):
     """Indices of an epoch: the first `count` rows in an order drawn from seed and epoch, then the masked ones.
 
     The order is that of accelerate's seedable sampler for the same seed. Where lengths are given, each window of rows
-    (an optimizer step's) is sorted by them, the longest first.
+    (an optimizer step's) is sorted by them, the longest first. Where sources are mixed, an epoch has the rows that
+    `mix` gives it in place of all.
     """
 
     def __init__(
-        self, count: int, *, total: int, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1
+        self,
+        count: int,
+        *,
+        total: int,
+        seed: int,
+        lengths: npt.NDArray[np.int64] | None = None,
+        window: int = 1,
+        mix: Mix | None = None,
     ) -> None:
         self._count, self._total, self._seed = count, total, seed
-        self._lengths, self._window = lengths, window
+        self._lengths, self._window, self._mix = lengths, window, mix
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,12 +199,14 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self._total
+        return self._total if self._mix is None else self._mix.total + self._total - self._count
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
-        order = torch.randperm(self._count, generator=generator).numpy()
+        rows = None if self._mix is None else self._mix.rows(self.epoch)
+        order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
+        order = order if rows is None else rows[order]
         if self._lengths is not None:
             order = grouped(order, self._lengths, window=self._window)
         yield from order.tolist()

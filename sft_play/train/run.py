@@ -11,8 +11,8 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -47,13 +47,16 @@ from sft_play.train.model import (
     choose_backend,
     draw_blueprint,
     fall_back,
+    grown,
     load_model,
     save_model,
     weights_facts,
 )
 from sft_play.train.monitor import Monitor, expected_of
-from sft_play.train.rows import to_dataset
+from sft_play.train.portable import fill_adapter
+from sft_play.train.rows import SOURCES, to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
+from sft_play.train.trainable import train_only, trainable_note
 from sft_play.train.trainer import (
     PlannedLoop,
     build_trainer,
@@ -65,7 +68,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 SAMPLE_ANSWERS = 3
-_FILES = ("train", "val", "test", "text")
+_OF_THE_MODEL = ("weights", "tokenizer")
+"""Facts that all stages of a run share."""
 _MUST_AGREE = ("sft_play", "torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 """Packages that compute on every rank: two versions would train two models."""
 _NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
@@ -94,6 +98,10 @@ class Job:
     """Seconds after which ranks give up waiting for each other."""
     today: date = field(default_factory=date.today)
     """The day that a chat template is told which writes the date."""
+    begins_from: Path | None = None
+    """The folder of the weights that the stage before has trained; None begins from the model's own."""
+    stages: tuple[Job, ...] = ()
+    """The stages of a run that has some, each with settings, plan and folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -132,49 +140,73 @@ def run(job: Job) -> dict[str, Any]:
         SftPlayError: what the user can mend; a run folder that this start made and never used is removed again.
         Interrupted: the user stopped the run, and its state was saved.
     """
+    return in_folder(job, (job,), lambda prepared, watch: until_memory_ends(job, prepared[0], watch))
+
+
+Work = Callable[[Sequence[Prepared], "Watch"], dict[str, Any]]
+"""What is done once everything is prepared and the run's folder is there: it returns the summary."""
+
+
+def in_folder(job: Job, parts: Sequence[Job], work: Work) -> dict[str, Any]:
+    """Prepare every part of a job, open its folder and do the work; raises as `run` does."""
     started = time.time()
-    memory = _MemoryMeter(job.plan)
+    memory = MemoryMeter(job.plan)
     quiet_libraries()
-    check_device(job.plan)
+    for part in parts:
+        check_device(part.plan)
+    largest = max(parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
     if job.loaded.config.tuning.backend == "bnb":
-        check_free_memory(job.plan, job.loaded.config)
-    prepared = prepare(job)
-    facts = _data_facts(job.paths, prepared, job.loaded.config.model.name)
-    if prepared.backend.name == "unsloth":  # its own process looks at the GPU
-        return _first_rank(job, prepared, facts, _Watch(memory, Heartbeat(0.0), started), train=_on_unsloth)
-    if prepared.backend.fallback_from:
-        check_free_memory(job.plan, job.loaded.config)
+        check_free_memory(largest.plan, largest.loaded.config)
+    prepared = [_prepared(part) for part in parts]
+    facts: dict[str, Any] = {}
+    for part, made in zip(parts, prepared, strict=True):
+        named = f"stage {part.folder.stage} " if part.folder.stage else ""
+        found = _data_facts(part.paths, made, part.loaded.config.model.name)
+        facts |= {name if name in _OF_THE_MODEL else f"{named}{name}": fact for name, fact in found.items()}
+    if prepared[0].backend.name == "unsloth":  # its own process looks at the GPU
+        alone = Watch(memory, Heartbeat(0.0), started)
+        return _first_rank(job, prepared, facts, lambda: _on_unsloth(job, prepared[0], alone))
+    if prepared[0].backend.fallback_from:
+        check_free_memory(largest.plan, largest.loaded.config)
     with (
         engine.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,
     ):
-        engine.require_alike(_digests(job, facts, writes_date=prepared.renderer.writes_date))
-        watch = _Watch(memory, beat, started)
+        engine.require_alike(_digests(job, facts, writes_date=prepared[0].renderer.writes_date))
+        watch = Watch(memory, beat, started)
         if not engine.is_first():
             engine.barrier()  # rank 0 makes the folder, or says why it cannot
-            return _until_memory_ends(job, prepared, watch)
-        return _first_rank(job, prepared, facts, watch)
+            return work(prepared, watch)
+        return _first_rank(job, prepared, facts, lambda: work(prepared, watch))
+
+
+def _prepared(part: Job) -> Prepared:
+    """A part of a job, prepared; what is refused of a stage names it."""
+    if part.folder.stage is None:
+        return prepare(part)
+    logger.info("Stage %s:", part.folder.stage)
+    try:
+        return prepare(part)
+    except SftPlayError as error:
+        raise type(error)(f"stage {part.folder.stage}: {error}") from error
 
 
 @dataclass(frozen=True)
-class _Watch:
+class Watch:
     """What is kept while a run goes on: the peak of memory, signs of life, when it started (seconds since 1970)."""
 
-    memory: _MemoryMeter
+    memory: MemoryMeter
     beat: Heartbeat
     started: float
 
 
-def _first_rank(
-    job: Job, prepared: Prepared, facts: dict[str, Any], watch: _Watch, *, train: Callable[..., Any] | None = None
-) -> Any:
-    """The run as the only process, or rank 0, sees it: it owns the folder and the log. `train`: in place of training
-    here."""
+def _first_rank(job: Job, prepared: Sequence[Prepared], facts: dict[str, Any], work: Callable[[], Any]) -> Any:
+    """The run as the only process, or rank 0, sees it: it owns the folder and the log."""
     with _open_folder(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             engine.barrier()
-            return (train or _until_memory_ends)(job, prepared, watch)
+            return work()
         except BaseException as error:
             ran_out = isinstance(error.__cause__, torch.OutOfMemoryError)
             _record_failure(job, error.__cause__ if ran_out and error.__cause__ else error)
@@ -184,7 +216,7 @@ def _first_rank(
             log_file.close()
 
 
-def _on_unsloth(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
+def _on_unsloth(job: Job, prepared: Prepared, watch: Watch) -> dict[str, Any]:
     """Train in Unsloth's own process what was prepared here."""
     from sft_play.train import bridge
 
@@ -195,7 +227,7 @@ def _on_unsloth(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
     return bridge.train(job, prepared, handed, started=watch.started)
 
 
-def _until_memory_ends(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
+def until_memory_ends(job: Job, prepared: Prepared, watch: Watch) -> dict[str, Any]:
     """Train; raises DoesNotFit where the GPU's memory runs out on the way."""
     try:
         return _train_and_judge(job, prepared, watch)
@@ -217,7 +249,13 @@ def _out_of_memory_message(job: Job, error: BaseException) -> str:
 def prepare(job: Job) -> Prepared:
     """Tokenizer, data and the model's shapes, every choice logged; nothing is written."""
     config, plan = job.loaded.config, job.plan
-    backend = choose_backend(config, layout=plan.layout, nodes=plan.hardware.nodes, launched="RANK" in os.environ)
+    backend = choose_backend(
+        config,
+        layout=plan.layout,
+        nodes=plan.hardware.nodes,
+        launched="RANK" in os.environ,
+        staged=job.folder.stage is not None,
+    )
     if backend.fallback_from:
         logger.warning("Backend: %s", backend.reason)
     if backend.name == "bnb":
@@ -249,9 +287,14 @@ def prepare(job: Job) -> Prepared:
         )
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
     logger.info("First training row, trained part in [[ ]]: %s", row)
+    trained = trainable_note(config, blueprint)
+    blueprint = replace(blueprint, notes=(*blueprint.notes, *([trained] if trained else [])))
     _say(blueprint.notes)
     renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=job.today)
-    _say(first_lines(job.paths.train, renderer, tokenizer.tokenizer, task_mode=config.task_mode))
+    for source in job.paths.sources or (None,):
+        path = job.paths.train if source is None else source.train
+        lines = first_lines(path, renderer, tokenizer.tokenizer, task_mode=config.task_mode)
+        _say(lines if source is None else [f"Source {source.name}: {line}" for line in lines])
     return Prepared(backend, tokenizer, splits, blueprint, renderer)
 
 
@@ -287,9 +330,8 @@ def _data_facts(paths: DataPaths, prepared: Prepared, model: str) -> dict[str, A
     """Path, digest and report of each file that is used, and digests of the base weights and the tokenizer."""
     hf_config = prepared.blueprint.hf_config
     facts: dict[str, Any] = {}
-    for name, path in (("train", paths.train), ("val", paths.val), ("test", paths.test), ("text", paths.text)):
-        if path is not None:
-            facts[name] = {"path": str(path), "sha256": content_digest_of(path)}
+    for name, path in paths.files():
+        facts[name] = {"path": str(path), "sha256": content_digest_of(path)}
     for name, split in (
         ("train", prepared.splits.train),
         ("val", prepared.splits.val),
@@ -309,7 +351,8 @@ def _digests(job: Job, facts: dict[str, Any], *, writes_date: bool) -> dict[str,
     settings = _without_paths(resolved(job.loaded.config))
     return {
         **{
-            f"the content of the {name} file" if name in _FILES else f"the {name}": text for name, text in files.items()
+            f"the {name}" if name in _OF_THE_MODEL else f"the content of the {name} file": text
+            for name, text in files.items()
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
@@ -321,8 +364,17 @@ def _without_paths(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without where things lie: nodes may keep the same files in different places."""
     kept = {key: value for key, value in settings.items() if key != "output"}
     kept["model"] = {key: value for key, value in kept["model"].items() if key != "name"}
-    kept["data"] = {key: value for key, value in kept["data"].items() if not key.endswith("_path")}
+    kept["data"] = _data_without_paths(kept["data"])
+    kept["curriculum"] = [{**stage, "data": _data_without_paths(stage["data"])} for stage in kept["curriculum"]]
     return kept
+
+
+def _data_without_paths(data: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in data.items() if not key.endswith("_path")}
+    sources = [
+        {key: value for key, value in one.items() if not key.endswith("path")} for one in data.get("sources", ())
+    ]
+    return {**kept, "sources": sources}
 
 
 def batch_facts(plan: Plan) -> dict[str, int]:
@@ -335,12 +387,12 @@ def _spread_facts(plan: Plan) -> dict[str, Any]:
     return {"layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
+def _open_folder(job: Job, prepared: Sequence[Prepared], facts: dict[str, Any]) -> Lock:
     """Make the run folder, or check that the one to go on with was made with the same settings; returns its lock."""
     if job.resume:
         mark = job.mark or runs.lock(job.folder, by=job.by)
         runs.check_same_run(
-            job.folder, job.loaded, data=facts, batch=batch_facts(job.plan), backend=prepared.backend.name
+            job.folder, job.loaded, data=facts, batch=batch_facts(job.plan), backend=prepared[0].backend.name
         )
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
         spread = {"batch": batch_facts(job.plan), **_spread_facts(job.plan)}
@@ -349,10 +401,13 @@ def _open_folder(job: Job, prepared: Prepared, facts: dict[str, Any]) -> Lock:
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
     manifest["batch"] = batch_facts(job.plan)
     manifest |= _spread_facts(job.plan)
-    manifest["backend"] = prepared.backend.name
-    manifest["choices"] = _choices(job, prepared)
-    if prepared.renderer.writes_date:
-        manifest["template_date"] = str(prepared.renderer.today)
+    manifest["backend"] = prepared[0].backend.name
+    parts = job.stages or (job,)
+    manifest["choices"] = [
+        line for part, made in zip(parts, prepared, strict=True) for line in _choices(part, made)
+    ]  # fmt: skip
+    if prepared[0].renderer.writes_date:
+        manifest["template_date"] = str(prepared[0].renderer.today)
     if job.made:
         mark = runs.lock(job.folder, by=job.by)
         job.folder.update_manifest(**manifest)
@@ -379,18 +434,19 @@ class _Exam:
     asked_while_training: list[Question]
 
 
-def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, Any]:
+def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, Any]:
     checkpoint = _checkpoint(job)
     engine.require_disk(job.folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
     exam = prepared.exam or _exam(job, prepared)
     if engine.is_first():
-        runs.keep_metrics_until(job.folder.metrics_path, checkpoints.step_of(checkpoint) if checkpoint else -1)
+        kept = checkpoints.step_of(checkpoint) if checkpoint else -1
+        runs.keep_metrics_until(job.folder.metrics_path, kept, stage=job.folder.stage)
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
     judging = _JudgeBefore(lambda: _before(job, trainer, exam, resumed=checkpoint is not None))
-    watching = [GradientCheck(), MetricsFile(job.folder.metrics_path, started=watch.started), progress, stop]
+    watching = [GradientCheck(), _metrics_of(job, watch), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
     trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
@@ -413,7 +469,14 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: _Watch) -> dict[str, A
         judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
         proof.proof if proof else engine.proof_of_one(trainer),
     )  # fmt: skip
-    return _finish(job, prepared, trainer, result)
+    summary = _finish(job, prepared, trainer, result)
+    if job.folder.stage is not None:  # another model is loaded into this process
+        engine.release(trainer)
+    return summary
+
+
+def _metrics_of(job: Job, watch: Watch) -> MetricsFile:
+    return MetricsFile(job.folder.metrics_path, started=watch.started, stage=job.folder.stage)
 
 
 def _exam(job: Job, prepared: Prepared) -> _Exam:
@@ -426,7 +489,7 @@ def _trainer(
     job: Job,
     prepared: Prepared,
     exam: _Exam,
-    watch: _Watch,
+    watch: Watch,
     *,
     callbacks: list[TrainerCallback],
     checkpoint: Path | None,
@@ -443,10 +506,9 @@ def _trainer(
     )
     engine.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
-    model = load_model(config, plan.precision, blueprint, device=engine.device_of(plan, config),
-                       storage=engine.quant_storage(plan, config))  # fmt: skip
+    model = _model(job, blueprint)
     asks = bool(exam.asked or exam.asked_while_training)
-    return build_trainer(
+    trainer = build_trainer(
         config,
         plan,
         job.folder,
@@ -456,6 +518,7 @@ def _trainer(
         peft_config=blueprint.peft_config,
         tensor_plan=blueprint.tensor_plan,
         train=prepared.splits.train,
+        sources=prepared.splits.sources,
         evaluation=prepared.splits.val,
         callbacks=callbacks,
         resume_step=checkpoints.step_of(checkpoint) if checkpoint else 0,
@@ -468,8 +531,25 @@ def _trainer(
             on_gpu=plan.hardware.device == "cuda",
             level_bytes=watch.memory.level,
             copies=plan.choice.layout.tensor_parallel,
+            sources=prepared.splits.sources.names if prepared.splits.sources else SOURCES,
         ),
     )
+    if job.begins_from is not None and blueprint.peft_config is not None:
+        fill_adapter(trainer.model, job.begins_from)
+    train_only(trainer.model, config.tuning.trainable)
+    return trainer
+
+
+def _model(job: Job, blueprint: Blueprint) -> Any:
+    """The model with its weights: the base, or every weight as the stage before has left it."""
+    config, plan = job.loaded.config, job.plan
+    if job.begins_from is not None and blueprint.peft_config is None:
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"name": str(job.begins_from), "revision": None})}
+        )
+        blueprint = grown(blueprint)
+    device, storage = engine.device_of(plan, config), engine.quant_storage(plan, config)
+    return load_model(config, plan.precision, blueprint, device=device, storage=storage)
 
 
 def _checkpoint(job: Job) -> Path | None:
@@ -608,7 +688,9 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
-    summary["evaluations"] = runs.evaluations(job.folder.metrics_path) if engine.is_first() else []
+    summary["evaluations"] = []
+    if engine.is_first():
+        summary["evaluations"] = runs.evaluations(job.folder.metrics_path, stage=job.folder.stage)
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         is_adapter = prepared.blueprint.peft_config is not None
@@ -619,8 +701,9 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
             model = trainer.accelerator.unwrap_model(trainer.model)
             if prepared.tokenizer.own_template is not None:
                 prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
+            learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
-                       steps=result.steps)  # fmt: skip
+                       steps=result.steps if learns else 0)  # fmt: skip
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():
@@ -633,7 +716,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     _say(summary_lines(job, result, summary))
     engine.barrier()
     if result.exit_code:
-        raise Interrupted(f"stopped at step {result.steps}, state saved; go on with: {_resume_command(job)}")
+        raise Interrupted(f"stopped at step {result.steps}, state saved; go on with: {resume_command(job)}")
     return summary
 
 
@@ -662,9 +745,9 @@ def summary_lines(job: Job, result: _Result, summary: dict[str, Any]) -> list[st
     lines.append(_memory_line(result.peak_bytes))
     lines.append(f"Written to: {job.folder.path}")
     if result.status == "stopped":
-        return [*lines, f"Stopped early; go on with: {_resume_command(job)}"]
+        return [*lines, f"Stopped early; go on with: {resume_command(job)}"]
     lines.append(f"Trained weights: {summary['model_path']}")
-    return [*lines, *_next_lines(job)]
+    return lines if job.folder.run is not None else [*lines, *_next_lines(job)]
 
 
 def _judged_lines(result: _Result) -> list[str]:
@@ -706,9 +789,9 @@ def _memory_line(peak: dict[str, int | None]) -> str:
     )
 
 
-def _resume_command(job: Job) -> str:
+def resume_command(job: Job) -> str:
     """The command that goes on with this run, with the settings that it was started with."""
-    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.path.name}"]
+    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.whole.path.name}"]
     kept = [word for word in job.loaded.overrides if not word.startswith(_NOT_FOR_RESUMING)]
     if kept:
         words.append(f"SET={shlex.join(kept)}")
@@ -737,7 +820,7 @@ def _record_failure(job: Job, error: BaseException) -> None:
     job.folder.update_manifest(status=kind, error=escape_control(f"{type(error).__name__}: {error}"))
 
 
-class _MemoryMeter:
+class MemoryMeter:
     """Predicted and measured peak of the training: torch's counters on a GPU, resident memory on a CPU."""
 
     def __init__(self, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
@@ -24,7 +25,8 @@ from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.dataset import Split
-from sft_play.data.packing import Packs, best_fit, wants_packing
+from sft_play.data.mixing import Mix, Sources, mix_table
+from sft_play.data.packing import Packs, best_fit, joined, wants_packing
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.layout import SINGLE, Layout
@@ -209,11 +211,13 @@ class PlannedLoop(Trainer):
         packs: Packs | None = None,
         group_window: int | None = None,
         by_source: bool = False,
+        mix: Mix | None = None,
         layout: Layout = SINGLE,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
-        length; `by_source`: tell the losses of chats and texts apart. The other options are the Trainer's."""
+        length; `by_source`: tell the losses of the monitor's sources apart; `mix`: what an epoch has of each; `layout`:
+        which ranks share rows. The other options are the Trainer's."""
         self._questions = list(questions)
         self._stop_ids = list(stop_ids)
         self._max_new_tokens = max_new_tokens
@@ -226,6 +230,7 @@ class PlannedLoop(Trainer):
         self._logged_step = 0
         self._group_window = group_window
         self._layout = layout
+        self._mix = mix
         self._eval_sources: torch.Tensor | None = None
         self.order: EpochOrder | None = None
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
@@ -236,7 +241,9 @@ class PlannedLoop(Trainer):
         if group_window is not None:
             self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
         unit = self._unit(self.args.per_device_train_batch_size, ranks=layout.data_parallel)
-        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, unit=unit)
+        self.train_dataset: Any = TrainingRows(
+            options["train_dataset"], packs=packs, unit=unit, per_epoch=mix.total if mix else None
+        )
         attention = str(self.model.config.get_text_config()._attn_implementation)
         is_flash = packs is not None and "flash" in attention
         pad_id = int(self.processing_class.pad_token_id)  # TRL has seen to it that there is one
@@ -259,8 +266,9 @@ class PlannedLoop(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset
         self.order = EpochOrder(
-            rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1
-        )
+            rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1,
+            mix=self._mix,
+        )  # fmt: skip
         return self._shared(self.order, batch=self.args.per_device_train_batch_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -319,7 +327,7 @@ class PlannedLoop(Trainer):
             return super().compute_loss(model, inputs, *args, **options)
         with _overheard(model) as said:
             loss = super().compute_loss(model, inputs, *args, **options)
-        sums = source_sums(said[0].log_probs, said[0].label_mask, sources)
+        sums = source_sums(said[0].log_probs, said[0].label_mask, sources, count=len(self._monitor.sources))
         if model.training:
             self._monitor.by_source(sums)
         else:
@@ -340,7 +348,8 @@ class PlannedLoop(Trainer):
                 self._metrics["train"]["num_tokens"] = [self._monitor.tokens_seen]
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_sources is not None:
-            logs |= source_losses(engine_module.gathered_numbers(self._eval_sources.flatten()), prefix=prefix)
+            sums = engine_module.gathered_numbers(self._eval_sources.flatten())
+            logs |= source_losses(sums, self._monitor.sources, prefix=prefix)
             self._eval_sources = None
         if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
             logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
@@ -618,12 +627,16 @@ def build_trainer(
     arguments: SFTConfig | None = None,
     kind: type[PlannedLoop] | None = None,
     tensor_plan: Mapping[str, Style] | None = None,
+    sources: Sources | None = None,
     **evaluating: Any,
 ) -> PlannedLoop:
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
 
     `tensor_plan`: how the model is divided over tensor-parallel ranks (`tensor_parallel.plan_of`). `kind`: its class
     where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters and takes no `peft_config`.
+
+    Raises:
+        DataError: `sources` whose weights leave one of them without a row of an epoch.
     """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     more: list[TrainerCallback] = []
@@ -635,7 +648,10 @@ def build_trainer(
     if window is not None:
         more.append(window)
     rows = to_dataset(train.rows)
-    packs = _packs_of(rows, config, plan)
+    packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
+    mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
+    for line in mix_table(mix, shown="packed") if mix is not None and packs is not None else ():
+        logger.info("Packing: %s", line)
     trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -644,7 +660,8 @@ def build_trainer(
         train_dataset=rows,
         packs=packs,
         group_window=plan.batch.effective_batch if config.train.group_by_length else None,
-        by_source=config.task_mode == "cpt_mixed",
+        by_source=config.task_mode == "cpt_mixed" or sources is not None,
+        mix=mix,
         eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
         callbacks=[*callbacks, *more],
         checkpoint_limit=config.train.save_total_limit,
@@ -681,15 +698,22 @@ def _boards(
     return [board, Board(writer, folder, hparams=hparams, answers=answers)]
 
 
-def _packs_of(rows: Any, config: RunConfig, plan: Plan) -> Packs | None:
-    """Which rows share a place in a batch; None where rows are not packed."""
+def _packs_of(
+    rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
+) -> tuple[Packs | None, tuple[int, ...]]:
+    """Which rows share a place in a batch, and how many packs each source has: no pack holds rows of two sources.
+
+    None where rows are not packed, with their numbers as they are.
+    """
     if wants_packing(config):
-        packs = best_fit(lengths_of(rows), plan.max_seq_len)
+        lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
+        parts = [best_fit(part, plan.max_seq_len) for part in lengths]
+        packs = joined(parts)
         _say_packs(packs, config, rows=len(rows), plan=plan)
-        return packs
+        return packs, tuple(map(len, parts))
     if config.data.packing != "none":
         logger.info("Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode)
-    return None
+    return None, tuple(sizes)
 
 
 def _say_packs(packs: Packs, config: RunConfig, *, rows: int, plan: Plan) -> None:

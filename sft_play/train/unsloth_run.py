@@ -53,12 +53,12 @@ def train(path: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
     running.check_free_memory(job.plan, job.loaded.config)
-    memory = running._MemoryMeter(job.plan)
+    memory = running.MemoryMeter(job.plan)
     with engine.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
-        watch = running._Watch(memory, beat, document.started)
+        watch = running.Watch(memory, beat, document.started)
         log_file = write_log_to(job.folder.log_path) if engine.is_first() else None
         try:
-            running._until_memory_ends(job, _prepared(document), watch)
+            running.until_memory_ends(job, _prepared(document), watch)
         finally:
             if log_file is not None:
                 logging.getLogger().removeHandler(log_file)

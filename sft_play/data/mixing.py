@@ -1,0 +1,141 @@
+"""Which rows of several sources an epoch has: exact shares, every row of a source as often as the others of it.
+
+All of it is arithmetic on counts and a seed: the rows of an epoch follow from its number alone, so that a resumed run
+has those of an unbroken one, whatever the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from sft_play.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+MAX_PASSES = 1_000
+"""Passes over the same rows in one epoch beyond which a mix cannot be meant."""
+
+
+def exact_shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """`total` divided by the weights, by largest remainder: the counts add up to it, and each is less than one away
+    from its exact share; of equal remainders the first has the row."""
+    exact = [Fraction(weight) for weight in weights]
+    shares = [total * weight / sum(exact) for weight in exact]
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda at: (counts[at] - shares[at], at))
+    for at in by_rest[: total - sum(counts)]:
+        counts[at] += 1
+    return tuple(counts)
+
+
+def drawn(count: int, most: int | None, *, seed: int) -> Indices | None:
+    """The rows of a source that `max_rows` keeps, in their order; None where it keeps all."""
+    if most is None or most >= count:
+        return None
+    return np.sort(np.random.default_rng([seed, count, most]).permutation(count)[:most])
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The sources of a run: rows that each has, and rows of each in an epoch.
+
+    Rows are numbered through all sources, one source after the other. Each source goes through its rows in passes, each
+    pass in an order of its own, and an epoch takes up where the one before it ended: no row comes a second time in an
+    epoch before all have come once, nor an (n + 1)th time before all have come n times.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    per_epoch: tuple[int, ...]
+    seed: int
+    _passes: dict[tuple[int, int], Indices] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def total(self) -> int:
+        """Rows of an epoch."""
+        return sum(self.per_epoch)
+
+    def rows(self, epoch: int) -> Indices:
+        """The rows of an epoch, one source after the other."""
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        return np.concatenate([start + self._of(place, epoch) for place, start in enumerate(starts.tolist())])
+
+    def _of(self, place: int, epoch: int) -> Indices:
+        """The rows of one source in an epoch, by their number in the source."""
+        size, count = self.sizes[place], self.per_epoch[place]
+        if not count:
+            return np.zeros(0, dtype=np.int64)
+        first, end = epoch * count, (epoch + 1) * count
+        passes = [self._pass(place, number) for number in range(first // size, -(-end // size))]
+        skipped = first - first // size * size
+        return np.concatenate(passes)[skipped : skipped + count]
+
+    def _pass(self, place: int, number: int) -> Indices:
+        """The order of a source's rows in one pass over them."""
+        for earlier in range(number + 1):  # each follows from one before it: no deep recursion
+            if (place, earlier) not in self._passes:
+                self._passes[place, earlier] = self._drawn_pass(place, earlier)
+        return self._passes[place, number]
+
+    def _drawn_pass(self, place: int, number: int) -> Indices:
+        """A pass in a drawn order; the epoch in which it begins has first what it lacks.
+
+        Where that epoch began in the midst of an earlier pass, the rows that it took of it come last in this one.
+        """
+        size, count = self.sizes[place], self.per_epoch[place]
+        order = np.random.default_rng([self.seed, place, number]).permutation(size)
+        begun, skipped = divmod(number * size // count * count, size)
+        if not skipped or begun == number:
+            return order
+        is_had = np.isin(order, self._passes[place, begun][skipped:])
+        return np.concatenate([order[~is_had], order[is_had]])
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a run in their order: names, weights (None: each row once an epoch), and rows as they are kept."""
+
+    names: tuple[str, ...]
+    weights: tuple[float | None, ...]
+    sizes: tuple[int, ...]
+
+    def mix(self, *, seed: int, sizes: Sequence[int] | None = None) -> Mix:
+        """What an epoch has of each: as many rows as there are of all sources together, divided by the weights.
+
+        Args:
+            sizes: packed rows of each source, where rows are packed.
+
+        Raises:
+            DataError: a weight leaves a source without a row, or asks for more than `MAX_PASSES` over one.
+        """
+        sizes = tuple(self.sizes if sizes is None else sizes)
+        weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
+        per_epoch = exact_shares(weights, sum(sizes))
+        for name, weight, size, count in zip(self.names, weights, sizes, per_epoch, strict=True):
+            said = f"data.sources: the weight {weight:g} of {name}, {weight / sum(weights):.3g} of all,"
+            if not count:
+                raise DataError(f"{said} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out")
+            if count > MAX_PASSES * size:
+                raise DataError(
+                    f"{said} asks for {count:,} rows an epoch, and it has {size:,}: more than {MAX_PASSES:,} passes "
+                    "over them; lower it, or limit the other sources with max_rows"
+                )
+        return Mix(self.names, sizes, per_epoch, seed)
+
+
+def mix_table(mix: Mix, *, shown: str = "rows") -> list[str]:
+    """The sources in words: their rows, their rows in an epoch, that as a share and as passes over what there is."""
+    width = max(len("source"), *map(len, mix.names))
+    head = f"{'source':<{width}}  {shown:>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
+    return [
+        head,
+        *(
+            f"{name:<{width}}  {size:>10,}  {count:>10,}  {count / mix.total:>7.2%}  {count / size:>7.3g}"
+            for name, size, count in zip(mix.names, mix.sizes, mix.per_epoch, strict=True)
+        ),
+    ]

@@ -1,0 +1,102 @@
+"""`tuning.trainable`: which of the weights that a mode trains are trained, by parts of their names.
+
+A pattern is names with dots between them, as they follow each other in a weight's name: `q_proj`, `layers.3.mlp`. A
+piece may be a glob (`*_proj`), and a number a range (`layers.0-3`). `lora` are the adapters, `norm` every norm.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+from sft_play.log import one_line
+from sft_play.train.model import Blueprint
+
+_WORDS = {"lora": "lora_*", "norm": "*norm*"}
+"""Pieces that stand for more than a name of their own."""
+_RANGE = re.compile(r"(\d+)-(\d+)")
+
+
+def is_meant(pattern: str, name: str) -> bool:
+    """Whether a pattern names a weight: its pieces stand in the weight's name, one after the other."""
+    pieces, parts = pattern.split("."), name.split(".")
+    return any(
+        all(_fits(piece, part) for piece, part in zip(pieces, parts[at:], strict=False))
+        for at in range(len(parts) - len(pieces) + 1)
+    )
+
+
+def _fits(piece: str, part: str) -> bool:
+    span = _RANGE.fullmatch(piece)
+    if span is not None:
+        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
+    return fnmatch.fnmatchcase(part, _WORDS.get(piece, piece))
+
+
+def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that any of the patterns means."""
+    return [name for name in names if any(is_meant(pattern, name) for pattern in patterns)]
+
+
+def trainable_note(config: RunConfig, blueprint: Blueprint) -> str | None:
+    """What of the model is trained, in words, looked up without its weights; None where all is that the mode trains.
+
+    Raises:
+        ModelError: a pattern names nothing that the mode trains.
+    """
+    patterns = config.tuning.trainable
+    if patterns == "all":
+        return None
+    sizes = _trained_by_mode(config, blueprint)
+    for pattern in patterns:
+        if not chosen([pattern], sizes):
+            raise ModelError(_nothing_meant(config, pattern, sizes))
+    kept = chosen(patterns, sizes)
+    share = sum(sizes[name] for name in kept) / sum(sizes.values())
+    return (
+        f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
+        f"{config.tuning.mode} trains ({share:.2%} of their numbers); the plan has room for all"
+    )
+
+
+def _trained_by_mode(config: RunConfig, blueprint: Blueprint) -> dict[str, int]:
+    """Name and size of every tensor that the tuning mode trains, from a model without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(blueprint.hf_config, trust_remote_code=config.model.trust_remote_code)
+        if blueprint.peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, copy.deepcopy(blueprint.peft_config))
+    return {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _nothing_meant(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
+    pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
+    there = sorted(piece for piece in pieces if not piece.isdigit())
+    near = difflib.get_close_matches(pattern.rpartition(".")[2], there, n=1, cutoff=0.6)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    layers = max((int(piece) for piece in pieces if piece.isdigit()), default=-1) + 1
+    counted = f"; layers are numbered 0 to {layers - 1}" if layers else ""
+    return (
+        f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains{hint}. "
+        f"The parts of their names are: {one_line(', '.join(there), limit=500)}{counted}"
+    )
+
+
+def train_only(model: nn.Module, patterns: Any) -> None:
+    """Leave every weight that trains and that no pattern means as it is; `all` changes nothing."""
+    if patterns == "all":
+        return
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not chosen(patterns, [name]):
+            weight.requires_grad_(False)

@@ -1,0 +1,371 @@
+"""data.sources: exact shares of every epoch, the loss of each, the same rows after a stop, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.data.mixing import Mix, Sources, drawn, exact_shares, mix_table
+from sft_play.errors import ConfigError, DataError
+from tests.conftest import chat
+
+# --- which rows an epoch has ------------------------------------------------------------------------------------------
+
+
+def test_shares_by_hand():
+    assert exact_shares([3, 1], 8) == (6, 2)
+    assert exact_shares([1, 1, 1], 8) == (3, 3, 2)  # 2.67 each: of equal remainders the first
+    assert exact_shares([0.7, 0.2, 0.1], 11) == (8, 2, 1)  # 7.7, 2.2, 1.1
+    assert exact_shares([1e300, 1.0], 5) == (5, 0)
+
+
+def test_shares_add_up_and_every_row_comes_as_often_as_the_others_of_its_source():
+    draw = random.Random(14)
+    for _ in range(400):
+        sizes = tuple(draw.randint(1, 40) for _ in range(draw.randint(1, 5)))
+        weights = [draw.choice([draw.random() + 1e-9, draw.randint(1, 9), 10 ** draw.uniform(-6, 6)]) for _ in sizes]
+        total = draw.choice([sum(sizes), draw.randint(1, 200)])
+        counts = exact_shares(weights, total)
+        assert sum(counts) == total
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - total * Fraction(weight) / sum(map(Fraction, weights))) < 1
+        names, seed = tuple(map(str, range(len(sizes)))), draw.randrange(2**32)
+        mix, ends = Mix(names, sizes, counts, seed), np.cumsum(sizes)
+        so_far = np.zeros(sum(sizes), dtype=int)
+        for epoch in range(5):
+            rows = mix.rows(epoch)
+            assert np.array_equal(rows, Mix(names, sizes, counts, seed).rows(epoch))  # from its number alone
+            seen = np.bincount(rows, minlength=sum(sizes))
+            so_far += seen
+            for count, mine, ever in zip(counts, np.split(seen, ends[:-1]), np.split(so_far, ends[:-1]), strict=True):
+                assert mine.sum() == count
+                assert np.ptp(mine) <= 1
+                assert np.ptp(ever) <= 1
+
+
+def test_epochs_of_a_source_that_is_not_used_whole_have_other_rows():
+    mix = Sources(("a", "b"), (1.0, 1.0), (30, 10)).mix(seed=1)
+    assert mix.per_epoch == (20, 20)
+    first, second = (set(mix.rows(epoch)[:20].tolist()) for epoch in (0, 1))
+    assert len(first) == len(second) == 20
+    assert first | second == set(range(30))
+    assert sorted(mix.rows(0)[20:].tolist()) == sorted([*range(30, 40)] * 2)
+
+
+def test_without_weights_every_row_comes_once():
+    mix = Sources(("a", "b"), (None, None), (30, 10)).mix(seed=1)
+    assert sorted(mix.rows(3).tolist()) == list(range(40))
+
+
+def test_a_weight_that_gives_no_row_or_too_many_passes_is_refused():
+    with pytest.raises(DataError, match=r"weight 1 of b, 0\.001 of all, gives it no row of an epoch of 40"):
+        Sources(("a", "b"), (999.0, 1.0), (30, 10)).mix(seed=1)
+    with pytest.raises(DataError, match="asks for 3,000 rows an epoch, and it has 1: more than 1,000 passes"):
+        Sources(("a", "b"), (3.0, 1.0), (1, 3999)).mix(seed=1)
+
+
+def test_the_table_says_rows_share_and_passes():
+    lines = mix_table(Sources(("code", "chat"), (3.0, 1.0), (10, 30)).mix(seed=1))
+    assert lines[0].split() == ["source", "rows", "an", "epoch", "share", "passes"]
+    assert lines[1].split() == ["code", "10", "30", "75.00%", "3"]
+    assert lines[2].split() == ["chat", "30", "10", "25.00%", "0.333"]
+
+
+def test_max_rows_keeps_the_same_rows_by_the_seed():
+    assert drawn(5, 5, seed=1) is None
+    kept = drawn(1000, 10, seed=1)
+    assert kept is not None
+    assert len(set(kept.tolist())) == 10
+    assert np.array_equal(kept, drawn(1000, 10, seed=1))
+    assert not np.array_equal(kept, drawn(1000, 10, seed=2))
+
+
+# --- the run YAML -----------------------------------------------------------------------------------------------------
+
+
+def refusal(data: str, more: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_from_text(f"model: {{name: x}}\n{more}data:\n  {data}\n", name="run.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("sources: [{path: a, weight: 0}]", "run.yaml:3: data.sources[0].weight: expected a number above 0 or null"),
+        ("sources: [{path: a, weight: -1}]", "found -1"),
+        ("sources: [{path: a, max_rows: 0}]", "data.sources[0].max_rows: expected a whole number of at least 1"),
+        ("sources: [{path: a, wieght: 2}]", "data.sources[0].wieght: unknown key (value 2); did you mean weight?"),
+        ("sources: [{weight: 2}]", "data.sources[0].path: missing"),
+        ("sources: [a.jsonl]", 'data.sources[0]: expected a section, found "a.jsonl"; write {path: "a.jsonl", …}'),
+        ("sources: a.jsonl", "data.sources: expected a list of sections with path, name, weight, max_rows, val_path"),
+        ("sources: [{path: a}, {path: a/}]", "data.sources[1].path: is data.sources[0] already"),
+        ("sources: [{path: x/a.jsonl}, {path: b, name: a}]", "data.sources[1].name: is named a, as data.sources[0] is"),
+        ("sources: [{path: rank_0.jsonl}]", "data.sources[0]: is named rank_0, and loss_rank_0 is the loss of a rank"),
+        ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1]: has no weight, and other sources have one"),
+        ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given beside data.sources; remove it"),
+        ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given beside a val_path of a source"),
+        ("train_path: null", "data.train_path: null, and there are no data.sources"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_sources_is_said_with_its_place(data, said):
+    assert said in refusal(data)
+
+
+def test_a_line_of_a_source_in_a_block_list_is_its_own():
+    said = refusal("sources:\n  - path: a\n    weight: 1\n  - path: b\n    weight: 0")
+    assert said.startswith("run.yaml:7: data.sources[1].weight: expected a number above 0")
+
+
+def test_the_mix_of_chats_and_text_takes_no_sources():
+    said = refusal("text_path: t\n  sources: [{path: b}]", "task_mode: cpt_mixed\n")
+    assert "data.sources: task_mode cpt_mixed mixes data.train_path and data.text_path by data.text_fraction" in said
+
+
+def test_sources_have_names_and_no_default_files_beside_them():
+    text = "model: {name: x}\ndata: {sources: [{path: a/train.jsonl.gz}, {path: b/train.jsonl}, {path: 'hub:o/n'}]}\n"
+    data = config_from_text(text, name="run.yaml").data
+    assert data.source_names == ("a-train", "b-train", "n")
+    assert (data.train_path, data.val_path, data.test_path) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("datasets: [{path: a.jsonl, weight: 0.7}, {path: b.jsonl, weight: 0.3}]",
+         'data.sources: [{"path": "a.jsonl", "weight": 0.7}, {"path": "b.jsonl", "weight": 0.3}]'),
+        ("dataset: a.jsonl,o/n", 'data.sources: [{"path": "a.jsonl"}, {"path": "hub:o/n"}]'),
+        ("interleave_probs: 0.7,0.3", "data.sources: [{path: a.jsonl, weight: 3}"),
+        ("mix_strategy: concat", "each has its share of every epoch"),
+        ("dataset_mixer: {a: 1}", "data.sources"),
+    ],
+)  # fmt: skip
+def test_the_mixes_of_other_tools_are_answered_with_ours(line, said):
+    with pytest.raises(ConfigError) as caught:
+        config_from_text(f"model: {{name: x}}\n{line}\n", name="run.yaml")
+    assert said in str(caught.value)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
+    """Two files of chats and one to judge on, three quarters of an epoch from the smaller."""
+    for name, count, answer in (("sums", 12, "it is"), ("colours", 20, "red red red"), ("held", 6, "it is")):
+        rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        "tuning: {mode: full}\n"
+        "data:\n  sources:\n"
+        f"    - {{path: {tmp_path}/sums.jsonl, weight: 3, val_path: {tmp_path}/held.jsonl}}\n"
+        f"    - {{path: {tmp_path}/colours.jsonl, weight: 1}}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, epochs: 3, learning_rate: 1e-3, report_to: [],\n"
+        "        gradient_checkpointing: false, bf16: false}\n"
+        f"eval: {{before_training: false}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+    )
+    return path
+
+
+def series(folder: Path, key: str) -> list[Any]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+@pytest.mark.build
+def test_a_run_on_sources_stopped_and_resumed_has_the_losses_of_an_unbroken_one(run_yaml, command, tmp_path):
+    """32 rows an epoch, 24 of the first source and 8 of the second: 4 steps an epoch, stopped within the second."""
+    for name, words in (("whole", []), ("broken", ["train.stop_after_steps=5"])):
+        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
+        assert code == 0, said
+    code, more = command("resume", "--config", str(run_yaml), "--run", "broken")
+    assert code == 0, more
+    whole, broken = (tmp_path / "outputs" / name for name in ("whole", "broken"))
+    for key in ("loss", "loss_sums", "loss_colours", "eval_loss"):
+        assert series(broken, key) == series(whole, key), key
+    assert len(series(whole, "loss")) == 12
+    assert len(series(whole, "eval_loss_sums")) == 3
+    assert not series(whole, "eval_loss_colours")
+    assert "sums             12          24   75.00%        2" in said
+    assert "colours          20           8   25.00%      0.4" in said
+    facts = json.loads((whole / "manifest.json").read_text())["data"]
+    assert len(facts["source sums"]["sha256"]) == len(facts["source sums (val)"]["sha256"]) == 64
+
+
+@pytest.mark.build
+def test_a_resumed_run_on_other_weights_is_refused(run_yaml, command):
+    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=1")
+    assert code == 0, said
+    run_yaml.write_text(run_yaml.read_text().replace("weight: 3", "weight: 2"))
+    code, said = command("resume", "--config", str(run_yaml), "--run", "one")
+    assert code == 2
+    assert "data.sources: the run has" in said
+
+
+def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any, list[list[int]]]:
+    """The trainer of a run in this process, and the rows of each epoch as its order gives them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sft_play.config.load import load_config
+    from sft_play.data.dataset import build_splits
+    from sft_play.data.files import data_paths
+    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.hardware import Hardware
+    from sft_play.plan.plan import make_plan
+    from sft_play.runs import RunFolder
+    from sft_play.train.monitor import Monitor
+    from sft_play.train.trainer import build_trainer
+
+    config = load_config(run_yaml, overrides=overrides).config
+    name = config.model.name
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=config.model.max_seq_len)
+    assert splits.sources is not None
+    plan = make_plan(config, shape_of(name), Hardware((), "CPU", 2, 2**34, 2**34))
+    trainer = build_trainer(
+        config, plan, RunFolder(run_yaml.parent / "run"),
+        peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train=splits.train,
+        evaluation=splits.val, callbacks=[], sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
+    )  # fmt: skip
+    loader = trainer.get_train_dataloader()
+    order = []
+    for epoch in range(epochs):
+        trainer.order.set_epoch(epoch)
+        order.append(list(trainer.order))
+    assert len(loader) * trainer.args.per_device_train_batch_size == len(order[0])
+    return trainer, order
+
+
+@pytest.mark.build
+def test_the_trainer_sees_the_shares_of_every_epoch(run_yaml):
+    trainer, (first, second) = rows_of_steps(run_yaml)
+    for rows in (first, second):
+        sources = [int(trainer.train_dataset[row]["sources"][0]) for row in rows]
+        assert (sources.count(0), sources.count(1)) == (24, 8)
+        assert sources != sorted(sources)  # mixed, not one after the other
+    assert sorted(row for row in first if row < 12) == sorted([*range(12)] * 2)
+    of_second = [{row for row in rows if row >= 12} for rows in (first, second)]
+    assert not of_second[0] & of_second[1]
+
+
+@pytest.mark.build
+def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
+    trainer, (rows, _) = rows_of_steps(run_yaml, "data.packing=best_fit", "model.max_seq_len=160")
+    found = [trainer.train_dataset[row]["sources"] for row in rows]
+    assert all(len(set(sources.tolist())) == 1 for sources in found)
+    counts = [sum(int(sources[0]) == place for sources in found) for place in (0, 1)]
+    sizes = trainer._mix.sizes
+    assert tuple(counts) == exact_shares([3, 1], sum(sizes))
+    assert sum(sizes) < 32
+
+
+@pytest.mark.build
+def test_max_rows_and_a_share_held_out_of_each_source(run_yaml, command, tmp_path):
+    text = (
+        run_yaml.read_text()
+        .replace(f", val_path: {tmp_path}/held.jsonl", "")
+        .replace("weight: 1", "weight: 1, max_rows: 9")
+    )
+    run_yaml.write_text(text)
+    code, said = command(
+        "train",
+        "--config",
+        str(run_yaml),
+        "output.name=one",
+        "data.val_fraction=0.3",
+        "train.max_steps=1",
+        "eval.steps=1",
+    )
+    assert code == 0, said
+    run = tmp_path / "outputs" / "one"
+    assert series(run, "eval_loss_sums")
+    assert series(run, "eval_loss_colours")
+    assert "rows of colours are used (max_rows)" in said
+
+
+@pytest.mark.build
+def test_one_held_out_file_for_all_sources_has_one_loss(run_yaml, command, tmp_path):
+    run_yaml.write_text(run_yaml.read_text().replace(f", val_path: {tmp_path}/held.jsonl", ""))
+    words = [f"data.val_path={tmp_path}/held.jsonl", "train.max_steps=1", "eval.steps=1", "output.name=one"]
+    code, said = command("train", "--config", str(run_yaml), *words)
+    assert code == 0, said
+    run = tmp_path / "outputs" / "one"
+    assert series(run, "eval_loss")
+    assert not series(run, "eval_loss_sums")
+    assert series(run, "loss_sums")
+
+
+@pytest.mark.build
+def test_plain_text_of_several_sources_is_mixed_by_blocks(run_yaml, command, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"the light in the {name} is on. " * 200)
+    sources = f"[{{path: {tmp_path}/one.txt, weight: 1}}, {{path: {tmp_path}/two.txt, weight: 2}}]"
+    words = ["task_mode=cpt", f"data.sources={sources}", "train.max_steps=1", "output.name=text"]
+    code, said = command("train", "--config", str(run_yaml), *words)
+    assert code == 0, said
+    assert series(tmp_path / "outputs" / "text", "loss_two")
+
+
+@pytest.mark.build
+def test_missing_files_of_sources_are_named_all_at_once(run_yaml, command, tmp_path):
+    run_yaml.write_text(
+        run_yaml.read_text().replace("colours.jsonl", "colors.jsonl").replace("held.jsonl", "halt.jsonl")
+    )
+    code, said = command("train", "--config", str(run_yaml))
+    assert code == 2
+    assert "data.sources[1].path: " in said
+    assert "colors.jsonl does not exist" in said
+    assert "data.sources[0].val_path: " in said
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.build
+def test_a_bad_row_of_a_source_is_named_with_the_source(run_yaml, command, tmp_path):
+    with (tmp_path / "colours.jsonl").open("a") as file:
+        file.write("{}\n")
+    code, said = command("train", "--config", str(run_yaml))
+    assert code == 2
+    assert f"1 of 21 rows of data.sources[1].path={tmp_path}/colours.jsonl cannot be used" in said
+
+
+@pytest.mark.build
+def test_check_render_and_preview_read_every_source(run_yaml, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = command("check", "--config", str(run_yaml))
+    assert code == 0, said
+    assert "colours.jsonl" in said
+    code, said = command("render", "--config", str(run_yaml))
+    assert code == 0, said
+    names = {path.name for path in (tmp_path / "data" / "rendered").glob("*.jsonl")}
+    assert names == {"train-sums.jsonl", "train-colours.jsonl", "val-sums.jsonl"}
+    code, said = command("preview", "--config", str(run_yaml))
+    assert code == 0, said
+    assert "The first of data.sources; not shown: colours" in said
+    code, said = command("plan", "--config", str(run_yaml))
+    assert code == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_sources_are_the_same_over_ranks(run_yaml, tmp_path, strategy):
+    from tests.test_distributed import start
+
+    for name, command, given in (
+        ("one", "train", {}),
+        ("two", "train-distributed", {"STRATEGY": strategy, "NPROC": "2"}),
+    ):
+        answer = start(tmp_path, command, "--config", str(run_yaml), f"output.name={name}", **given)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, two = (tmp_path / "outputs" / name for name in ("one", "two"))
+    for key in ("loss", "loss_sums", "loss_colours", "eval_loss", "eval_loss_sums", "samples_seen"):
+        assert series(two, key) == pytest.approx(series(one, key), rel=1e-4), key
+        assert series(one, key)

@@ -1,0 +1,389 @@
+"""A curriculum: stages equal to runs chained by hand, resumed in and between them, planned, and refused before any."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.errors import ConfigError
+from sft_play.runs import RunFolder
+from tests.conftest import chat
+
+# --- the run YAML -----------------------------------------------------------------------------------------------------
+
+BASE = "model: {name: x, max_seq_len: 512}\ndata: {train_path: a.jsonl}\ntrain: {max_steps: 9}\n"
+
+
+def loaded(folder: Path, curriculum: str, *overrides: str) -> LoadedConfig:
+    path = folder / "run.yaml"
+    path.write_text(f"{BASE}curriculum:\n{curriculum}\n")
+    return load_config(path, overrides=overrides)
+
+
+def refusal(folder: Path, curriculum: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loaded(folder, curriculum, *overrides)
+    return str(caught.value).replace(str(folder / "run.yaml"), "run.yaml")
+
+
+def test_a_stage_takes_from_the_run_what_it_does_not_give(tmp_path):
+    short, long = loaded(
+        tmp_path,
+        "- {name: short, epochs: 2, learning_rate: 1e-4}\n"
+        "- name: long\n  max_seq_len: 2048\n  trainable: [lora]\n  data: {sources: [{path: b.jsonl}]}\n"
+        "  train: {weight_decay: 0.1}",
+    ).stages
+    assert (short.name, short.number, short.config.train.epochs, short.config.learning_rate) == ("short", 1, 2.0, 1e-4)
+    assert short.config.train.max_steps is None  # epochs of its own stand in place of the run's steps
+    assert (short.config.model.max_seq_len, short.config.data.train_path) == (512, "a.jsonl")
+    assert (long.config.train.max_steps, long.config.train.weight_decay) == (9, 0.1)
+    assert (long.config.model.max_seq_len, long.config.tuning.trainable) == (2048, ("lora",))
+    assert (long.config.data.train_path, long.config.data.source_names) == (None, ("b",))
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "said"),
+    [
+        ("- {name: a, epochs: 0}", "run.yaml:5: curriculum[0].epochs: expected a number above 0 or null, found 0"),
+        ("- {name: a}\n- {name: b, lr: 3}", "run.yaml:6: curriculum[1].lr: unknown key (value 3); curriculum[]"),
+        ("- {name: a, train: {epohs: 1}}", "run.yaml:5: curriculum[0].train.epohs: unknown key (value 1); did you"),
+        ("- {name: a, train: {lr: 3}}", "curriculum[0].train.lr: unknown key (value 3); here it is"),
+        ("- name: a\n  train:\n    epochs: -1", "run.yaml:7: curriculum[0].train.epochs: expected a number above 0"),
+        ("- {name: a, train: {bf16: true}}", "curriculum[0].train.bf16: one for all stages; give it as train.bf16"),
+        ("- {name: a, model: {name: z}}", "curriculum[0].model.name: one for all stages"),
+        ("- {name: a, tuning: {lora: {r: 3}}}", "curriculum[0].tuning.lora: one for all stages"),
+        ("- {name: a, epochs: 1, train: {epochs: 2}}", "curriculum[0].train.epochs: given twice: here and as"),
+        ("- {name: a}\n- {name: A, epochs: 1}", "run.yaml:5: curriculum[0].name: a is the name of 2 stages"),
+        ("- {name: a}\n- {name: b}", "run.yaml:6: curriculum[1]: changes nothing: stage b has the data and"),
+        ("- {name: a}\n- {name: b, eval: {steps: 5}, train: {save_steps: 3}}", "curriculum[1]: changes nothing"),
+        ("- {name: a}\n- {name: b, learning_rate: auto}", "curriculum[1]: changes nothing"),
+        ("- {name: a, data: {sources: [{path: q, weight: 0}]}}", "curriculum[0].data.sources[0].weight: expected"),
+        ("- {name: a, task_mode: cpt_mixed}", "curriculum[0].task_mode: cpt_mixed needs data.text_path"),
+        ("- {name: ../a}", "curriculum[0].name: expected text"),
+        ("- {epochs: 1}", "curriculum[0].name: missing"),
+        ("- a", 'curriculum[0]: expected a section, found "a"'),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_stage_is_said_with_its_place(tmp_path, curriculum, said):
+    assert said in refusal(tmp_path, curriculum)
+
+
+def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
+    stages = "- {name: a, epochs: 1}\n- {name: b, epochs: 2}"
+    said = refusal(tmp_path, stages, "train.epochs=3")
+    assert said == "SET: train.epochs: every stage of the curriculum gives its own; set it there: curriculum.0.epochs=…"
+    one, two = loaded(tmp_path, stages, "curriculum.0.epochs=3", "curriculum.1.train.weight_decay=0.5").stages
+    assert (one.config.train.epochs, two.config.train.epochs, two.config.train.weight_decay) == (3, 2, 0.5)
+    assert "there are 2 stages, counted from 0" in refusal(tmp_path, stages, "curriculum.2.epochs=3")
+
+
+# --- what trains ------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_mean_names_by_their_pieces():
+    from sft_play.train.trainable import chosen
+
+    names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
+    names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]
+    assert chosen(["layers.1"], names) == [names[0], names[1], names[8]]
+    assert chosen(["layers.0-3.mlp"], names) == [names[0], names[2]]
+    assert chosen(["norm"], names) == [names[1], names[3], names[5], names[6]]
+    assert chosen(["lora", "lm_head"], names) == names[7:]
+    assert chosen(["*_proj"], names) == [names[0], names[2], names[4], names[8]]
+    assert not chosen(["layer", "proj", "1.layers"], names)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+WHOLE = ["tuning.mode=full"]
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
+    """Three steps on one file, then six on another with longer rows, half the rate."""
+    for name, answer in (("sums", "it is"), ("colours", "red red"), ("held", "it is")):
+        rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(24)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {tmp_path}/sums.jsonl, val_path: {tmp_path}/held.jsonl}}\n"
+        "train: {effective_batch_size: 8, batch_size: 2, learning_rate: 1e-3, gradient_checkpointing: false,\n"
+        "        bf16: false, report_to: [], save_steps: 2}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+        "curriculum:\n  - {name: short, epochs: 1}\n"
+        f"  - {{name: long, epochs: 2, max_seq_len: 80, learning_rate: 5e-4,\n"
+        f"     data: {{train_path: {tmp_path}/colours.jsonl}}}}\n"
+    )
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path, stage: str | None = None) -> list[Any]:
+    return [
+        (line.get("stage"), line["step"], key, line[key])
+        for line in metrics(folder)
+        for key in ("loss", "eval_loss")
+        if key in line and stage in (None, line.get("stage"))
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
+    return load_file(file)
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    mine, theirs = weights(one), weights(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("bf16", ["false", "true"])
+def test_two_stages_are_two_runs_chained_by_hand(run_yaml, command, tmp_path, bf16):
+    def run(name: str, *words: str) -> Path:
+        code, said = command(
+            "train", "--config", str(run_yaml), *WHOLE, f"train.bf16={bf16}", f"output.name={name}", *words
+        )
+        assert code == 0, said
+        return tmp_path / "outputs" / name
+
+    whole = run("whole")
+    one = run("one", "curriculum=[]")
+    two = run(
+        "two", "curriculum=[]", f"model.name={one}/model", "train.epochs=2", "model.max_seq_len=80",
+        "train.learning_rate=5e-4", f"data.train_path={tmp_path}/colours.jsonl",
+    )  # fmt: skip
+    by_hand = [number for _, _, _, number in (*losses(one), *losses(two))]
+    assert [number for _, _, _, number in losses(whole)] == pytest.approx(
+        by_hand, rel=1e-5 if bf16 == "false" else 1e-2
+    )
+    assert len(by_hand) == 9 + 4
+    for name, tensor in weights(two).items():
+        torch.testing.assert_close(weights(whole)[name], tensor, rtol=1e-5, atol=1e-6 if bf16 == "false" else 1e-3)
+
+
+@pytest.mark.build
+def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_time(
+    run_yaml, command, tmp_path, monkeypatch
+):
+    from transformers import PreTrainedModel
+
+    from sft_play.train import curriculum
+
+    let_go, left = curriculum._let_go, []
+
+    def count() -> None:
+        let_go()
+        left.append([type(item).__name__ for item in gc.get_objects() if isinstance(item, PreTrainedModel)])
+
+    before = sum(isinstance(item, PreTrainedModel) for item in gc.get_objects())
+    monkeypatch.setattr(curriculum, "_let_go", count)
+    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
+    assert code == 0, said
+    assert [len(models) <= before for models in left] == [True, True], left
+    run = tmp_path / "outputs" / "one"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "resolved.json", "plan.json", "manifest.json", "summary.json", "metrics.jsonl", "train.log",
+        "tb", "stages", "adapter",
+    }  # fmt: skip
+    assert {path.name for path in (run / "tb").iterdir()} == {"short", "long"}
+    assert {path.name for path in (run / "stages" / "short").iterdir()} == {
+        "manifest.json", "plan.json", "resolved.json", "summary.json", "checkpoints", "adapter",
+    }  # fmt: skip
+    assert not (run / "stages" / "long" / "adapter").exists()  # what the last stage trained is the run's
+    summary = json.loads((run / "summary.json").read_text())
+    assert [(stage["name"], stage["steps"], stage["status"]) for stage in summary["stages"]] == [
+        ("short", 3, "finished"), ("long", 6, "finished"),
+    ]  # fmt: skip
+    assert (summary["steps"], summary["status"], summary["exit"]) == (9, "finished", 0)
+    short, long = summary["stages"]
+    assert long["before"]["loss"] == pytest.approx(short["after"]["loss"], rel=1e-6)  # the adapter went over
+    assert summary["before"] == short["before"]
+    assert summary["after"] == long["after"]
+    rates = [line["learning_rate"] for line in metrics(run) if line["stage"] == "long" and "learning_rate" in line]
+    assert max(rates) == pytest.approx(5e-4)
+    data = json.loads((run / "manifest.json").read_text())["data"]
+    assert {"stage short train", "stage long train", "stage long val", "weights", "tokenizer"} <= set(data)
+    assert "Stage 2 of 2, long: 2 epochs, learning rate 0.0005, rows of at most 80 tokens" in said
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, command, tmp_path, steps):
+    for name, words in (("whole", []), ("broken", [f"train.stop_after_steps={steps}"])):
+        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
+        assert code == 0, said
+    whole, broken = (tmp_path / "outputs" / name for name in ("whole", "broken"))
+    assert json.loads((broken / "summary.json").read_text())["status"] == "stopped"
+    assert len([one for one in losses(broken) if one[2] == "loss"]) == steps
+    assert not (broken / "adapter").exists()
+    code, said = command("resume", "--config", str(run_yaml), "--run", "broken")
+    assert code == 0, said
+    assert set(losses(broken)) == set(losses(whole))
+    assert same_bits(broken, whole)
+    assert json.loads((broken / "manifest.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.build
+def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, command, tmp_path):
+    """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
+    code, said = command("train", "--config", str(run_yaml), "output.name=whole")
+    assert code == 0, said
+    whole = tmp_path / "outputs" / "whole"
+    for name, lost in (("unsaid", None), ("unsaved", "adapter")):
+        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
+        assert code == 0, said
+        run = RunFolder(tmp_path / "outputs" / name)
+        stage = run.of_stage("short")
+        stage.update_manifest(status="running")
+        run.update_manifest(status="running")
+        if lost:
+            (stage.path / lost).rename(tmp_path / f"{name}-moved")
+        code, said = command("resume", "--config", str(run_yaml), "--run", name)
+        assert code == 0, said
+        assert "Resuming bnb run from step 3" in said
+        assert same_bits(run.path, whole)
+
+
+@pytest.mark.build
+def test_another_curriculum_is_not_resumed(run_yaml, command):
+    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=1")
+    assert code == 0, said
+    run_yaml.write_text(run_yaml.read_text().replace("5e-4", "6e-4"))
+    code, said = command("resume", "--config", str(run_yaml), "--run", "one")
+    assert code == 2
+    assert "curriculum: the run has" in said
+
+
+@pytest.mark.build
+def test_only_the_parts_that_a_stage_names_are_trained(run_yaml, command, tmp_path, tiny_llama):
+    words = [*WHOLE, "curriculum.0.trainable=[layers.0.mlp]", "curriculum.1.trainable=[norm]", "output.name=one"]
+    code, said = command("train", "--config", str(run_yaml), *words)
+    assert code == 0, said
+    run, base = tmp_path / "outputs" / "one", load_file(tiny_llama / "model.safetensors")
+    first, last = weights(run / "stages" / "short"), weights(run)
+    moved = {name for name, tensor in first.items() if not torch.equal(tensor, base[name])}
+    assert moved == {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    later = {name for name, tensor in last.items() if not torch.equal(tensor, first[name])}
+    assert later == {name for name in last if "norm" in name}
+    assert "Trainable: norm: 5 of" in said
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["curriculum.1.trainable=[mlpp]"], 2,
+         "stage long: tuning.trainable: mlpp names no weight that tuning.mode=full trains (did you mean mlp?)"),
+        (["curriculum.1.trainable=[lora]"], 2, "stage long: tuning.trainable: lora names no weight"),
+        (["curriculum.1.trainable=[layers.7]"], 2, "layers are numbered 0 to 1"),
+        (["curriculum.1.data.train_path=none.jsonl"], 2, "stage long: data.train_path: none.jsonl does not exist"),
+        (["curriculum.1.data.max_lost_fraction=0", "curriculum.1.max_seq_len=40"], 2, "stage long: data.train_path="),
+        (["curriculum.1.train.effective_batch_size=7"], 2, "stage long: "),
+    ],
+)  # fmt: skip
+def test_a_later_stage_that_cannot_be_is_refused_before_the_first(run_yaml, command, tmp_path, words, code, said):
+    answer, printed = command("train", "--config", str(run_yaml), *WHOLE, "output.name=one", *words)
+    assert answer == code, printed
+    assert said in printed
+    assert not (tmp_path / "outputs" / "one").exists()
+
+
+@pytest.mark.build
+def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, command):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: 512}\ndata: {train_path: none.jsonl}\n"
+        "curriculum:\n  - {name: short}\n  - {name: long, max_seq_len: 2048, epochs: 2, trainable: [lora]}\n"
+    )
+    code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060")
+    assert code == 0, said
+    assert "The plan of stage long, the one with the longest rows:" in said
+    assert "Stages, each with a schedule and an optimizer of its own, all under single:" in said
+    assert "1 short: 1 epoch, learning rate 0.0002, rows of at most 512 tokens; micro" in said
+    assert "2 long: 2 epochs, learning rate 0.0002, rows of at most 2,048 tokens, trains lora; micro" in said
+    code, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
+    stages = json.loads(answer[answer.index("{") :].splitlines()[0])["stages"]
+    assert [(stage["name"], stage["max_seq_len"], stage["fits"]) for stage in stages] == [
+        ("short", 512, True), ("long", 2048, True),
+    ]  # fmt: skip
+    code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "curriculum.1.max_seq_len=32768")
+    assert code == 3
+    assert "stage long: Qwen/Qwen2.5-3B-Instruct with tuning.mode=qlora does not fit" in said
+
+
+def test_stages_share_the_layout_that_fits_them_all():
+    """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
+    from sft_play.config.load import config_from_text
+    from sft_play.facts.hardware import named
+    from sft_play.plan.layout import LAYOUT_NAMES
+    from sft_play.start import common_layout, plan_for
+
+    machine, only = named("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
+    short, long = (
+        config_from_text(
+            f"model: {{name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: {length}}}\ntuning: {{mode: lora}}\n", name="x"
+        )
+        for length in (256, 32_768)
+    )
+    alone = [plan_for(config, machine, only=only, with_ways_out=False).layout for config in (short, long)]
+    found = common_layout([short, long], machine, only=only)
+    assert alone[0] != alone[1] == found
+    assert not plan_for(long, machine, only=(alone[0],), with_ways_out=False).fits
+    assert plan_for(short, machine, only=(found,), with_ways_out=False).fits
+    assert common_layout([short, short], machine, only=only) == alone[0]
+
+
+@pytest.mark.build
+def test_check_preview_render_and_consolidate_know_stages(run_yaml, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = command("check", "--config", str(run_yaml))
+    assert code == 0, said
+    assert "2 of 2, long" in said
+    for name in ("preview", "render"):
+        code, said = command(name, "--config", str(run_yaml))
+        assert code == 0, said
+        assert "The rows of stage short, the first of 2" in said
+    code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.stop_after_steps=5")
+    assert code == 0, said
+    code, said = command("consolidate", "--config", str(run_yaml), "--run", str(tmp_path / "outputs" / "one"))
+    assert code == 0, said
+    assert list((tmp_path / "outputs" / "one" / "stages" / "long").glob("consolidated-2/*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("ddp", "qlora"), ("zero3", "full"), ("fsdp", "qlora"), ("zero2", "lora")]
+)
+def test_stages_over_ranks_lose_what_one_process_loses_and_are_resumed(run_yaml, tmp_path, strategy, mode):
+    from tests.test_distributed import start
+
+    words = ["--config", str(run_yaml), f"tuning.mode={mode}"]
+    asked = {"STRATEGY": strategy, "NPROC": "2"}
+    for verb, name, given, more in (
+        ("train", "one", {}, []),
+        ("train-distributed", "two", asked, ["train.stop_after_steps=5"]),
+        ("resume", "two", {"RUN": "two"}, []),
+    ):
+        named = [] if verb == "resume" else [f"output.name={name}"]
+        answer = start(tmp_path, verb, *words, *named, *more, **given)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, two = (tmp_path / "outputs" / name for name in ("one", "two"))
+    mine, theirs = ({found[:3]: found[3] for found in losses(run)} for run in (two, one))
+    assert mine.keys() == theirs.keys()
+    assert list(mine.values()) == pytest.approx([theirs[key] for key in mine], rel=1e-5)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=1e-4, atol=1e-5)
+    proofs = [stage["engine_proof"]["layout"] for stage in json.loads((two / "summary.json").read_text())["stages"]]
+    assert proofs == [strategy] * 2
