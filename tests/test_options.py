@@ -600,6 +600,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(traced, "plan.trace", "false", "unavailable", "plan.trace is false"),
     one(arguments, "train.gradient_checkpointing", "true", "gradient_checkpointing", True),
     one(plan, "train.gradient_checkpointing", 3, "checkpointed_layers", 3),
+    one(plan, "train.gradient_checkpointing", "offload", "step.offloads", True),
     one(arguments, "train.logging_steps", 9, "logging_steps", 9),
     one(arguments, "train.save_steps", 9, "save_steps", 9),
     one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
