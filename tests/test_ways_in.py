@@ -124,7 +124,7 @@ def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, 
 
 
 def test_a_typed_mistake_is_told_without_words_on_the_environment():
-    with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is no layout.*zero3_offload$"):
+    with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is no layout.*fsdp_cp$"):
         spread_of({"STRATEGY": "zeero2"})
 
 

@@ -216,8 +216,10 @@ def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.train.engine import _refuse_undivided
 
     if fine:
-        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
         return
     with pytest.raises(TrainingError, match=r"a rank holds 100,000 of 100,000 bytes of frozen weights"):
-        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, divided=True)
-    _refuse_undivided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, divided=False)
+        _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)
+    _refuse_undivided(Layout("zero2", 2, 2), "frozen", 100_000, sizes, share=100_000)
+    with pytest.raises(TrainingError, match="are not divided"):  # on every rank of a tensor-parallel group
+        _refuse_undivided(Layout("tp", 1, 1, 2), "frozen", 100_000, [100_000] * 2, share=100_000)

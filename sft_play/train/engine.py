@@ -129,7 +129,7 @@ def _axes(layout: Layout) -> dict[str, Any]:
     """The Trainer's argument for layouts of more than one axis. Context parallelism has none: to the engine, its ranks
     are FSDP2's like any others, whose rows are parts of rows."""
     ranks = layout.gradient_ranks
-    if layout.tensor_parallel == 1 and layout.name != "fsdp_hybrid" and ranks == layout.shard:
+    if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
         return {}
     kind = _WithTensorParallel if layout.tensor_parallel > 1 else ParallelismConfig
     sizes = {"dp_replicate_size": ranks // layout.shard, "dp_shard_size": layout.shard}
@@ -263,13 +263,12 @@ def prove(trainer: Any, plan: Plan) -> Proof:
         layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes), frozen.whole,
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
     )  # fmt: skip
-    parts = layout.shard * layout.tensor_parallel
     trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
     expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
-    _refuse_undivided(layout, "trained", whole, sizes, share=expected, parts=parts)
+    _refuse_undivided(layout, "trained", whole, sizes, share=expected)
     cut = [size - kept_whole for size in proof.frozen_bytes_by_rank]
     expected = _share(frozen.whole - kept_whole, frozen_alike, layout) if layout.shards_params else frozen.whole
-    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, share=expected, parts=parts)
+    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, share=expected)
     return proof
 
 
@@ -291,15 +290,15 @@ def _alike_over_tp(wrapped: Any, trains: bool) -> int:
     return found
 
 
-def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float, parts: int) -> None:
+def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float) -> None:
     """Raises TrainingError where a rank holds more than its share of `whole` bytes, or everything is on every rank of a
     tensor-parallel group."""
     if layout.tensor_parallel > 1 and whole and share >= whole / layout.shard:
         share = 0.0
     if max(sizes) > share * (1 + SHARD_SLACK) + 4096 * world_size():
         raise TrainingError(
-            f"the plan says {layout.name} over {parts} ranks, and a rank holds {max(sizes):,} of {whole:,} "
-            f"bytes of {what} weights: they are not divided; nothing was trained"
+            f"the plan says {layout.name} over {layout.shard * layout.tensor_parallel} ranks, and a rank holds "
+            f"{max(sizes):,} of {whole:,} bytes of {what} weights: they are not divided; nothing was trained"
         )
 
 
