@@ -64,6 +64,8 @@ def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
 QUIET_LOGGERS = {
     "bitsandbytes": "asks at import for a package that would fetch kernels from the hub",
     "transformers.distributed.tensor_parallel": "lists layers that are not sharded in runs that shard nothing",
+    "torch.distributed.tensor._redistribute": "tells how two collectives of a mesh could be one, norm and checkpoint",
+    "torch.distributed.tensor._collective_utils": "tells that gloo gathers where NCCL exchanges",
 }
 """Loggers of libraries whose warnings a user cannot act on, and what they say; their errors are shown."""
 

@@ -892,6 +892,7 @@ def quiet_libraries() -> None:
 
     for kind in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category=kind)
+    warnings.filterwarnings("ignore", message="Slicing a flattened dim")  # accelerate's way to its mesh, for torch 2.11
     disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
