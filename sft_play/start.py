@@ -362,7 +362,7 @@ def start_rank(
     os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
     choices = _choices_of_accelerate()
     if choices is not None and ranks.folder is None:  # below a parent of ours they are somebody else's, left over
-        spread = with_accelerate(spread, choices)
+        spread, loaded = with_accelerate(spread, choices), _with_mesh_of(choices, loaded)
     choose_interface(ranks, os.environ)
     loaded = with_curves(loaded) if spread.board else loaded
     handed = _handed(loaded, ranks, spread, find)
@@ -683,6 +683,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread)
+    loaded = _with_mesh_of(accelerate, loaded) if accelerate else loaded
     spread = as_the_mesh_says(spread, loaded.config)
     refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
@@ -798,6 +799,19 @@ def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None
     for note in notes:
         logger.info("%s", note)
     return (with_accelerate(spread, accelerate) if accelerate else spread), accelerate
+
+
+def _with_mesh_of(accelerate: AccelerateConfig, loaded: LoadedConfig) -> LoadedConfig:
+    """The run YAML with the mesh of a file of accelerate, where it has none of its own; what is done is logged."""
+    own, name = mesh_of(loaded.config.model.mesh_shape), one_line(str(accelerate.path))
+    if accelerate.mesh is None or own == accelerate.mesh:
+        return loaded
+    if own is not None:
+        logger.info("%s says parallelism_config %s, the run YAML model.mesh_shape=%s: the run YAML wins",
+                    name, accelerate.mesh, mesh_words(loaded.config.model.mesh_shape))  # fmt: skip
+        return loaded
+    logger.info("%s: its parallelism_config is model.mesh_shape=%s", name, accelerate.mesh)
+    return load_config(loaded.path, overrides=(*loaded.overrides, f"model.mesh_shape={accelerate.mesh}"))
 
 
 def as_the_mesh_says(spread: Spread, config: RunConfig) -> Spread:

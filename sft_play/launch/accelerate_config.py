@@ -24,6 +24,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.launch.given_file import text_of
 from sft_play.log import one_line
 from sft_play.plan.layout import LayoutName
+from sft_play.plan.mesh import Mesh
 from sft_play.runs import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
@@ -355,6 +356,8 @@ class AccelerateConfig:
     rdzv_backend: str = "static"
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    """What `parallelism_config` asks for; None where there is none, or all of it is one axis of FSDP or copies."""
     other: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -397,6 +400,28 @@ class AccelerateConfig:
             (3, True): "zero3_offload",
         }
         return layouts.get((int(self.deepspeed.get("zero_stage", 2)), states))
+
+
+_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
+"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's way of sharing rows."""
+
+
+def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
+    """The mesh of a `parallelism_config` block, or of the variables that it becomes; None where no axis but those of
+    FSDP and of copies is there, which are layouts of their own.
+
+    Raises:
+        ConfigError: a size is no whole number from 1 on.
+    """
+    sizes = dict.fromkeys(_AXES.values(), 1)
+    for theirs, ours in _AXES.items():
+        key = f"parallelism_config_{theirs}_size"
+        given = str(block.get(key, 1)).strip()
+        if not (given.isascii() and given.isdigit() and int(given) > 0):
+            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
+        sizes[ours] *= int(given)
+    mesh = Mesh(**sizes)
+    return mesh if mesh.tp * mesh.cp > 1 else None
 
 
 def read_config(path: Path) -> AccelerateConfig:
@@ -452,6 +477,7 @@ class _Reader:
             rdzv_backend=str(self._take("rdzv_backend") or "static"),
             fsdp=self._block("fsdp_config"),
             deepspeed=self._deepspeed(kind),
+            mesh=self._mesh(),
             other=self._left,
         )
         self._check_gpus(config)
@@ -544,6 +570,13 @@ class _Reader:
             self._wrong(f"deepspeed_config.zero_stage: {_show(stage)} is not 0, 1, 2 or 3")
             return {}
         return block
+
+    def _mesh(self) -> Mesh | None:
+        try:
+            return mesh_in(self._block("parallelism_config"))
+        except ConfigError as error:
+            self._wrong(str(error))
+            return None
 
     def _block(self, key: str) -> dict[str, Any]:
         given = self._take(key)

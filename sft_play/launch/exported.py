@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate_config import AccelerateConfig, DistributedType, read_config
+from sft_play.launch.accelerate_config import AccelerateConfig, DistributedType, mesh_in, read_config
 from sft_play.launch.accelerate_config import accelerate_place as place_of_accelerate
 from sft_play.log import one_line
 
@@ -152,6 +152,7 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
         mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],
         fsdp={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
         deepspeed=_deepspeed_block(environment),
+        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
     )
 
 

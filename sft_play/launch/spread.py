@@ -112,7 +112,7 @@ def with_accelerate(spread: Spread, accelerate: AccelerateConfig) -> Spread:
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     wish = spread.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
-    layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES else None
+    layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES and accelerate.mesh is None else None
     return replace(
         spread,
         strategy=spread.strategy or layout,
