@@ -25,7 +25,7 @@ from sft_play.config.load import LoadedConfig, flag_hint, load_config, split_ove
 from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.doctor.check import Planned, examine
 from sft_play.environment import waiting_threads
-from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError, in_stage
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch import accelerate_config, board_commands
@@ -35,7 +35,7 @@ from sft_play.launch.spread import DEFAULT_PORT, NODE_VARIABLES, Spread, spread_
 from sft_play.launch.spread import VARIABLES as spread_variables
 from sft_play.log import escape_control, one_line, output_is_lost, redact, set_up_logging
 from sft_play.plan import record, show
-from sft_play.plan.layout import LAYOUT_NAMES, LayoutName
+from sft_play.plan.layout import LAYOUT_NAMES, LayoutName, layouts_over
 from sft_play.plan.mesh import mesh_of
 from sft_play.plan.plan import Plan, require_fit
 from sft_play.plan.precision import choose_precision
@@ -47,7 +47,6 @@ from sft_play.start import (
     go_on,
     has_eval,
     launch,
-    of_stage,
     plan_for,
     refuse_strategy,
     shape_for,
@@ -472,7 +471,7 @@ def _plan(request: Request) -> int:
         *([show.largest_line(largest)] if largest else []),
     ]:
         logger.info("%s", line)
-    with of_stage(loaded):
+    with in_stage(loaded.stage):
         require_fit(plan, loaded.config)
     return 0 if plan.fits else DoesNotFit.exit_code
 
@@ -500,9 +499,7 @@ def _machine(request: Request) -> Hardware:
 def _cell_config(request: Request, cell: tuple[str, ...]) -> RunConfig:
     """The config of one cell of a grid."""
     try:
-        loaded = load_config(request.config, overrides=(*request.overrides, *cell))
-        longest = max(loaded.stages, key=lambda stage: stage.config.model.max_seq_len, default=None)
-        return longest.config if longest is not None else loaded.config
+        return load_config(request.config, overrides=(*request.overrides, *cell)).longest
     except ConfigError as error:
         raise ConfigError(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
 
@@ -608,15 +605,10 @@ def _doctor(request: Request) -> int:
         spread = as_the_mesh_says(spread, load_config(request.config, overrides=request.overrides).config)
 
     def planner(machine: Hardware) -> Planned:
-        loaded = load_config(request.config, overrides=request.overrides)
-        config = loaded.config
-        if loaded.stages:
-            config = max(loaded.stages, key=lambda stage: stage.config.model.max_seq_len).config
+        config = load_config(request.config, overrides=request.overrides).longest
         strategy = spread.strategy or ("zero2" if spread.deepspeed else None)
         refuse_strategy(config, machine, strategy)
-        only = (
-            (strategy,) if strategy else tuple(name for name in LAYOUT_NAMES if name != "single" or machine.ranks == 1)
-        )
+        only = (strategy,) if strategy else layouts_over(machine.ranks)
         return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_ways_out=False))
 
     report = examine(planner, spread)

@@ -6,6 +6,9 @@ The message says what was asked, what was found, and what to do.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class SftPlayError(Exception):
     """Root of the tree; `exit_code` is what the command line answers with."""
@@ -55,3 +58,14 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
     """The user stopped the run, and its state was saved."""
 
     exit_code = 130
+
+
+@contextlib.contextmanager
+def in_stage(name: str | None) -> Iterator[None]:
+    """Names the stage of a curriculum in what is refused of it; None: the run has none."""
+    try:
+        yield
+    except SftPlayError as error:
+        if name is None:
+            raise
+        raise type(error)(f"stage {name}: {error}") from error

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -21,7 +21,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.files import DataPaths, data_paths, has_held_out_file
 from sft_play.data.size import rough_size
-from sft_play.errors import ConfigError, HardwareError, Interrupted, RunFolderError, SftPlayError
+from sft_play.errors import ConfigError, HardwareError, Interrupted, RunFolderError, SftPlayError, in_stage
 from sft_play.facts.architecture import (
     ModelShape,
     UnknownArchitecture,
@@ -43,7 +43,7 @@ from sft_play.log import one_line, start_log_buffer
 from sft_play.plan import record, show
 from sft_play.plan.batching import divisors, effective_batch
 from sft_play.plan.candidates import Candidate
-from sft_play.plan.layout import DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for
+from sft_play.plan.layout import DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.plan.mesh import mesh_of, mesh_words
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
 from sft_play.plan.precision import choose_precision
@@ -166,7 +166,7 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     made: list[tuple[RunConfig, Plan]] = []
     for part, place in _parts(loaded, folder if resume else None):
         _say_stage(part)
-        with of_stage(part):
+        with in_stage(part.stage):
             stopped = stopped_run(place) if place is not None else None
             planned = _as_stopped(part.config, stopped, 1)
             if place is not None:
@@ -180,6 +180,7 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     if choices is not None:
         _say_choices(choices, plans[0])
     _require_data(loaded)
+    _require_backend(loaded)
     loaded = _with_starter(loaded)
     _quiet_libraries(loaded.config.model.name, hardware)
     from sft_play.train.run import Job
@@ -230,18 +231,6 @@ def _parts(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedC
     return found
 
 
-@contextlib.contextmanager
-def of_stage(part: LoadedConfig) -> Iterator[None]:
-    """Names the stage in what is refused of it."""
-    if part.stage is None:
-        yield
-        return
-    try:
-        yield
-    except SftPlayError as error:
-        raise type(error)(f"stage {part.stage}: {error}") from error
-
-
 def _say_stage(part: LoadedConfig) -> None:
     if part.stage is not None:
         logger.info("Stage %s:", part.stage)
@@ -255,8 +244,16 @@ def _paths(loaded: LoadedConfig) -> DataPaths:
 def _require_data(loaded: LoadedConfig) -> None:
     """Raises DataError, of a run with stages naming the stage, where a file is missing."""
     for part, _ in _parts(loaded, None):
-        with of_stage(part):
+        with in_stage(part.stage):
             data_paths(part.config.data)
+
+
+def _require_backend(loaded: LoadedConfig) -> None:
+    """Raises BackendError where the one that is asked for cannot run, before the starter's base is made for it."""
+    if loaded.config.tuning.backend != "bnb":
+        from sft_play.train.model import choose_backend
+
+        choose_backend(loaded.config, staged=bool(loaded.stages))
 
 
 def _remember_all(made: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
@@ -362,7 +359,7 @@ def start_rank(
     os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
     choices = _choices_of_accelerate()
     if choices is not None and ranks.folder is None:  # below a parent of ours they are somebody else's, left over
-        spread, loaded = with_accelerate(spread, choices), _with_mesh_of(choices, loaded)
+        spread, loaded = _with_accelerate(spread, choices, loaded.config), _with_mesh_of(choices, loaded)
     choose_interface(ranks, os.environ)
     loaded = with_curves(loaded) if spread.board else loaded
     handed = _handed(loaded, ranks, spread, find)
@@ -505,7 +502,7 @@ def plan_stages(
     found = []
     for part, place in _parts(loaded, going_on):
         _say_stage(part)
-        with of_stage(part):
+        with in_stage(part.stage):
             found.append(plan_ranks(part, hardware, _as_planned(spread, part, going_on), going_on=place))
     return found
 
@@ -524,7 +521,7 @@ def _layout_of_all(loaded: LoadedConfig, hardware: Hardware, going_on: RunFolder
     stopped = stopped_run(going_on) if going_on is not None else None
     if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
         return stopped.layout
-    only = tuple(name for name in LAYOUT_NAMES if name != "single" or hardware.ranks == 1)
+    only = layouts_over(hardware.ranks)
     return common_layout([stage.config for stage in loaded.stages], hardware, only=only)
 
 
@@ -583,7 +580,7 @@ def plan_ranks(
     asked = config  # with the batch of a DeepSpeed file, which is as much the user's as the run YAML's
     config = _as_stopped(config, stopped, _batches(config, stopped, hardware))
     refuse_strategy(config, hardware, strategy)
-    only = (strategy,) if strategy else tuple(name for name in LAYOUT_NAMES if name != "single" or hardware.ranks == 1)
+    only = (strategy,) if strategy else layouts_over(hardware.ranks)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
     keeps = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
@@ -682,7 +679,7 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     _say_base(loaded)
     loaded = with_curves(loaded) if spread.board else loaded
-    spread, accelerate = _as_accelerate_says(spread)
+    spread, accelerate = _as_accelerate_says(spread, loaded.config)
     loaded = _with_mesh_of(accelerate, loaded) if accelerate else loaded
     spread = as_the_mesh_says(spread, loaded.config)
     refuse_lone_node(spread.nodes)
@@ -790,7 +787,7 @@ def _run_unsloth(
     return 0
 
 
-def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None]:
+def _as_accelerate_says(spread: Spread, config: RunConfig) -> tuple[Spread, AccelerateConfig | None]:
     """The spread with what an accelerate configuration adds, and that configuration; what nobody typed is logged."""
     file, accelerate, notes = accelerate_config.find_config(os.environ), None, spread.notes
     if file is not None:
@@ -798,7 +795,15 @@ def _as_accelerate_says(spread: Spread) -> tuple[Spread, AccelerateConfig | None
         notes += found
     for note in notes:
         logger.info("%s", note)
-    return (with_accelerate(spread, accelerate) if accelerate else spread), accelerate
+    return (_with_accelerate(spread, accelerate, config) if accelerate else spread), accelerate
+
+
+def _with_accelerate(spread: Spread, accelerate: AccelerateConfig, config: RunConfig) -> Spread:
+    """The spread with what accelerate says; its FSDP is what carries a mesh of the run YAML, and no other layout."""
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
+        accelerate = dataclasses.replace(accelerate, mesh=mesh)
+    return with_accelerate(spread, accelerate)
 
 
 def _with_mesh_of(accelerate: AccelerateConfig, loaded: LoadedConfig) -> LoadedConfig:

@@ -507,3 +507,11 @@ def test_a_file_of_accelerate_with_context_parallelism_is_launched_so(world, tmp
     assert own.returncode == 0, own.stdout + own.stderr
     assert "the run YAML model.mesh_shape=[1, 2]: the run YAML wins" in own.stdout
     assert "Choice: tp " in own.stdout
+    plain = tmp_path / "fsdp.yaml"
+    plain.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n")
+    divided = start(world, "launch-command", *asked, "model.mesh_shape=[1,2]", ACCELERATE_CONFIG=str(plain))
+    assert divided.returncode == 0, divided.stdout + divided.stderr
+    assert "Choice: tp " in divided.stdout
+    copies = start(world, "launch-command", *asked, "model.mesh_shape=[[2],[dp]]", ACCELERATE_CONFIG=str(plain))
+    assert copies.returncode == 2
+    assert "is another layout; there are: ddp" in copies.stdout + copies.stderr

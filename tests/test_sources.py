@@ -355,7 +355,7 @@ def test_check_render_and_preview_read_every_source(run_yaml, command, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp_cp"])
 def test_sources_are_the_same_over_ranks(run_yaml, tmp_path, strategy):
     from tests.test_distributed import start
 

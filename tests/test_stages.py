@@ -364,7 +364,8 @@ def test_check_preview_render_and_consolidate_know_stages(run_yaml, command, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mode"), [("ddp", "qlora"), ("zero3", "full"), ("fsdp", "qlora"), ("zero2", "lora")]
+    ("strategy", "mode"),
+    [("ddp", "qlora"), ("zero3", "full"), ("fsdp", "qlora"), ("zero2", "lora"), ("tp", "lora"), ("fsdp_cp", "full")],
 )
 def test_stages_over_ranks_lose_what_one_process_loses_and_are_resumed(run_yaml, tmp_path, strategy, mode):
     from tests.test_distributed import start

@@ -416,7 +416,7 @@ REFUSALS = {
     "head": ("tuning.lora.target_modules=[lm_head]", "the output head, which takes no adapter"),
     "both": ("tuning.lora.modules_to_save=[q_proj]", "both in target_modules and in modules_to_save"),
     "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
-    "mesh": ("model.mesh_shape=[1, 3]", "do not split over 3 ranks; use [[3], [fsdp]]"),
+    "mesh": ("model.mesh_shape=[1, 3]", "(tuning.mode=lora can); use [[3], [fsdp]]"),
     "batch": ("train.batch_size=3", "use 6 or 9"),
     "flash": ("model.attn_implementation=flash_attention_2", "needs the package flash-attn"),
     "unsloth": ("tuning.backend=unsloth", "set tuning.backend_fallback=bnb"),

@@ -40,7 +40,7 @@ def test_an_empty_table_is_not_good():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_hybrid"),
+        ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_cp"),
         ({"MODES": "dora"}, "MODES=dora is not one of: full, lora, qlora"),
         ({"STEPS": "none"}, "STEPS=none is no number"),
         ({"CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),

@@ -74,7 +74,7 @@ def _sections(model: type[Section], prefix: str) -> Iterator[tuple[str, type[Sec
 
 @cache
 def listed() -> dict[str, type[Section]]:
-    """The sections that stand in lists, by the dotted path of the list (`data.sources`)."""
+    """The sections that are items of lists, by the dotted path of the list (`data.sources`)."""
     return {
         prefix + name: inner
         for holder, section in sections().items()

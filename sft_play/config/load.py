@@ -50,6 +50,12 @@ class LoadedConfig:
     stage: str | None = None
     """The name of the stage that this is the run of."""
 
+    @property
+    def longest(self) -> RunConfig:
+        """The settings of the stage with the longest rows, or of the run where it has no stages."""
+        configs = [stage.config for stage in self.stages] or [self.config]
+        return max(configs, key=lambda config: config.model.max_seq_len)
+
     def of(self, stage: Stage) -> LoadedConfig:
         """The run of one stage alone."""
         return dataclasses.replace(self, config=stage.config, stages=(), stage=stage.name)

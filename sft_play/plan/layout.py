@@ -34,6 +34,11 @@ DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload",
 """Those that DeepSpeed runs."""
 
 
+def layouts_over(ranks: int) -> tuple[LayoutName, ...]:
+    """The layouts that a launch over so many ranks chooses from: `single` is that of one."""
+    return tuple(name for name in LAYOUT_NAMES if name != "single" or ranks == 1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to spread a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks.

@@ -10,10 +10,10 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
 AXES = {
-    "dp": "data parallel copies (DDP, or groups of fsdp)",
-    "fsdp": "shards of FSDP2",
+    "dp": "data parallel copies",
+    "fsdp": "FSDP2 shards",
     "tp": "tensor parallel parts",
-    "cp": "parts of a sequence",
+    "cp": "parts of a row",
 }
 """The axes of a mesh; order and case are free, and an axis of size 1 changes nothing."""
 UNNAMED = ("fsdp", "tp")

@@ -23,7 +23,7 @@ from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
 from sft_play.train import checkpoints, engine
-from sft_play.train.run import Job, Prepared, Watch, batch_facts, in_folder, resume_command, until_memory_ends
+from sft_play.train.run import Job, Prepared, Watch, in_folder, resume_command, spread_facts, until_memory_ends
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ class _Stages:
         last = checkpoints.last_complete(stage.folder.checkpoints) if begun and engine.is_first() else None
         before = engine.of_first(checkpoints.step_of(last) if last is not None else 0)
         if engine.is_first():
-            facts = {"batch": batch_facts(stage.plan), "layout": stage.plan.layout}
-            stage.folder.begin_stage(facts, plan=stage.plan.as_json(), config=stage.loaded.config)
+            stage.folder.begin_stage(spread_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
         engine.barrier()
         part = replace(stage, resume=bool(begun), loaded=_ending_after(stage, self._left()))
         try:

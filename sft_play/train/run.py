@@ -30,14 +30,14 @@ from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
-from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError
+from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError, in_stage
 from sft_play.facts.architecture import check_available
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, context_parallel, engine
+from sft_play.train import checkpoints, context_parallel, engine, tensor_parallel
 from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
@@ -182,13 +182,10 @@ def in_folder(job: Job, parts: Sequence[Job], work: Work) -> dict[str, Any]:
 
 def _prepared(part: Job) -> Prepared:
     """A part of a job, prepared; what is refused of a stage names it."""
-    if part.folder.stage is None:
+    if part.folder.stage is not None:
+        logger.info("Stage %s:", part.folder.stage)
+    with in_stage(part.folder.stage):
         return prepare(part)
-    logger.info("Stage %s:", part.folder.stage)
-    try:
-        return prepare(part)
-    except SftPlayError as error:
-        raise type(error)(f"stage {part.folder.stage}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -382,9 +379,9 @@ def batch_facts(plan: Plan) -> dict[str, int]:
     return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
 
 
-def _spread_facts(plan: Plan) -> dict[str, Any]:
-    """The layout of a run and its processes, those that share rows with others too."""
-    return {"layout": plan.layout, "processes": plan.choice.layout.ranks}
+def spread_facts(plan: Plan) -> dict[str, Any]:
+    """What a manifest says of how a run is spread: batch, layout, and processes, those that share rows too."""
+    return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
 def _open_folder(job: Job, prepared: Sequence[Prepared], facts: dict[str, Any]) -> Lock:
@@ -395,12 +392,10 @@ def _open_folder(job: Job, prepared: Sequence[Prepared], facts: dict[str, Any]) 
             job.folder, job.loaded, data=facts, batch=batch_facts(job.plan), backend=prepared[0].backend.name
         )
         resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
-        spread = {"batch": batch_facts(job.plan), **_spread_facts(job.plan)}
-        job.folder.update_manifest(status="running", resumed=resumed, **spread)
+        job.folder.update_manifest(status="running", resumed=resumed, **spread_facts(job.plan))
         return mark
     manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=facts)
-    manifest["batch"] = batch_facts(job.plan)
-    manifest |= _spread_facts(job.plan)
+    manifest |= spread_facts(job.plan)
     manifest["backend"] = prepared[0].backend.name
     parts = job.stages or (job,)
     manifest["choices"] = [
@@ -516,7 +511,6 @@ def _trainer(
         model=model,
         tokenizer=tokenizer,
         peft_config=blueprint.peft_config,
-        tensor_plan=blueprint.tensor_plan,
         train=prepared.splits.train,
         sources=prepared.splits.sources,
         evaluation=prepared.splits.val,
@@ -537,6 +531,14 @@ def _trainer(
     if job.begins_from is not None and blueprint.peft_config is not None:
         fill_adapter(trainer.model, job.begins_from)
     train_only(trainer.model, config.tuning.trainable)
+    if blueprint.tensor_plan:  # last: whole tensors are filled and frozen, and parts are wrapped
+        tensor_parallel.divide(
+            trainer.model,
+            blueprint.tensor_plan,
+            trainer.accelerator.torch_device_mesh["tp"],
+            device=arguments.device,
+            masters=plan.precision.compute != "float32",
+        )
     return trainer
 
 

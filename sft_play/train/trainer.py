@@ -21,6 +21,7 @@ from accelerate.utils import is_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
@@ -32,7 +33,7 @@ from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints, context_parallel, portable, tensor_parallel
+from sft_play.train import checkpoints, context_parallel, portable
 from sft_play.train import engine as engine_module
 from sft_play.train.board import Board, hparams_of
 from sft_play.train.collate import COUNTS, SOURCE, Collator
@@ -51,7 +52,6 @@ from sft_play.train.rows import (
     to_dataset,
     trained_tokens,
 )
-from sft_play.train.tensor_parallel import Style
 
 logger = logging.getLogger(__name__)
 
@@ -626,14 +626,13 @@ def build_trainer(
     monitor: Monitor | None = None,
     arguments: SFTConfig | None = None,
     kind: type[PlannedLoop] | None = None,
-    tensor_plan: Mapping[str, Style] | None = None,
     sources: Sources | None = None,
     **evaluating: Any,
 ) -> PlannedLoop:
     """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
 
-    `tensor_plan`: how the model is divided over tensor-parallel ranks (`tensor_parallel.plan_of`). `kind`: its class
-    where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters and takes no `peft_config`.
+    `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and
+    takes no `peft_config`.
 
     Raises:
         DataError: `sources` whose weights leave one of them without a row of an epoch.
@@ -645,8 +644,7 @@ def build_trainer(
     if "tensorboard" in config.train.report_to and engine_module.is_first():
         more += _boards(config, plan, folder, resume_step=resume_step, answers=lambda: trainer.last_answers)
     window = window_of(config, plan, folder.path / "profile")
-    if window is not None:
-        more.append(window)
+    more += [window] if window is not None else []
     rows = to_dataset(train.rows)
     packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
     mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
@@ -670,17 +668,10 @@ def build_trainer(
         layout=plan.choice.layout,
         **evaluating,
     )
-    if tensor_plan:
-        tensor_parallel.divide(
-            trainer.model, tensor_plan, trainer.accelerator.torch_device_mesh["tp"], device=arguments.device,
-            masters=plan.precision.compute != "float32",
-        )  # fmt: skip
     if window is not None:
         window.trainer = trainer
     engine_module.tell_accumulation(trainer, plan)
     engine_module.set_dtypes(trainer, plan, config)
-    from transformers.trainer_callback import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)
     return trainer
 
