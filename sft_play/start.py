@@ -94,7 +94,7 @@ def plan_for(
         hardware,
         only=only,
         has_eval=has_eval(config),
-        confirm=_tracer(config, shape, hardware) if trace else None,
+        confirm=_tracer(config, shape) if trace else None,
         earlier=[] if hardware.named else record.load(),
         work=_work(config),
         with_ways_out=with_ways_out,
@@ -102,14 +102,14 @@ def plan_for(
     )
 
 
-def _tracer(config: RunConfig, shape: ModelShape, hardware: Hardware) -> Confirm:
+def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
     """Traces candidates of this config; the libraries are imported at the first one."""
 
     def confirm(candidate: Candidate) -> Traced:
         from sft_play.trace.confirm import trace_candidate
 
         model = config_json(config.model.name, revision=config.model.revision)
-        return trace_candidate(config, model, shape, choose_precision(config, hardware), candidate)
+        return trace_candidate(config, model, shape, candidate.precision, candidate)
 
     return confirm
 

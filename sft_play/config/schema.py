@@ -96,6 +96,10 @@ class LoraConfig(Section):
     use_dora: bool = leaf(False, owner="train.model")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
 
+    dtype: Literal["auto", "float32", "bfloat16"] = leaf("auto", owner="plan.gradients")
+    """Dtype of adapters and of their optimizer states: auto is float32. bfloat16 halves both, and loses updates that
+    are smaller than 1/256 of a weight; runs that do not compute in bf16 keep float32."""
+
 
 class TuningConfig(Section):
     """How the model is changed."""
@@ -387,6 +391,11 @@ class TrainConfig(Section):
         "adamw_torch_fused", owner="train.trainer"
     )
     """Optimizer, by its name in transformers."""
+
+    weight_updates: Literal["auto", "float32", "stochastic", "bfloat16"] = leaf("auto", owner="plan.precision")
+    """How updates reach the weights of tuning.mode=full in bf16 on one GPU and under DDP. auto: weights are held in
+    float32 where that fits, else in bf16 with updates rounded stochastically. bfloat16 rounds to the nearest, which
+    loses nearly all updates at usual learning rates. FSDP and DeepSpeed keep float32 copies whatever is asked for."""
 
     bf16: Literal["auto"] | bool = leaf("auto", owner="plan.precision")
     """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead."""

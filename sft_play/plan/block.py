@@ -35,11 +35,13 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters."""
+    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters, optimizer states (None: as
+    wide as what they belong to)."""
 
     weights: int = 2
     autocast: int | None = 2
     adapters: int = 4
+    states: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from sft_play.plan.batching import BatchPlan
 from sft_play.plan.candidates import Candidate, Room
 from sft_play.plan.layout import Layout
 from sft_play.plan.memory import MemoryEstimate, Step
+from sft_play.plan.precision import Precision
 from sft_play.plan.record import Raw
 from sft_play.plan.throughput import Speed
 
@@ -55,6 +56,7 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "moved_bytes_per_step": speed.moved_bytes,
         "confirmed_by_trace": candidate.traced,
         "rejected_because": candidate.rejected_because,
+        "precision": asdict(candidate.precision),
         "step": step,
         "layers": candidate.layers,
         "roofline": asdict(speed),
@@ -78,6 +80,7 @@ def candidate_from_json(data: Mapping[str, Any]) -> Candidate:
         layout=layout,
         batch=BatchPlan(data["micro_batch"], data["grad_accum"], data["data_parallel_ranks"]),
         step=Step(**step, layout=layout),
+        precision=Precision(**data["precision"]),
         memory=MemoryEstimate(
             **{field.name: peak[_NAMES.get(field.name, field.name)] for field in fields(MemoryEstimate)}
         ),

@@ -19,7 +19,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.plan.batching import BatchPlan, splits
 from sft_play.plan.layout import SIMPLICITY, Layout
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
-from sft_play.plan.precision import Precision
+from sft_play.plan.precision import Precision, with_updates
 from sft_play.plan.record import Correction, Raw
 from sft_play.plan.throughput import Rates, Speed, predict_speed
 
@@ -50,6 +50,7 @@ class Candidate:
     layout: Layout
     batch: BatchPlan
     step: Step
+    precision: Precision
     memory: MemoryEstimate
     speed: Speed
     room: Room
@@ -151,6 +152,12 @@ class Job:
     """RAM of one node that is free; None where the machine is only named and its RAM was not."""
     learned: Callable[[Layout], Correction]
     """What earlier runs on this machine say of a layout."""
+    masters: bool = True
+    """Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of them."""
+
+    def precision_of(self, layout: Layout) -> Precision:
+        """The precision of a layout."""
+        return with_updates(self.precision, self.config, layout.name, masters=self.masters)
 
     @property
     def packed(self) -> bool:
@@ -167,6 +174,23 @@ def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
         ConfigError: the batch that was given does not divide over the ranks of any.
     """
     return _of_those_that_divide(layouts, lambda layout: list(_of_layout(job, layout)))
+
+
+def weigh_updates(job: Job, layouts: Sequence[Layout]) -> tuple[Job, list[Candidate]]:
+    """The candidates, with weights in fp32 where they train in full; in bf16 where nothing fits so without offload.
+
+    Raises:
+        ConfigError: as `weigh`.
+    """
+    found = weigh(job, layouts)
+    rounding = dataclasses.replace(job, masters=False)
+    changed = [one for one in layouts if rounding.precision_of(one) != job.precision_of(one)]
+    if not changed or any(one.fits and not one.layout.offloads_states for one in found):
+        return job, found
+    smaller = weigh(rounding, changed)
+    if not any(one.fits for one in smaller) and any(one.fits for one in found):
+        return job, found
+    return rounding, [one for one in found if one.layout not in changed] + smaller
 
 
 def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Sequence[Candidate]]) -> list[Candidate]:
@@ -194,11 +218,13 @@ def _of_layout(job: Job, layout: Layout) -> Iterator[Candidate]:
 
 def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """The candidate of each layout that needs the least: the smallest micro-batch with as much checkpointing as the
-    config allows, and the next one where it is a single pass, which keeps no gradients between passes.
+    config allows, and the next one where it is a single pass, which keeps no gradients between passes; no fp32 weights
+    where the plan could do without.
 
     Raises:
         ConfigError: the batch that was given does not divide over the ranks of any layout.
     """
+    job = dataclasses.replace(job, masters=False)
     layers = job.shape.num_layers
     given = wished_layers(job.config, layers)
     count = layers if given is None else given
@@ -255,14 +281,15 @@ def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, 
         on_gpu=bool(job.hardware.gpus),
         capability=_capability(job.hardware),
     )
-    learned = job.learned(layout)
-    memory = estimate(job.config, job.shape, job.precision, step)
-    speed = predict_speed(job.config, job.shape, job.precision, step, job.rates)
+    learned, precision = job.learned(layout), job.precision_of(layout)
+    memory = estimate(job.config, job.shape, precision, step)
+    speed = predict_speed(job.config, job.shape, precision, step, job.rates)
     raw = Raw(memory.reserved, speed.tokens_per_s)
     return Candidate(
         layout=layout,
         batch=batch,
         step=step,
+        precision=precision,
         memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
         speed=speed.scaled(1 / learned.speed),
         room=Room(job.budget, job.host_budget),

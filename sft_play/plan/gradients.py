@@ -59,9 +59,9 @@ def gradients_of(config: RunConfig, precision: Precision, layout: str) -> Gradie
 
 
 def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
-    """Dtype of adapters: PEFT makes them fp32; TRL casts those of a quantised base to bf16, and this toolkit's trainer
-    keeps them fp32 where the run does not compute in bf16."""
-    return "bfloat16" if config.tuning.mode == "qlora" and precision.compute == "bfloat16" else "float32"
+    """Dtype of adapters: float32, or bf16 where that is asked for and the run computes in it."""
+    wants_bf16 = config.tuning.lora.dtype == "bfloat16"
+    return "bfloat16" if wants_bf16 and precision.compute == "bfloat16" else "float32"
 
 
 def _made(config: RunConfig, precision: Precision, layout: str, gathered: DtypeName) -> DtypeName:

@@ -27,6 +27,7 @@ from sft_play.plan.candidates import (
     needs_words,
     shown,
     weigh,
+    weigh_updates,
 )
 from sft_play.plan.gradients import effects
 from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
@@ -226,13 +227,13 @@ def make_plan(
         raise ConfigError(f"no layout of {hardware.ranks} ranks can run this job: {listed}")
     if keeps_params:
         layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
-    candidates = weigh(job, layouts)
+    job, candidates = weigh_updates(job, layouts)
     if not any(candidate.fits for candidate in candidates) and "fsdp_cp" in only and config.model.mesh_shape is None:
         candidates += weigh(job, with_context_parallel(config, shape, hardware))
     chosen, candidates, said = _confirmed(job, candidates, confirm)
     plan = Plan(
         choice=chosen,
-        precision=job.precision,
+        precision=chosen.precision,
         max_seq_len=job.seq_len,
         eval_batch=eval_batch(config, chosen.batch),
         budget_bytes=job.budget,
@@ -253,13 +254,13 @@ def make_plan(
 def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, said: Sequence[str]) -> tuple[str, ...]:
     """Why the plan is as it is: precision, length, shape, layout, what the trace said, and advice."""
     return (
-        job.precision.reason,
+        chosen.precision.reason,
         *_seq_reason(job.config, job.shape),
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *said,
         *_unknown_of_unsloth(job.config, chosen),
-        *_advice(job.config, job, chosen),
+        *_advice(chosen),
     )
 
 
@@ -413,8 +414,8 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
     found += effects(
-        job.config, job.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
-        whole_bytes=Walk(job.config, job.shape, job.precision, chosen.step).whole_gradients,
+        job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
+        whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
     )  # fmt: skip
     return [*found, *([learned] if learned else [])]
 
@@ -490,10 +491,8 @@ def _seq_reason(config: RunConfig, shape: ModelShape) -> list[str]:
     return [] if used == wish else [f"max_seq_len {used} instead of {wish}: the model has {used} positions"]
 
 
-def _advice(config: RunConfig, job: Job, chosen: Candidate) -> list[str]:
+def _advice(chosen: Candidate) -> list[str]:
     reasons = []
-    if config.tuning.mode == "full" and job.precision.load != "float32" and not chosen.layout.shards_states:
-        reasons.append("full in half precision keeps AdamW's states in it too; model.dtype=float32 for fp32 states")
     if chosen.fits and chosen.hangs_on_ram:
         need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
         reasons.append(f"{need}; the machine's was not given (ram=512GiB)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +15,21 @@ BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHORT: dict[DtypeName, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
+Updates = Literal["float32", "stochastic", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded."""
+    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded.
+
+    `updates`: how an optimizer step reaches weights that train: in float32 (themselves, or copies of an engine's), in
+    16 bits by stochastic rounding, or rounded to the nearest of 16 bits, where most updates are lost.
+    """
 
     compute: DtypeName
     load: DtypeName
     reason: str
+    updates: Updates = "float32"
 
 
 def choose_precision(config: RunConfig, hardware: Hardware) -> Precision:
@@ -32,6 +41,31 @@ def choose_precision(config: RunConfig, hardware: Hardware) -> Precision:
     if load != compute:
         reason += f"; weights are loaded in {SHORT[load]}"
     return Precision(compute, load, reason)
+
+
+ROUNDS_ITSELF = ("single", "ddp")
+"""Layouts whose optimizer steps the weights as loaded; FSDP2 and DeepSpeed step float32 copies of their own."""
+
+
+def with_updates(precision: Precision, config: RunConfig, layout: str, *, masters: bool = True) -> Precision:
+    """The precision of a layout, with how updates reach bf16 weights that train in full.
+
+    bf16 has 8 significant bits: an update below 1/512 of a weight is lost when it is rounded to the nearest, and at
+    usual learning rates nearly all are. `masters`: whether float32 weights fit, which auto takes then.
+    """
+    if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in ROUNDS_ITSELF:
+        return precision
+    wish: Updates = config.train.weight_updates if config.train.weight_updates != "auto" else (
+        "float32" if masters and config.model.dtype == "auto" else "stochastic"
+    )  # fmt: skip
+    if wish == "float32":
+        words = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
+        return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {words}")
+    if wish == "stochastic":
+        words = "weights are held in bf16 and updates rounded stochastically, so that small ones are kept on average"
+    else:
+        words = "train.weight_updates=bfloat16: updates are rounded to bf16, and most are lost at usual learning rates"
+    return dataclasses.replace(precision, reason=f"{precision.reason}; {words}", updates=wish)
 
 
 def _compute(config: RunConfig, hardware: Hardware) -> tuple[DtypeName, str]:

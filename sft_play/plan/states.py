@@ -87,24 +87,34 @@ HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
 
 @dataclass(frozen=True)
 class Trained:
-    """What trains: parameters, bytes of one, and whether embedding and head are among them."""
+    """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes of a state's element.
+
+    States wider than the parameters are those of stochastic rounding, which steps one tensor after the other in fp32.
+    """
 
     params: int
     width: int
     embedding: bool
     head: bool
+    states: int
+
+    @property
+    def rounded(self) -> bool:
+        """Whether each tensor is stepped in fp32 and rounded back."""
+        return self.states > self.width
 
 
 def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     """The parameters that train: all of them, or adapters and whole modules beside them (PEFT copies those)."""
     if config.tuning.mode == "full":
-        return Trained(shape.params, widths.weights, embedding=True, head=True)
+        states = widths.states or widths.weights
+        return Trained(shape.params, widths.weights, embedding=True, head=True, states=states)
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     vocabulary = shape.vocab_size * (shape.embedding_width or shape.hidden_size)
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
     params = adapter_params(shape, lora.r, targets=lora.target_modules, dora=lora.use_dora)
-    return Trained(params + vocabulary * (embedding + head), widths.adapters, embedding, head)
+    return Trained(params + vocabulary * (embedding + head), widths.adapters, embedding, head, widths.adapters)
 
 
 def optimizer_bytes(optim: str, shape: ModelShape, what: Trained, *, full: bool) -> int:
@@ -115,8 +125,8 @@ def optimizer_bytes(optim: str, shape: ModelShape, what: Trained, *, full: bool)
         return 0
     if optim == "adafactor":
         return 4 * _rows_and_columns(shape) if full else int(0.02 * what.params * 4)
-    rests = _rests(shape, what.width) if full and what.params == shape.params else 0
-    return 2 * (what.width * what.params + rests)
+    rests = _rests(shape, what.states) if full and what.params == shape.params else 0
+    return 2 * (what.states * what.params + rests)
 
 
 def paged_bytes(optim: str, what: Trained) -> int:
@@ -132,13 +142,13 @@ def _rows_and_columns(shape: ModelShape) -> int:
 
 def optimizer_transient(optim: str, shape: ModelShape, what: Trained, *, full: bool) -> int:
     """Bytes that the optimizer's step takes and gives back. Fused AdamW: none; foreach AdamW (`adamw_torch`): the
-    list of square roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor."""
+    list of square roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor. Stochastic
+    rounding steps an fp32 copy of one tensor and of its gradient."""
+    largest = max(elements for elements, _, _ in large_tensors(shape)) if full else what.params
+    copies = 8 * largest if what.rounded else 0
     if optim == "adamw_torch":
-        return what.width * what.params
-    if optim == "adafactor":
-        largest = max(elements for elements, _, _ in large_tensors(shape)) if full else what.params
-        return 8 * largest
-    return 0
+        return copies + (4 * largest if what.rounded else what.width * what.params)
+    return copies + (8 * largest if optim == "adafactor" else 0)
 
 
 @dataclass(frozen=True)
@@ -188,11 +198,11 @@ def _rests(shape: ModelShape, width: int) -> int:
 def _sharded(
     what: Trained, frozen: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, nf4: bool
 ) -> Resident:
-    """FSDP2: everything by W. Under mixed precision what trains is kept in fp32 (accelerate, utils/fsdp_utils.py),
-    not beside NF4 weights: 4P/W, 4P/W of gradients and 8P/W of states. NF4's packed weights are cut too, their
-    absmax is not (no parameter)."""
+    """FSDP2: everything by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py), but
+    for adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
+    packed weights are cut too, their absmax is not (no parameter)."""
     width = 4 if upcast and not nf4 else what.width
-    own = Trained(-(-what.params // layout.shard), width, what.embedding, what.head)
+    own = replace(what, params=-(-what.params // layout.shard), width=width, states=width)
     constants = _nf4_constants(shape) if nf4 else 0
     part = constants + (frozen - constants) // layout.shard
     states = 2 * width * own.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, own, full=False)

@@ -22,15 +22,15 @@ FLASH_HEAD = 256
 
 
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
-    """Bytes of weights, of autocast's dtype and of adapters.
+    """Bytes of weights, of autocast's dtype, of adapters and of optimizer states.
 
-    PEFT makes adapters of half-precision weights fp32 (`autocast_adapter_dtype`), which TRL turns off under ZeRO-3.
+    DeepSpeed casts what trains to the dtype of the computation, and keeps fp32 copies beside it.
     """
     load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = BYTES[adapter_dtype(config, precision)]
-    if config.tuning.mode == "lora" and layout.is_zero and layout.shards_params:
-        adapters = load
-    return Numbers(load, compute, adapters)
+    if layout.is_zero and compute is not None:
+        adapters = compute
+    return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
 
 
 def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:

@@ -233,7 +233,8 @@ def _optimizer(
     """Seconds of the update on the GPU, and on the host where the states are kept there."""
     trained = _trained(config, shape) / (step.layout.shard if step.layout.shards_states else 1)
     trained /= step.layout.tensor_parallel
-    width = BYTES[precision.load] if config.tuning.mode == "full" and not step.layout.shards_states else 4
+    as_loaded = config.tuning.mode == "full" and not step.layout.shards_states and precision.updates != "stochastic"
+    width = BYTES[precision.load] if as_loaded else 4
     if step.layout.offloads_states:
         return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
     return 7.0 * width * trained / (rates.bandwidth * BANDWIDTH_SHARE), 0.0

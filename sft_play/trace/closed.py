@@ -70,7 +70,9 @@ def _require_known(settings: StepSettings) -> None:
 def _config(settings: StepSettings) -> RunConfig:
     adapter: Mapping[str, Any] = settings.peft or {}
     targets = adapter.get("target_modules", "all-linear")
+    bf16_adapters = (settings.adapters or ("bfloat16" if settings.mode == "qlora" else "float32")) == "bfloat16"
     lora = {
+        "dtype": "bfloat16" if bf16_adapters else "auto",
         "r": int(adapter.get("r", 8)),
         "dropout": float(adapter.get("lora_dropout") or 0),
         "use_dora": bool(adapter.get("use_dora")) or str(adapter.get("peft_type", "")).upper() == "DORA",

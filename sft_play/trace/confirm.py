@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.candidates import Candidate
-from sft_play.plan.gradients import gradients_of
+from sft_play.plan.gradients import adapter_dtype, gradients_of
 from sft_play.plan.plan import Traced
 from sft_play.plan.precision import Precision
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
@@ -38,6 +38,8 @@ def trace_candidate(
         return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
     if candidate.step.offloads:
         return Traced(unavailable="the trace keeps what is recomputed on the GPU, and it is offloaded here")
+    if precision.updates == "stochastic":
+        return Traced(unavailable="the trace does not step by stochastic rounding")
     from sft_play.trace.step import cached_trace
 
     try:
@@ -54,7 +56,7 @@ def settings_of(
     """The candidate's step as the trainer would run it."""
     step, mode = candidate.step, config.tuning.mode
     half = precision.compute != "float32"
-    adapters = "float32" if mode == "qlora" and precision.compute != "bfloat16" else None
+    adapters = None if mode == "full" else adapter_dtype(config, precision)
     chosen, is_fsdp = gradients_of(config, precision, candidate.layout.name), candidate.layout.name == "fsdp"
     return StepSettings(
         model=model,
@@ -65,7 +67,7 @@ def settings_of(
         grad_accum=min(step.grad_accum, 2),  # a third pass meets what the second met
         weights=precision.load,
         autocast=precision.compute if half else None,
-        adapters=adapters,  # type: ignore[arg-type]
+        adapters=adapters,
         quant_compute=precision.compute,
         quant_storage="uint8" if candidate.layout.name != "fsdp" else precision.compute,
         checkpointing=candidate.checkpointed > 0,

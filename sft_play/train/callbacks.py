@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play import failures
 from sft_play.endings import StopSignals
 from sft_play.errors import TrainingError
-from sft_play.train.engine import any_rank, highest
+from sft_play.train.engine import any_rank, highest, local
 
 logger = logging.getLogger(__name__)
 
@@ -74,18 +74,13 @@ class GradientCheck(TrainerCallback):
         if not _LORA_A.search(name):
             return False
         partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
-        return partner is not None and not any_rank(bool(torch.count_nonzero(_local(partner.detach()))))
+        return partner is not None and not any_rank(bool(torch.count_nonzero(local(partner.detach()))))
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
     """Whether any rank's part of the gradient is there and not zero."""
     grad = parameter.grad
-    return any_rank(grad is not None and bool(torch.count_nonzero(_local(grad))))
-
-
-def _local(tensor: Any) -> Any:
-    """This rank's part of a tensor that is divided over ranks, or the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
 
 
 class MetricsFile(TrainerCallback):

@@ -309,7 +309,7 @@ def proof_of_one(trainer: Any) -> Proof:
 
 
 def _zero_stage(wrapped: Any) -> int | None:
-    return int(wrapped.zero_optimization_stage()) if hasattr(wrapped, "zero_optimization_stage") else None
+    return int(wrapped.zero_optimization_stage()) if is_deepspeed(wrapped) else None
 
 
 def held_bytes(trainer: Any) -> tuple[int, int]:
@@ -317,7 +317,7 @@ def held_bytes(trainer: Any) -> tuple[int, int]:
     from torch.distributed.tensor import DTensor
 
     wrapped = trainer.model_wrapped
-    if hasattr(wrapped, "zero_optimization_stage"):
+    if is_deepspeed(wrapped):
         return _zero_bytes(wrapped)
     whole = mine = 0
     for parameter in wrapped.parameters():
@@ -353,15 +353,34 @@ def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
     return Held(whole, here, device), persistent
 
 
+def is_deepspeed(wrapped: Any) -> bool:
+    """Whether DeepSpeed carries the model."""
+    return hasattr(wrapped, "zero_optimization_stage")
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor that is divided over ranks, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _zero_bytes(engine: Any) -> tuple[int, int]:
     """Whole and own bytes of DeepSpeed's fp32 partitions of the trained weights."""
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     whole = 4 * sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trained)
+    return whole, sum(4 * group.numel() for group in masters(engine))
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    """DeepSpeed's fp32 partitions of the trained weights on this rank, which its optimizer steps.
+
+    Raises:
+        TrainingError: this version keeps them elsewhere.
+    """
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         groups = getattr(optimizer, name, None)
         if groups is not None:
-            return whole, sum(4 * group.numel() for group in groups)
+            return list(groups)
     raise TrainingError(
         f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under names that are not known here; the engine "
         "cannot be proved, and nothing was trained"
@@ -415,19 +434,56 @@ def release(trainer: Any) -> None:
                 cached.cache_clear()
 
 
-def whole_state(trainer: Any) -> dict[str, Any] | None:
-    """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one."""
+def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any] | None:
+    """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one.
+
+    `dtype`: that of whole weights that trained in full (None: as they are); adapters keep theirs, and DeepSpeed's are
+    read from its fp32 copies.
+    """
+    is_adapter = is_peft_model(trainer.model)
     if getattr(trainer, "is_fsdp_enabled", False):
         state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
         tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())
-        return {name: tensor for name, tensor in state.items() if name not in tied}  # gathered apart, written once
+        state = {name: tensor for name, tensor in state.items() if name not in tied}  # gathered apart, written once
+        return state if is_adapter else _cast(state, dtype)
     engine = getattr(trainer, "deepspeed", None)
-    if engine is None or _zero_stage(engine) != 3:
+    if engine is None:
         return None
-    if is_peft_model(trainer.model):
+    is_half = next(engine.module.parameters()).dtype != torch.float32
+    state = _state_of_zero(engine, is_adapter=is_adapter)
+    if is_half and (is_adapter or dtype is torch.float32):
+        state |= _from_masters(engine.module)
+    return (state if is_adapter else _cast(state, dtype)) if is_first() else {}
+
+
+def _state_of_zero(engine: Any, *, is_adapter: bool) -> dict[str, Any]:
+    """What is saved of DeepSpeed's model as it computes, on rank 0."""
+    if _zero_stage(engine) != 3:
+        tied = set(getattr(engine.module, "all_tied_weights_keys", None) or ())
+        return {name: tensor for name, tensor in engine.module.state_dict().items() if name not in tied}
+    if is_adapter:
         return _adapter_of_zero3(engine.module)
-    gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict()
+    gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict() or {}
     return gathered
+
+
+def _from_masters(model: Any) -> dict[str, Any]:
+    """DeepSpeed's fp32 copies of what trains, gathered tensor by tensor to rank 0, empty on the others."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+            if is_first() and whole is not None:
+                found[name] = whole.detach().cpu()
+    return found
+
+
+def _cast(state: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    if dtype is None:
+        return state
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
 def _adapter_of_zero3(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import difflib
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -77,6 +78,8 @@ class Blueprint:
     notes: tuple[str, ...]
     tensor_plan: Mapping[str, Style] = field(default_factory=dict)
     """How modules are divided over tensor-parallel ranks; empty without such."""
+    dtype: torch.dtype | None = None
+    """Dtype of the base's weights as its config.json says, in which whole weights are saved; None: as they trained."""
 
 
 def grown(blueprint: Blueprint) -> Blueprint:
@@ -158,6 +161,7 @@ def draw_blueprint(
     return Blueprint(
         hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
+        hf_config.dtype or whole.dtype,
     )  # fmt: skip
 
 
@@ -481,6 +485,7 @@ def save_model(
     *,
     native_names: bool = False,
     state_dict: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
     steps: int = 0,
 ) -> None:
     """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
@@ -489,6 +494,7 @@ def save_model(
         native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
             image-text model that it came from could not be loaded as what its config says.
         state_dict: the weights, where the model itself has a part of them only.
+        dtype: that of whole weights in the files (None: as they are). The model has it from then on.
         steps: optimizer steps that were taken; after more than one (the first may have a learning rate of zero) an
             adapter whose every lora_B is still zero has learned nothing.
 
@@ -500,11 +506,23 @@ def save_model(
     building = path.with_name(f".{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
+    if dtype is not None and state_dict is None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     model.save_pretrained(building, **options, **({"state_dict": state_dict} if state_dict is not None else {}))
+    if dtype is not None:
+        _write_dtype(building / "config.json", dtype)
     tokenizer.save_pretrained(building)
     check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1)
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
+
+
+def _write_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Say in a saved config.json what its weights are: transformers says what they were in memory."""
+    plain = json.loads(path.read_text(encoding="utf-8"))
+    plain["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:

@@ -63,6 +63,7 @@ from sft_play.train.trainer import (
     check_trackers,
     training_arguments,
 )
+from sft_play.train.updates import Found, UpdateCheck
 
 logger = logging.getLogger(__name__)
 
@@ -441,11 +442,13 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
     judging = _JudgeBefore(lambda: _before(job, trainer, exam, resumed=checkpoint is not None))
-    watching = [GradientCheck(), _metrics_of(job, watch), progress, stop]
+    updates = UpdateCheck(job.plan.precision.updates)
+    watching = [GradientCheck(), updates, _metrics_of(job, watch), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
     trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
     _say_parameters(trainer.model)
+    updates.trainer = trainer
     if proof is None:
         judging.judge()
     else:  # what an engine makes of the model is there once training has begun
@@ -462,7 +465,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
     watch.beat.note(trainer.state.global_step, "saving what was trained")
     result = _Result(
         judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
-        proof.proof if proof else engine.proof_of_one(trainer),
+        proof.proof if proof else engine.proof_of_one(trainer), updates.found,
     )  # fmt: skip
     summary = _finish(job, prepared, trainer, result)
     if job.folder.stage is not None:  # another model is loaded into this process
@@ -674,6 +677,7 @@ class _Result:
     stop: StopAfter
     split: str
     proof: engine.Proof | None = None
+    updates: Found | None = None
 
     @property
     def exit_code(self) -> int:
@@ -690,6 +694,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
+    summary["updates"] = result.updates.as_json() if result.updates else None
     summary["evaluations"] = []
     if engine.is_first():
         summary["evaluations"] = runs.evaluations(job.folder.metrics_path, stage=job.folder.stage)
@@ -698,14 +703,15 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
         is_adapter = prepared.blueprint.peft_config is not None
         path = job.folder.model_path(adapter=is_adapter)
         native = prepared.blueprint.is_text_tower and not is_adapter
-        state = engine.whole_state(trainer)
+        dtype = None if is_adapter else prepared.blueprint.dtype
+        state = engine.whole_state(trainer, dtype)
         if engine.is_first():
             model = trainer.accelerator.unwrap_model(trainer.model)
             if prepared.tokenizer.own_template is not None:
                 prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
-                       steps=result.steps if learns else 0)  # fmt: skip
+                       dtype=dtype, steps=result.steps if learns else 0)  # fmt: skip
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():

@@ -30,6 +30,7 @@ from sft_play.data.mixing import Mix, Sources, mix_table
 from sft_play.data.packing import Packs, best_fit, joined, wants_packing
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
+from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
@@ -41,6 +42,7 @@ from sft_play.train.exact_match import Answer, Question, answers
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.monitor import Monitor, scored_labels, source_losses, source_sums, tokens_in
 from sft_play.train.profile import window_of
+from sft_play.train.rounding import rounding
 from sft_play.train.rows import (
     MASKED,
     EpochOrder,
@@ -531,11 +533,6 @@ class PlannedLoop(Trainer):
 class PlannedTrainer(PlannedLoop, SFTTrainer):
     """The same with TRL's loss, which computes no whole logits, and the adapters that TRL makes."""
 
-    def __init__(self, **options: Any) -> None:
-        """The options of PlannedLoop and of SFTTrainer."""
-        super().__init__(**options)
-        _match_adapter_precision(self.model, self.args)
-
 
 def _held_out_words(metrics: Mapping[str, float]) -> str:
     """Loss and, where answers were asked for, exact match of an evaluation."""
@@ -598,17 +595,27 @@ def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
         layer.gradient_checkpointing = False
 
 
-def _match_adapter_precision(model: Any, args: SFTConfig) -> None:
-    """Trainable tensors in fp32 unless the run computes in bf16.
+def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
+    """Give everything that trains beside a frozen base its dtype, before an engine divides it.
 
-    TRL casts the adapters of a quantised model to bf16 whatever the run computes in; fp16's loss scaling cannot
-    unscale bf16 gradients, and an fp32 run would round every update.
+    TRL makes adapters of a quantised base bf16, and AdamW's states follow: at usual learning rates most elements of
+    lora_A would not move, and the second moment could not decay. DoRA's magnitudes stay fp32: their updates are smaller
+    still. DeepSpeed computes with all of them in the dtype of the computation, and steps fp32 copies.
     """
-    if args.bf16 or not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    is_zero = plan.choice.layout.is_zero
+    dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            is_magnitude = "lora_magnitude_vector" in name and not is_zero
+            parameter.data = parameter.data.to(torch.float32 if is_magnitude else dtype)
+
+
+def _optimizer_of(plan: Plan, arguments: Any, model: Any) -> dict[str, Any]:
+    """The Trainer's argument for an optimizer that rounds stochastically, where the plan says so."""
+    if plan.precision.updates != "stochastic":
+        return {}
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    return {"optimizer_cls_and_kwargs": (rounding(kind), options | {"rounding_seed": arguments.seed})}
 
 
 def build_trainer(
@@ -666,8 +673,11 @@ def build_trainer(
         patience=config.train.early_stopping_patience,
         monitor=monitor,
         layout=plan.choice.layout,
+        **_optimizer_of(plan, arguments, model),
         **evaluating,
     )
+    if peft_config is not None:
+        set_adapter_dtype(trainer.model, config, plan)
     if window is not None:
         window.trainer = trainer
     engine_module.tell_accumulation(trainer, plan)
