@@ -313,9 +313,11 @@ class _Bench:
     def dtype(self, case: Case) -> str:
         """What the case computes in: by the config, the device, and whether the weights are NF4."""
         from sft_play.plan.precision import SHORT, choose_precision
+        from sft_play.start import shape_for
 
         train = self.parsed.train.model_copy(update={"bf16": True, "fp16": False} if case.bf16 else {})
-        compute = SHORT[choose_precision(self.parsed.model_copy(update={"train": train}), self.hardware).compute]
+        config = self.parsed.model_copy(update={"train": train})
+        compute = SHORT[choose_precision(config, self.hardware, shape_for(config)).compute]
         return "nf4" if case.mode == "qlora" and compute == "fp32" else compute
 
     def settings(self, case: Case, *, start: bool) -> list[str]:
