@@ -95,8 +95,8 @@ def _is_finite(parameter: nn.Parameter) -> bool:
 class LossScaleCheck(TrainerCallback):
     """Says which steps loss scaling skips, and stops a run that it skips on and on.
 
-    Gradients that are not finite are how fp16's scale is found: it starts at 65,536 and halves with each step that is skipped for
-    them. Where it has come below 1 they are so without it, and no smaller scale helps.
+    Gradients that are not finite are how fp16's scale is found: it starts at 65,536 and halves with each step that is
+    skipped for them. Where it has come below 1 they are so without it, and no smaller scale helps.
     """
 
     MOST = 17
@@ -126,7 +126,9 @@ class LossScaleCheck(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Raises TrainingError for a whole run, shorter than that, of which no step was taken."""
         if self._skipped and self._skipped == state.global_step == state.max_steps:
-            raise TrainingError(f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}")
+            raise TrainingError(
+                f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}"
+            )
 
 
 def _fp16_fault(model: Any) -> str:
