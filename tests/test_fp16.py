@@ -233,6 +233,7 @@ class Scaled:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         told = {"model": self.model, "optimizer": self.optimizer}
         self.gradients.on_pre_optimizer_step(self.args, self.state, None, **told)
+        self.scale_check.on_pre_optimizer_step(self.args, self.state, None, **told)
         self.optimizer.step()
         self.scale_check.on_optimizer_step(self.args, self.state, None, **told)
         self.state.global_step += 1
@@ -249,7 +250,7 @@ def test_steps_that_loss_scaling_skips_are_no_fault(max_grad_norm, caplog):
     assert run.scaler.get_scale() == 4096
     assert caplog.text.count("skipped: gradients not finite, which is how fp16 finds its loss scale") == 4
     assert "Step 1 skipped" in caplog.text
-    assert "loss scale 4096 from here" in caplog.text
+    assert "loss scale (4096 from here)" in caplog.text
 
 
 def test_a_tensor_without_gradient_is_still_found_in_fp16_once_a_step_is_taken():

@@ -105,6 +105,6 @@ def fault(model_type: str, overflow: Overflow | None) -> str:
     known = f"known: {overflow.seen}" if overflow else f"{model_type} is not among the families known for it"
     return (
         f"activations or gradients left fp16's range, which ends at {LARGEST:,} ({known}); compute in fp32 "
-        "(train.fp16=false train.bf16=false), on a GPU with bf16 in that (train.fp16=false train.bf16=true), or lower "
-        "train.learning_rate"
+        "(train.fp16=false train.bf16=false) or, on a GPU that has it, bf16 (train.fp16=false train.bf16=true), or "
+        "lower train.learning_rate"
     )

@@ -80,7 +80,7 @@ def _refusal(overflow: Overflow, *, has_bf16: bool) -> str:
     """Why fp16 is not taken although it is asked for, and the ways out, bf16 first where the GPUs have it."""
     bf16 = "bf16 (train.fp16=false train.bf16=true)"
     fp32 = "fp32 (train.fp16=false train.bf16=false)"
-    ways = f"{bf16} or {fp32}" if has_bf16 else f"{fp32}, on a GPU with bf16 in {bf16}"
+    ways = f"{bf16} or {fp32}" if has_bf16 else f"{fp32} or, on a GPU that has it, {bf16}"
     sdpa = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
     return (
         f"train.fp16: true, whose range ends at {LARGEST:,}: {overflow.seen}, and the loss would be NaN; "

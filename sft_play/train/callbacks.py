@@ -96,7 +96,8 @@ class LossScaleCheck(TrainerCallback):
     """Says which steps loss scaling skips, and stops a run that it skips on and on.
 
     Gradients that are not finite are how fp16's scale is found: it starts at 65,536 and halves with each step that is
-    skipped for them. Where it has come below 1 they are so without it, and no smaller scale helps.
+    skipped for them. Where it has come below 1 they are so without it, and no smaller scale helps. The scale is what is
+    looked at: accelerate knows of no step that a fused optimizer, which is given the scale, has skipped by itself.
     """
 
     MOST = 17
@@ -104,12 +105,19 @@ class LossScaleCheck(TrainerCallback):
 
     def __init__(self) -> None:
         self._skipped = 0
+        self._scale: float | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Note the scale of this step."""
+        self._scale = _scale_of(optimizer)
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Count; raises TrainingError where the scale has collapsed."""
-        if not getattr(optimizer, "step_was_skipped", False):
+        scale = _scale_of(optimizer)
+        fell = scale is not None and self._scale is not None and scale < self._scale
+        if not fell and not getattr(optimizer, "step_was_skipped", False):  # the latter is DeepSpeed's own scaling
             self._skipped = 0
             return
         self._skipped += 1
@@ -119,9 +127,8 @@ class LossScaleCheck(TrainerCallback):
                 f"step {step}: this step and the {self._skipped - 1} before it were skipped, since gradients are "
                 f"not finite at any loss scale: {_fp16_fault(model)}"
             )
-        scaler = getattr(optimizer, "scaler", None)
-        scale = f", loss scale {scaler.get_scale():g} from here" if scaler is not None else ""
-        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale%s", step, scale)
+        then = "" if scale is None else f" ({scale:g} from here)"
+        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale%s", step, then)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Raises TrainingError for a whole run, shorter than that, of which no step was taken."""
@@ -129,6 +136,12 @@ class LossScaleCheck(TrainerCallback):
             raise TrainingError(
                 f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}"
             )
+
+
+def _scale_of(optimizer: Any) -> float | None:
+    """The scale of the loss where accelerate scales it, as in fp16; None elsewhere."""
+    scaler = getattr(optimizer, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())
 
 
 def _fp16_fault(model: Any) -> str:
