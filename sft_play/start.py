@@ -745,7 +745,7 @@ def _on_unsloth(config: RunConfig, spread: Spread, hardware: Hardware) -> tuple[
     layout = spread.strategy or ("zero2" if spread.deepspeed else "ddp" if hardware.ranks > 1 else "single")
     backend = choose_backend(config, layout=layout, nodes=spread.nodes.count)
     if backend.name == "unsloth" and config.model.name != BASE_NAME:
-        precision = choose_precision(config, hardware)
+        precision = choose_precision(config, hardware, shape_for(config))
         problem = bridge.model_problem(draw_blueprint(config, precision, tokenizer_size=0), precision)
         backend = fall_back(config, problem) if problem else backend
     if backend.name != "unsloth":

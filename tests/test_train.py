@@ -407,6 +407,59 @@ def test_a_loss_that_is_not_a_number_stops_the_run(train):
     assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 
 
+def in_fp16(monkeypatch, scale: float) -> None:
+    """Runs compute in fp16 from here on, as on a GPU: accelerate has it there alone, torch on a CPU too. The scale of
+    the loss begins at `scale`."""
+    from accelerate import Accelerator
+
+    from sft_play.train import run
+
+    begin, arguments = Accelerator.__init__, run.training_arguments
+
+    def begin_in_fp16(self, *args, **options):
+        begin(self, *args, **options)
+        self.state._mixed_precision, self.native_amp = "fp16", True
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def told_so(*args, **options):
+        made = arguments(*args, **options)
+        made.fp16 = True
+        return made
+
+    monkeypatch.setattr(Accelerator, "__init__", begin_in_fp16)
+    monkeypatch.setattr(run, "training_arguments", told_so)
+
+
+def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
+    in_fp16(monkeypatch, 2.0**24)
+    code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=12")
+    assert code == 0, printed
+    assert "Step 1 skipped: gradients not finite, which is how fp16 finds its loss scale (" in printed
+    assert "Step 12 skipped" not in printed
+    assert losses(folder)[-1] < losses(folder)[0]
+
+
+def test_an_fp16_run_that_skips_every_step_stops(train, monkeypatch):
+    in_fp16(monkeypatch, 2.0**60)
+    code, printed, folder = train("one", "tuning.mode=lora", "train.max_steps=3")
+    assert code == 2
+    assert "all 3 steps were skipped, and nothing was learned: activations or gradients left fp16's range" in printed
+    assert "llama is not among the families known for it" in printed
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(("before", "step"), [("true", 0), ("false", 1)])
+def test_activations_that_leave_fp16s_range_say_so(train, monkeypatch, before, step):
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    real = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: real(self, x) * 1e12)
+    in_fp16(monkeypatch, 2.0**16)
+    code, printed, _ = train("one", "tuning.mode=lora", "train.max_steps=3", f"eval.before_training={before}")
+    assert code == 2
+    assert f"step {step}: the loss is nan; activations or gradients left fp16's range, which ends at 65,504" in printed
+
+
 REFUSALS = {
     "D1": ("tuning.lora.target_modules=[query_key_value]", "The linear layers are: down_proj, gate_proj, k_proj"),
     "D2 targets": ("tuning.lora.target_modules=[q_proj, qproj]", "qproj matches nothing (did you mean q_proj?)"),

@@ -398,10 +398,11 @@ class TrainConfig(Section):
     loses nearly all updates at usual learning rates. FSDP and DeepSpeed keep float32 copies whatever is asked for."""
 
     bf16: Literal["auto"] | bool = leaf("auto", owner="plan.precision")
-    """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead."""
+    """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead: float16,
+    or float32 for families whose activations leave float16's range."""
 
     fp16: bool = leaf(False, owner="plan.precision")
-    """Compute in float16 with loss scaling."""
+    """Compute in float16 with loss scaling; refused for families whose activations leave its range (docs/gpus.md)."""
 
     gradient_checkpointing: Literal["auto", "offload"] | bool | Annotated[int, Field(ge=1)] = leaf(
         "auto", owner="plan.candidates"

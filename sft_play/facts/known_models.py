@@ -142,7 +142,8 @@ def _starcoder2(*sizes: int, tied: bool) -> Config:
 
 
 def _granite(*sizes: int) -> Config:
-    return {"model_type": "granite", **_sizes(*sizes), "tie_word_embeddings": True}
+    """Granite 3.0 to 3.2 drop attention (Unsloth, models/_utils.py); later ones do not."""
+    return {"model_type": "granite", **_sizes(*sizes), "tie_word_embeddings": True, "attention_dropout": 0.1}
 
 
 def _stablelm(*sizes: int, qkv_bias: bool) -> Config:

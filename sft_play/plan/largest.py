@@ -17,6 +17,7 @@ from sft_play.plan.batching import BatchPlan, effective_batch
 from sft_play.plan.candidates import Candidate, Job, candidate_of, least, wished_layers
 from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, layouts_for, with_context_parallel
 from sft_play.plan.plan import check_targets, job_of
+from sft_play.plan.precision import choose_precision
 from sft_play.plan.record import Measured
 from sft_play.plan.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
 
@@ -112,7 +113,8 @@ def _model(
         try:
             shape = shape_of(name)
             check_targets(config, shape)
-        except SftPlayError:  # adapters on layers that this one does not have
+            choose_precision(config, hardware, shape)
+        except SftPlayError:  # adapters on layers that this one does not have, fp16 that it leaves
             continue
         if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
             shapes.setdefault(shape.params, shape)

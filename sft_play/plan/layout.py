@@ -266,7 +266,7 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
         return "Adafactor's rows and columns are lost in partitions of a tensor"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
-    return refusal(config, choose_precision(config, hardware), layout.name, on_gpu=bool(hardware.gpus))
+    return refusal(config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus))
 
 
 def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
@@ -281,7 +281,7 @@ def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, h
         return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
     if shape.intermediate_size % ranks:
         return f"the MLP's width of {shape.intermediate_size} does not split over {ranks} ranks"
-    if choose_precision(config, hardware).compute == "float16":
+    if choose_precision(config, hardware, shape).compute == "float16":
         return "loss scaling in fp16 does not see what overflows on the other ranks"
     return None
 

@@ -318,7 +318,7 @@ def job_of(
     earlier: Sequence[record.Measured] = (),
 ) -> Job:
     """What the candidates of a plan share."""
-    precision = choose_precision(config, hardware)
+    precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"
 
     @functools.cache

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.fp16 import LARGEST, Overflow, overflow_of
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.model_shape import ModelShape
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -32,10 +35,20 @@ class Precision:
     updates: Updates = "float32"
 
 
-def choose_precision(config: RunConfig, hardware: Hardware) -> Precision:
-    """The precision that the run asks for, or the nearest that the device has; the reason says which."""
-    compute, reason = _compute(config, hardware)
+def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | None = None) -> Precision:
+    """The precision that the run asks for, or the nearest that the device and the model have; the reason says which.
+
+    Raises:
+        ConfigError: fp16 is asked for by name, and the model's activations leave its range.
+    """
+    known = None if shape is None else _overflow(config, shape)
+    compute, reason = _compute(config, hardware, None if known is None or known.in_backward else known)
+    if compute == "float16" and known is not None:
+        reason += f"; {known.seen}, so that steps are skipped until loss scaling has found its scale"
     load: DtypeName = compute if config.model.dtype == "auto" else config.model.dtype
+    if compute == "float32" and load == "float16" and known is not None and not known.in_backward:
+        # nothing casts what layers hand on
+        raise ConfigError(f"model.dtype: float16, whose range ends at {LARGEST:,}: {known.seen}; use model.dtype=auto")
     if compute == "float16" and config.tuning.mode == "full" and config.model.dtype == "auto":
         load = "float32"  # loss scaling cannot unscale gradients that are themselves fp16
     if load != compute:
@@ -68,7 +81,14 @@ def with_updates(precision: Precision, config: RunConfig, layout: str, *, master
     return dataclasses.replace(precision, reason=f"{precision.reason}; {words}", updates=wish)
 
 
-def _compute(config: RunConfig, hardware: Hardware) -> tuple[DtypeName, str]:
+def _overflow(config: RunConfig, shape: ModelShape) -> Overflow | None:
+    """What is known to leave fp16's range in this model, as the run would have it."""
+    eager = config.model.attn_implementation == "eager"
+    return overflow_of(shape.model_type, eager=eager, attention_dropout=shape.attention_dropout)
+
+
+def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -> tuple[DtypeName, str]:
+    """`overflow`: what leaves fp16's range in the model's forward pass; None where nothing is known to."""
     train = config.train
     if not hardware.gpus:
         if train.bf16 is True:
@@ -76,11 +96,27 @@ def _compute(config: RunConfig, hardware: Hardware) -> tuple[DtypeName, str]:
         if train.fp16:
             return "float32", "fp32 instead of fp16: a CPU does not train in fp16"
         return "float32", "fp32: what a CPU computes fastest and most exactly"
+    without = [gpu.name for gpu in hardware.gpus if not gpu.has_bf16]
+    if train.fp16 and overflow is not None:
+        raise ConfigError(_refusal(overflow, has_bf16=not without))
     if train.fp16:
         return "float16", "fp16 because train.fp16 is true"
     if train.bf16 is False:
         return "float32", "fp32 because train.bf16 is false and train.fp16 is false"
-    without = [gpu.name for gpu in hardware.gpus if not gpu.has_bf16]
+    if without and overflow is not None:
+        return "float32", f"fp32: {without[0]} has no bf16 units, and fp16's range ends at {LARGEST:,}: {overflow.seen}"
     if without:
         return "float16", f"fp16 instead of bf16: {without[0]} has no bf16 units"
     return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"
+
+
+def _refusal(overflow: Overflow, *, has_bf16: bool) -> str:
+    """Why fp16 is not taken although it is asked for, and the ways out, bf16 first where the GPUs have it."""
+    bf16 = "bf16 (train.fp16=false train.bf16=true)"
+    fp32 = "fp32 (train.fp16=false train.bf16=false)"
+    ways = f"{bf16} or {fp32}" if has_bf16 else f"{fp32} or, on a GPU that has it, {bf16}"
+    sdpa = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
+    return (
+        f"train.fp16: true, whose range ends at {LARGEST:,}: {overflow.seen}, and the loss would be NaN; "
+        f"{sdpa}compute in {ways}, or take another model"
+    )

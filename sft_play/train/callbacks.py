@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play import failures
 from sft_play.endings import StopSignals
 from sft_play.errors import TrainingError
+from sft_play.facts.fp16 import fault, overflow_of
 from sft_play.train.engine import any_rank, highest, local
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it.
 
     lora_A is looked at once its lora_B is no longer zero: until then its gradient is zero by design (B starts at
-    zero, and a warm-up's first step may have a learning rate of zero).
+    zero, and a warm-up's first step may have a learning rate of zero). A step that loss scaling skips says nothing:
+    one infinite gradient has made clipping set all others to zero.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,8 @@ class GradientCheck(TrainerCallback):
             self._waiting = {}  # DeepSpeed keeps gradients in partitions of its own
             return
         named = dict(model.named_parameters())
+        if getattr(args, "fp16", False) and any_rank(not all(map(_is_finite, named.values()))):
+            return
         if self._waiting is None:
             self._waiting = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
             if not self._waiting:
@@ -83,6 +87,71 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
     return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
 
 
+def _is_finite(parameter: nn.Parameter) -> bool:
+    """Whether this rank's part of the gradient has finite numbers alone."""
+    return parameter.grad is None or bool(torch.isfinite(local(parameter.grad)).all())
+
+
+class LossScaleCheck(TrainerCallback):
+    """Says which steps loss scaling skips, and stops a run that it skips on and on.
+
+    Gradients that are not finite are how fp16's scale is found: it starts at 65,536 and halves with each step that is
+    skipped for them. Where it has come below 1 they are so without it, and no smaller scale helps. The scale is what is
+    looked at: accelerate knows of no step that a fused optimizer, which is given the scale, has skipped by itself.
+    """
+
+    MOST = 17
+    """Steps in a row: 65,536 / 2^17 is one half."""
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._scale: float | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Note the scale of this step."""
+        self._scale = _scale_of(optimizer)
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Count; raises TrainingError where the scale has collapsed."""
+        scale = _scale_of(optimizer)
+        fell = scale is not None and self._scale is not None and scale < self._scale
+        if not fell and not getattr(optimizer, "step_was_skipped", False):  # the latter is DeepSpeed's own scaling
+            self._skipped = 0
+            return
+        self._skipped += 1
+        step = state.global_step + 1
+        if self._skipped >= self.MOST:
+            raise TrainingError(
+                f"step {step}: this step and the {self._skipped - 1} before it were skipped, since gradients are "
+                f"not finite at any loss scale: {_fp16_fault(model)}"
+            )
+        then = "" if scale is None else f" ({scale:g} from here)"
+        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale%s", step, then)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Raises TrainingError for a whole run, shorter than that, of which no step was taken."""
+        if self._skipped and self._skipped == state.global_step == state.max_steps:
+            raise TrainingError(
+                f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}"
+            )
+
+
+def _scale_of(optimizer: Any) -> float | None:
+    """The scale of the loss where accelerate scales it, as in fp16; None elsewhere."""
+    scaler = getattr(optimizer, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())
+
+
+def _fp16_fault(model: Any) -> str:
+    """What numbers that are not finite mean in fp16, for this model."""
+    text = model.config.get_text_config()
+    eager = getattr(text, "_attn_implementation", None) == "eager"
+    dropout = getattr(text, "attention_dropout", None) or 0.0
+    return fault(text.model_type, overflow_of(text.model_type, eager=eager, attention_dropout=dropout))
+
+
 class MetricsFile(TrainerCallback):
     """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is not a number."""
 
@@ -93,9 +162,15 @@ class MetricsFile(TrainerCallback):
         self._of_stage = {"stage": stage} if stage is not None else {}
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        model: Any = None,
+        **_: Any,
     ) -> None:
-        """Write one line; raises TrainingError when the loss is NaN or infinite."""
+        """Write one line; raises TrainingError when the loss is NaN or infinite, in fp16 also before training."""
         if not state.is_world_process_zero or not logs:
             return
         entry: dict[str, Any] = {
@@ -107,12 +182,13 @@ class MetricsFile(TrainerCallback):
         entry |= {key: value for key, value in logs.items() if isinstance(value, (int, float)) and key != "epoch"}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({key: _finite(value) for key, value in entry.items()}) + "\n")
-        loss = logs.get("loss")
-        if isinstance(loss, float) and not math.isfinite(loss):
-            raise TrainingError(
-                f"step {state.global_step}: the loss is {loss}; lower train.learning_rate, or look at the data of "
-                "this step (train.seed decides the order)"
-            )
+        in_fp16 = bool(getattr(args, "fp16", False))
+        watched = ("loss", "eval_loss", "test_loss") if in_fp16 and state.global_step == 0 else ("loss",)
+        for loss in map(logs.get, watched):
+            if isinstance(loss, float) and not math.isfinite(loss):
+                usual = "lower train.learning_rate, or look at the data of this step (train.seed decides the order)"
+                because = _fp16_fault(model) if in_fp16 else usual
+                raise TrainingError(f"step {state.global_step}: the loss is {loss}; {because}")
 
 
 def _finite(value: Any) -> Any:

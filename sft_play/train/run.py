@@ -38,7 +38,7 @@ from sft_play.plan.show import precision_name
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
 from sft_play.train import checkpoints, context_parallel, engine, tensor_parallel
-from sft_play.train.callbacks import GradientCheck, MetricsFile, Progress, StopAfter, stopping
+from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
 from sft_play.train.model import (
@@ -443,7 +443,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
     proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
     judging = _JudgeBefore(lambda: _before(job, trainer, exam, resumed=checkpoint is not None))
     updates = UpdateCheck(job.plan.precision.updates)
-    watching = [GradientCheck(), updates, _metrics_of(job, watch), progress, stop]
+    watching = [GradientCheck(), LossScaleCheck(), updates, _metrics_of(job, watch), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
     trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)

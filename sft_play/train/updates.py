@@ -91,7 +91,10 @@ class UpdateCheck(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Which of the sampled elements have a gradient; DeepSpeed has stepped already, and shows none."""
         if self._before and not self.trainer.is_deepspeed_enabled:
-            self._has_gradient = [_has_gradient(parameter) for parameter in _trained(self.trainer)]
+            gradients = [_gradient(parameter) for parameter in _trained(self.trainer)]
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+                self._before = []  # loss scaling skips this step
+            self._has_gradient = [gradient != 0 for gradient in gradients]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Compare, and say what was found once all looks are taken."""
@@ -127,11 +130,10 @@ class UpdateCheck(TrainerCallback):
             )  # fmt: skip
 
 
-def _has_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Which of a parameter's sampled elements have a gradient (booleans [n])."""
-    if parameter.grad is None:
-        return torch.zeros_like(_sample(engine.local(parameter)), dtype=torch.bool)
-    return _sample(engine.local(parameter.grad)) != 0
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradients of a parameter's sampled elements [n]; zeros where it has none."""
+    grad = parameter.grad
+    return _sample(engine.local(grad)) if grad is not None else torch.zeros_like(_sample(engine.local(parameter)))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.architecture import local_folder, shape_of
+from sft_play.facts.config_fields import UnknownArchitecture
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.plan.batching import effective_batch
 from sft_play.plan.layout import LayoutName
@@ -315,8 +317,17 @@ class _Bench:
         from sft_play.plan.precision import SHORT, choose_precision
 
         train = self.parsed.train.model_copy(update={"bf16": True, "fp16": False} if case.bf16 else {})
-        compute = SHORT[choose_precision(self.parsed.model_copy(update={"train": train}), self.hardware).compute]
+        config = self.parsed.model_copy(update={"train": train})
+        compute = SHORT[choose_precision(config, self.hardware, self._shape()).compute]
         return "nf4" if case.mode == "qlora" and compute == "fp32" else compute
+
+    def _shape(self) -> ModelShape | None:
+        """The model's shape; None for a class that the tables do not know."""
+        model = self.parsed.model
+        try:
+            return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        except UnknownArchitecture:
+            return None
 
     def settings(self, case: Case, *, start: bool) -> list[str]:
         """What the runs of a table set over the config."""

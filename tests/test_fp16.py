@@ -1,0 +1,326 @@
+"""fp16 ends at 65,504: families that leave it are not planned in it, and a run that leaves it says so."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sft_play import cli
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, TrainingError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.fp16 import OVERFLOWS, fault, overflow_of
+from sft_play.facts.hardware import Hardware, named
+from sft_play.plan.largest import largest_that_fits
+from sft_play.plan.plan import make_plan
+from sft_play.plan.precision import choose_precision
+from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile
+from sft_play.train.model import quantization
+from tests.conftest import ROOT, shared
+
+SHAPE = shape_of("Qwen/Qwen2.5-3B-Instruct")
+OLD, NEW = ("1xT4", "1xV100", "1xRTX2080Ti"), ("1xA100", "1xRTX3060")
+IN_FORWARD = sorted(kind for kind, seen in OVERFLOWS.items() if not (seen.only_with or seen.in_backward))
+IN_BACKWARD = sorted(kind for kind, seen in OVERFLOWS.items() if seen.in_backward)
+WITH_EAGER = sorted(kind for kind, seen in OVERFLOWS.items() if seen.only_with == "eager")
+
+
+def config(text: str = "", name: str = "no/model") -> RunConfig:
+    return config_from_text(f"model: {{name: {name}}}\n{text}", name="run.yaml")
+
+
+def of(kind: str, **changes: Any) -> Any:
+    return replace(SHAPE, model_type=kind, **changes)
+
+
+def machine(name: str) -> Hardware:
+    return named(name)
+
+
+def test_every_family_is_a_model_type_with_a_source():
+    assert [kind for kind in OVERFLOWS if kind not in CONFIG_MAPPING] == ["plamo2"]  # its code is not transformers'
+    assert all(seen.source.startswith("https://") and seen.what for seen in OVERFLOWS.values())
+    assert (len(IN_FORWARD), len(IN_BACKWARD), len(WITH_EAGER), len(OVERFLOWS)) == (18, 3, 5, 27)
+
+
+def test_the_page_names_every_family():
+    section = (ROOT / "docs" / "gpus.md").read_text().split("## GPUs without bf16")[1].split("\n## ")[0]
+    families = {kind.removesuffix("_text") for kind in OVERFLOWS}
+    assert sorted(kind for kind in families if f"`{kind}`" not in section) == []
+
+
+@pytest.mark.parametrize("gpu", OLD)
+@pytest.mark.parametrize("train", ["", "train: {bf16: auto}", "train: {bf16: true}"])
+@pytest.mark.parametrize("kind", IN_FORWARD)
+def test_a_gpu_without_bf16_computes_an_overflowing_family_in_fp32(kind, train, gpu):
+    found = choose_precision(config(train), machine(gpu), of(kind))
+    assert (found.compute, found.load) == ("float32", "float32")
+    for words in ("has no bf16 units", "65,504", f"in {kind} models", OVERFLOWS[kind].source):
+        assert words in found.reason
+
+
+@pytest.mark.parametrize("gpu", OLD)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma", "mistral", "phi3", "deepseek_v3", "granite"])
+def test_other_families_stay_in_fp16_there(kind, gpu):
+    found = choose_precision(config(), machine(gpu), of(kind))
+    assert found.compute == "float16"
+    assert "65,504" not in found.reason
+
+
+@pytest.mark.parametrize("gpu", NEW)
+@pytest.mark.parametrize("kind", IN_FORWARD)
+def test_a_gpu_with_bf16_computes_them_in_it(kind, gpu):
+    assert choose_precision(config(), machine(gpu), of(kind)).compute == "bfloat16"
+    assert choose_precision(config("train: {bf16: false}"), machine(gpu), of(kind)).compute == "float32"
+
+
+def test_one_old_gpu_among_new_ones_decides():
+    mixed = Hardware((*named("1xA100").gpus, *named("1xT4").gpus), "CPU", 2, 2**34, 2**34)
+    assert choose_precision(config(), mixed, of("gemma3_text")).compute == "float32"
+
+
+def test_a_cpu_and_a_run_whose_model_is_not_known_are_as_before():
+    cpu = machine("cpu")
+    assert choose_precision(config("train: {fp16: true}"), cpu, of("gemma3_text")).compute == "float32"
+    assert choose_precision(config("train: {bf16: true}"), cpu, of("gemma3_text")).compute == "bfloat16"
+    assert choose_precision(config("train: {fp16: true}"), machine("1xT4")).compute == "float16"
+
+
+@pytest.mark.parametrize("kind", IN_FORWARD)
+@pytest.mark.parametrize("gpu", [*OLD, *NEW])
+def test_fp16_by_name_is_refused_and_names_the_ways_out(kind, gpu):
+    with pytest.raises(ConfigError) as refused:
+        choose_precision(config("train: {fp16: true}"), machine(gpu), of(kind))
+    said = str(refused.value)
+    assert "train.fp16: true" in said
+    assert OVERFLOWS[kind].source in said
+    assert "another model" in said
+    bf16, fp32 = (said.index(f"train.fp16=false train.bf16={value}") for value in ("true", "false"))
+    assert (bf16 < fp32) is (gpu in NEW)
+    assert "attn_implementation" not in said
+
+
+@pytest.mark.parametrize("kind", IN_BACKWARD)
+def test_gradients_alone_are_left_to_loss_scaling_which_the_plan_says(kind):
+    for train in ("", "train: {fp16: true}"):
+        found = choose_precision(config(train), machine("1xV100"), of(kind))
+        assert found.compute == "float16"
+        assert "steps are skipped until loss scaling" in found.reason
+        assert OVERFLOWS[kind].source in found.reason
+
+
+@pytest.mark.parametrize("kind", WITH_EAGER)
+def test_attention_logits_count_with_eager_attention_alone(kind):
+    eager = config_from_text("model: {name: no/model, attn_implementation: eager}", name="run.yaml")
+    assert choose_precision(eager, machine("1xT4"), of(kind)).compute == "float32"
+    assert choose_precision(eager, machine("1xT4"), of("llama")).compute == "float16"
+    asked = eager.model_copy(update={"train": eager.train.model_copy(update={"fp16": True})})
+    with pytest.raises(ConfigError, match=r"model\.attn_implementation=sdpa"):
+        choose_precision(asked, machine("1xT4"), of(kind))
+
+
+def test_granite_leaves_it_with_attention_dropout_as_3_0_to_3_2_have_it():
+    assert choose_precision(config(), machine("1xT4"), of("granite", attention_dropout=0.1)).compute == "float32"
+    assert choose_precision(config(), machine("1xT4"), of("granite", attention_dropout=0.0)).compute == "float16"
+    assert choose_precision(config(), machine("1xT4"), of("llama", attention_dropout=0.1)).compute == "float16"
+    assert (
+        choose_precision(config(), machine("1xT4"), shape_of("ibm-granite/granite-3.1-2b-instruct")).compute
+        == "float32"
+    )
+
+
+def test_weights_in_fp16_are_refused_where_nothing_casts_what_layers_hand_on():
+    half = config_from_text("model: {name: no/model, dtype: float16}", name="run.yaml")
+    for gpu in ("1xT4", "cpu"):
+        with pytest.raises(ConfigError, match=r"model\.dtype: float16.*use model\.dtype=auto"):
+            choose_precision(half, machine(gpu), of("gemma3_text"))
+    assert choose_precision(half, machine("1xA100"), of("gemma3_text")).load == "float16"  # autocast, in bf16
+    assert choose_precision(half, machine("cpu"), of("qwen3_moe")).load == "float16"
+    assert choose_precision(half, machine("1xT4"), of("llama")).load == "float16"
+
+
+@pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
+def test_the_plan_counts_fp32_and_says_why(mode):
+    name = "google/gemma-3-1b-it"
+    run = config(f"tuning: {{mode: {mode}}}", name)
+    plan = make_plan(run, shape_of(name), machine("1xT4"))
+    assert plan.precision.compute == "float32"
+    assert any("gemma3_text models activations reach 800,000" in reason for reason in plan.reasons)
+    twin = make_plan(run, replace(shape_of(name), model_type="llama"), machine("1xT4"))
+    assert twin.precision.compute == "float16"
+    assert plan.speed.tokens_per_s < twin.speed.tokens_per_s
+    if mode == "lora":  # QLoRA has its weights in NF4, and full in fp16 keeps fp32 ones
+        assert plan.memory.terms["weights"] > 1.9 * twin.memory.terms["weights"]
+
+
+def test_nf4_weights_are_multiplied_in_the_precision_of_the_plan():
+    precision = choose_precision(config("tuning: {mode: qlora}"), machine("1xT4"), of("gemma3_text"))
+    assert quantization(precision).bnb_4bit_compute_dtype == torch.float32
+
+
+def test_model_configs_that_others_publish():
+    found = {}
+    for path in sorted(shared("model_configs").glob("*/config.json")):
+        if "auto_map" in json.loads(path.read_text()):
+            continue
+        found[path.parent.name] = choose_precision(config(), machine("1xT4"), shape_of(str(path.parent))).compute
+    in_fp32 = {name for name, compute in found.items() if compute == "float32"}
+    assert in_fp32 == {name for name in found if name.startswith(("gemma-2", "gemma-3", "gpt-oss"))}
+    assert len(in_fp32) >= 4
+    assert len(found) >= 15
+
+
+def test_the_command_refuses_with_one_message(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: google/gemma-3-4b-it}\ndata: {train_path: x.jsonl}\ntrain: {fp16: true}\n")
+    assert cli.main(["plan", "--config", str(path), "--hardware", "1xT4"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("train.fp16: true") == 1
+    assert "Traceback" not in said
+
+
+def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
+    run = config("train: {fp16: true}\ntuning: {mode: qlora}", "Qwen/Qwen2.5-3B-Instruct")
+    found = largest_that_fits("model", run, SHAPE, machine("1xT4")).value
+    assert isinstance(found, str)
+    assert overflow_of(shape_of(found).model_type) is None
+
+
+def test_a_fault_says_whether_the_family_is_known_and_the_ways_out():
+    known, unknown = fault("gemma3_text", overflow_of("gemma3_text")), fault("llama", overflow_of("llama"))
+    assert "known: in gemma3_text models activations reach 800,000 (https://" in known
+    assert "llama is not among the families known for it" in unknown
+    for said in (known, unknown):
+        assert "65,504" in said
+        assert "train.fp16=false train.bf16=false" in said
+        assert "train.fp16=false train.bf16=true" in said
+
+
+class Scaled:
+    """A model of one weight, trained as accelerate trains in fp16: on a CPU, with its own optimizer and scaler."""
+
+    def __init__(self, hf_config: Any = None, *, max_grad_norm: float = 1.0, max_steps: int = 100) -> None:
+        Accelerator(cpu=True)
+        self.model = nn.ModuleDict({"one": nn.Linear(2, 1), "two": nn.Linear(2, 1)})
+        self.model.config = hf_config or LlamaConfig()
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.optimizer = AcceleratedOptimizer(torch.optim.SGD(self.model.parameters(), lr=1e-3), scaler=self.scaler)
+        self.args = SimpleNamespace(fp16=True, deepspeed=None)
+        self.state = SimpleNamespace(global_step=0, max_steps=max_steps, is_world_process_zero=True, epoch=0.0)
+        self.max_grad_norm = max_grad_norm
+        self.gradients, self.scale_check = GradientCheck(), LossScaleCheck()
+
+    def step(self, factor: float) -> None:
+        """One step with gradients of `factor`, which are infinite where factor x scale leaves fp16's range."""
+        self.optimizer.zero_grad()
+        hidden = self.model["one"](torch.ones(1, 2)) + 1e-3 * self.model["two"](torch.ones(1, 2))
+        hidden.register_hook(lambda grad: (grad.half() * factor).float())
+        self.scaler.scale(hidden.sum()).backward()
+        self.scaler.unscale_(self.optimizer.optimizer)
+        if self.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        told = {"model": self.model, "optimizer": self.optimizer}
+        self.gradients.on_pre_optimizer_step(self.args, self.state, None, **told)
+        self.scale_check.on_pre_optimizer_step(self.args, self.state, None, **told)
+        self.optimizer.step()
+        self.scale_check.on_optimizer_step(self.args, self.state, None, **told)
+        self.state.global_step += 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_steps_that_loss_scaling_skips_are_no_fault(max_grad_norm, caplog):
+    run = Scaled(max_grad_norm=max_grad_norm)
+    with caplog.at_level(logging.INFO):
+        run.step(8.0)  # 65,536 x 8: infinite until the scale is 4,096
+        assert not run.gradients.done
+        while not run.gradients.done:
+            run.step(8.0)
+    assert run.scaler.get_scale() == 4096
+    assert caplog.text.count("skipped: gradients not finite, which is how fp16 finds its loss scale") == 4
+    assert "Step 1 skipped" in caplog.text
+    assert "loss scale (4096 from here)" in caplog.text
+
+
+def test_a_tensor_without_gradient_is_still_found_in_fp16_once_a_step_is_taken():
+    run = Scaled()
+    run.model["unused"] = nn.Linear(2, 2)
+    run.step(8.0)
+    for _ in range(3):
+        run.step(8.0)
+    with pytest.raises(TrainingError, match=r"unused\.weight, unused\.bias"):
+        run.step(8.0)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_skipping_on_and_on_stops_the_run_and_says_what_it_is(factor):
+    run = Scaled(Gemma3TextConfig())
+    for _ in range(16):
+        run.step(factor)
+    with pytest.raises(TrainingError) as stopped:
+        run.step(factor)
+    assert run.scaler.get_scale() == 0.5
+    assert "step 17: this step and the 16 before it were skipped" in str(stopped.value)
+    assert "known: in gemma3_text models" in str(stopped.value)
+
+
+def test_a_step_that_is_taken_begins_the_count_anew():
+    run = Scaled()
+    for _ in range(3):
+        for _ in range(12):
+            run.step(float("nan"))
+        run.step(1e-6)
+        run.scaler.update(65_536.0)
+
+
+def test_a_short_run_without_one_step_taken_is_no_success():
+    run = Scaled(max_steps=5)
+    for _ in range(5):
+        run.step(float("nan"))
+    with pytest.raises(TrainingError, match=r"all 5 steps were skipped.*llama is not among"):
+        run.scale_check.on_train_end(run.args, run.state, None, model=run.model)
+    later = Scaled(max_steps=5)
+    for factor in (8.0, 8.0, 8.0, 8.0, 1e-3):
+        later.step(factor)
+    later.scale_check.on_train_end(later.args, later.state, None, model=later.model)
+    stopped = Scaled(max_steps=5)
+    stopped.step(float("nan"))
+    stopped.scale_check.on_train_end(stopped.args, stopped.state, None, model=stopped.model)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "step", "logs", "words"),
+    [
+        (True, 3, {"loss": float("nan")}, "step 3: the loss is nan; activations or gradients left fp16's range"),
+        (True, 0, {"test_loss": float("inf")}, "step 0: the loss is inf; activations"),
+        (True, 0, {"eval_loss": float("nan")}, "step 0: the loss is nan; activations"),
+        (False, 3, {"loss": float("nan")}, "step 3: the loss is nan; lower train.learning_rate"),
+        (True, 3, {"eval_loss": float("nan")}, None),  # what was trained is kept
+        (False, 0, {"eval_loss": float("nan")}, None),
+        (True, 3, {"loss": 2.0, "grad_norm": float("inf")}, None),
+    ],
+)
+def test_a_loss_that_is_not_a_number_says_what_it_is(fp16, step, logs, words, tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", started=0.0)
+    args = SimpleNamespace(fp16=fp16)
+    state = SimpleNamespace(global_step=step, is_world_process_zero=True, epoch=0.0)
+    model = SimpleNamespace(config=Gemma3TextConfig())
+    if words is None:
+        file.on_log(args, state, None, logs=logs, model=model)
+    else:
+        with pytest.raises(TrainingError) as stopped:
+            file.on_log(args, state, None, logs=logs, model=model)
+        assert words in str(stopped.value)
+        assert ("known: in gemma3_text models" in str(stopped.value)) is fp16
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
