@@ -22,6 +22,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import parse_config
 from sft_play.facts.hardware import detect
+from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.memory import MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
@@ -29,9 +30,12 @@ from sft_play.runs import versions, write_json
 from sft_play.trace.settings import StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
+MASTERS = Precision("bfloat16", "float32", "")
 
 SAMPLE = """
 Llama-3.2-1B full 2048 4
+Llama-3.2-1B full 2048 4 masters
+Llama-3.2-1B full 1024 2 masters off accum=4
 Llama-3.2-1B full 1024 8 off
 Llama-3.2-1B full 8192 1
 Llama-3.2-1B full 1024 2 accum=4
@@ -49,6 +53,7 @@ Llama-3.1-8B full 4096 1 accum=2
 Llama-3.1-8B lora 4096 1
 Llama-3.1-8B lora 1024 4 off
 Llama-3.1-8B qlora 2048 2
+Llama-3.1-8B qlora 2048 2 bf16_adapters
 Llama-3.1-8B qlora 16384 1
 Llama-3.1-8B qlora 512 8 accum=4
 Mistral-7B-v0.3 full 1024 2 off
@@ -56,6 +61,7 @@ Mistral-7B-v0.3 lora 8192 1 targets=q_proj,v_proj
 Mistral-7B-v0.3 qlora 4096 2 off
 Mistral-7B-v0.3 qlora 32768 1
 Qwen2.5-0.5B full 1024 8
+Qwen2.5-0.5B full 1024 8 masters
 Qwen2.5-0.5B full 512 1 off
 Qwen2.5-0.5B lora 4096 4
 Qwen2.5-0.5B lora 4096 2 dropout=0.1
@@ -118,6 +124,7 @@ class Setting:
     model: str
     config: RunConfig
     step: Step
+    precision: Precision
 
 
 def settings() -> dict[str, Setting]:
@@ -137,6 +144,7 @@ def setting_of(line: str) -> Setting:
                 "tuning": {
                     "mode": mode,
                     "lora": {
+                        "dtype": "bfloat16" if "bf16_adapters" in options else "auto",
                         "r": int(options.get("rank", 16)),
                         "dropout": float(options.get("dropout", 0)),
                         "use_dora": "dora" in options,
@@ -159,7 +167,7 @@ def setting_of(line: str) -> Setting:
         padded="padded" in options,
         eval_batch=int(options.get("eval", 0)),
     )
-    return Setting(model, config, step)
+    return Setting(model, config, step, MASTERS if "masters" in options else BF16)
 
 
 def _layout(options: Mapping[str, str]) -> Layout:
@@ -170,7 +178,7 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
     """The closed form's answer for a model's config.json."""
-    return estimate(setting.config, parse_config(dict(model), name=setting.model), BF16, setting.step)
+    return estimate(setting.config, parse_config(dict(model), name=setting.model), setting.precision, setting.step)
 
 
 def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
@@ -187,6 +195,8 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         peft=None if config.tuning.mode == "full" else adapter,
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
+        weights=setting.precision.load,
+        adapters=None if config.tuning.mode == "full" else adapter_dtype(config, setting.precision),
         grad_accum=min(step.grad_accum, 2),
         checkpointing=step.checkpointed_layers != 0,
         checkpointed_layers=step.checkpointed_layers or None,

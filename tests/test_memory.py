@@ -41,7 +41,8 @@ def kept_per_token(mode, **lora):
     config = run(f", lora: {{r: 16{words}}}" if mode != "full" else "", mode)
     walk = Walk(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0))
     found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
-    weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if mode == "lora" else 0  # autocast's bf16 copies
+    is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
+    weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
     return (found.kept - weights) / 2048
 
 
@@ -57,9 +58,10 @@ def test_fp32_adapters_keep_a_copy_of_each_targets_input():
     assert kept_per_token("lora") == pytest.approx(base + copies, rel=1e-3)
 
 
-def test_bf16_adapters_keep_one_input_for_the_layers_that_share_it():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_nf4_keep_one_input_for_the_layers_that_share_it(dtype):
     base = 8 * H + 4 * (Q + KV) + 4 * HEADS + 6 * F
-    assert kept_per_token("qlora") == base + 2 * (2 * H + F) + 7 * 2 * R
+    assert kept_per_token("qlora", dtype=dtype) == base + 2 * (2 * H + F) + 7 * 2 * R
 
 
 def test_lora_dropout_adds_a_mask_and_a_private_copy_for_each_target():
