@@ -61,7 +61,7 @@ help: ## Show this help
 	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
-	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
+	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter setup,$(MAKECMDGOALS)))
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, whose pins exclude those of .venv
 	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)

@@ -3,7 +3,7 @@
 `make` runs this before every target that needs the environment; it is silent and quick when nothing is to do.
 It reads three variables of the environment: VENV (an environment of the user's: only looked at), PYTHON (the Python to
 build with) and TORCH (the build of torch; left out, the one that the driver runs). With the word `unsloth` it builds
-.venv-unsloth instead, whose pins exclude those of .venv.
+.venv-unsloth instead, whose pins exclude those of .venv; with `setup` a person asked for .venv itself.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
 builds first.
@@ -410,8 +410,36 @@ def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
         yield
 
 
-def ensure(root: Path, environ: Mapping[str, str], run: Optional[Runner] = None, *, what: Environment = MAIN) -> None:
-    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
+def other_build(venv: Path, environ: Mapping[str, str], what: Environment) -> str:
+    """A line about the build of torch that a new environment would get, empty where this one has it.
+
+    Nobody's environment is rebuilt for it: a node without GPUs may share the disk with those that have some.
+    """
+    had = (venv / STAMP).read_text(encoding="utf-8").split()[-1]
+    try:
+        now = how(venv, environ, "")[1]
+    except BuildError as error:
+        return str(error)
+    if had in (now.name, torch_build.OF_INDEX):
+        return ""
+    return (
+        f"{what.folder} has the build {had} of torch, and this machine would get {now.name} ({now.why}); "
+        f"to rebuild: make {what.target} TORCH=auto"
+    )
+
+
+def ensure(
+    root: Path,
+    environ: Mapping[str, str],
+    run: Optional[Runner] = None,
+    *,
+    what: Environment = MAIN,
+    by_name: bool = False,
+) -> None:
+    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be.
+
+    `by_name`: a person asked for the environment, not for a target that needs it, and is told of its torch.
+    """
     if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])
         return
@@ -423,8 +451,9 @@ def ensure(root: Path, environ: Mapping[str, str], run: Optional[Runner] = None,
     if asked == "auto":
         torch = how(venv, environ, asked)[1].name if live_version(venv) else ""
     if is_ready(root, venv, wanted, what, torch):
-        if what is not MAIN:
-            say(f"{what.folder} is ready")
+        hint = other_build(venv, environ, what) if by_name and not asked else ""
+        if what is not MAIN or hint:
+            say(f"{what.folder} is ready" + (f"\n  {hint}" if hint else ""))
         return
     with build_lock(root, what):
         refuse_foreign(venv)
@@ -433,11 +462,11 @@ def ensure(root: Path, environ: Mapping[str, str], run: Optional[Runner] = None,
             build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 
 
-def main(root: Path = ROOT, what: Environment = MAIN) -> int:
+def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        ensure(root, os.environ, what=what)
+        ensure(root, os.environ, what=what, by_name=by_name)
     except (SetupError, BuildError) as error:
         say(str(error))
         return 2
@@ -457,4 +486,4 @@ def main(root: Path = ROOT, what: Environment = MAIN) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN))
+    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN, by_name=len(sys.argv) > 1))

@@ -396,6 +396,22 @@ def test_torch_rebuilds_for_another_build_alone(ready, monkeypatch):
     assert (ready / ".venv" / STAMP).read_text("utf-8").endswith(" torch cu130\n")
 
 
+def test_a_person_who_asks_for_setup_is_told_of_another_build_and_nothing_is_rebuilt(ready, monkeypatch, capfd):
+    capfd.readouterr()
+    setup_env.ensure(ready, {}, never, by_name=True)
+    assert capfd.readouterr() == ("", "")  # the machine runs what .venv has
+    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "550.54.15"))
+    setup_env.ensure(ready, {}, never)
+    assert capfd.readouterr() == ("", "")  # a target that only needs it
+    setup_env.ensure(ready, {}, never, by_name=True)
+    message = capfd.readouterr().err
+    assert "has the build cu130 of torch, and this machine would get cu126 (NVIDIA's driver 550.54.15" in message
+    assert "make setup TORCH=auto" in message
+    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "470.57.02"))
+    setup_env.ensure(ready, {}, never, by_name=True)
+    assert "needs driver 525.60.13" in capfd.readouterr().err
+
+
 def test_a_torch_that_is_no_build_changes_nothing(ready, monkeypatch, capfd):
     monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
     monkeypatch.setenv("TORCH", "2.13.0")
