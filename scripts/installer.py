@@ -26,6 +26,9 @@ LINES_SHOWN = 15
 QUIET_S = 30.0
 """Between two lines of progress where the output is no terminal."""
 
+CLEARED = "\r\033[K"
+"""Takes a line of progress off a terminal."""
+
 
 class Installer(NamedTuple):
     """The program that installs, what it was told of indexes (empty: nothing), and why it was taken."""
@@ -193,22 +196,26 @@ class Logged:
     def _watched(self, process: "subprocess.Popen[bytes]") -> int:
         """Its exit code, and until then a line that a terminal renews every second, a file every half minute."""
         terminal, said = sys.stderr.isatty(), time.monotonic()
-        while True:
-            try:
-                code = process.wait(timeout=1)
-                break
-            except subprocess.TimeoutExpired:
-                pass
-            if terminal or time.monotonic() - said >= QUIET_S:
-                said = time.monotonic()
-                width = shutil.get_terminal_size().columns - 1 if terminal else 100
-                newest = [line for line in self.tail() if not line.startswith("WARNING")][-1:]
-                text = f"[setup] {said - self.begun:3.0f} s: {''.join(newest)}"[:width]
-                sys.stderr.write(f"\r\033[K{text}" if terminal else text + "\n")
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=1)
+                except subprocess.TimeoutExpired:
+                    if terminal or time.monotonic() - said >= QUIET_S:
+                        said = time.monotonic()
+                        self._show(said - self.begun, terminal)
+        finally:
+            if terminal:
+                sys.stderr.write(CLEARED)
                 sys.stderr.flush()
-        if terminal:
-            sys.stderr.write("\r\033[K")
-        return code
+
+    def _show(self, elapsed_s: float, terminal: bool) -> None:
+        """The last line that the installer wrote, in place of the one before on a terminal."""
+        newest = [line for line in self.tail() if not line.startswith("WARNING")][-1:]
+        width = shutil.get_terminal_size().columns - 1 if terminal else 100
+        text = f"[setup] {elapsed_s:3.0f} s: {''.join(newest)}"[:width]
+        sys.stderr.write(CLEARED + text if terminal else text + "\n")
+        sys.stderr.flush()
 
     def tail(self, count: int = LINES_SHOWN) -> List[str]:
         """The last lines of the log, without blank ones."""

@@ -214,8 +214,25 @@ def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capfd):
     run = Logged(tmp_path / "log")
     run([sys.executable, "-uc", "import time; print('Downloading alpha\\nWARNING: old'); time.sleep(2.5)"], tmp_path)
     lines = capfd.readouterr().err.splitlines()
-    assert lines
-    assert all(re.fullmatch(r"\[setup\] +\d+ s: Downloading alpha", line) for line in lines)
+    assert all(re.match(r"\[setup\] +\d+ s: ", line) for line in lines)
+    assert lines[-1].endswith(" s: Downloading alpha")
+
+
+def test_a_terminal_sees_one_line_that_is_renewed_and_taken_away(tmp_path, monkeypatch):
+    reader, writer = os.openpty()
+    monkeypatch.setattr(sys, "stderr", os.fdopen(writer, "w"))
+    monkeypatch.setattr(installer.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    run = Logged(tmp_path / "log")
+    run([sys.executable, "-uc", "import time; print('Downloading ' + 'a' * 99); time.sleep(2.5)"], tmp_path)
+    seen, end = "", time.monotonic() + 5
+    while not re.search("aa\r\033\\[K$", seen) and time.monotonic() < end:
+        seen += os.read(reader, 10000).decode()
+    os.close(reader)
+    assert "\n" not in seen
+    first, *more, last = seen.split("\r\033[K")
+    assert (first, last) == ("", "")
+    assert all(len(line) == 39 and line.startswith("[setup] ") for line in more)
+    assert "s: Downloading aa" in more[-1]
 
 
 def test_ctrl_c_ends_the_installer(tmp_path):

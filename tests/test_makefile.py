@@ -422,6 +422,12 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
     assert "Python 3.11 to 3.14" in result.stderr
 
 
+def test_only_a_person_who_asks_for_setup_is_told_of_its_torch(copy):
+    for goals, words in (("setup", "setup"), ("train", ""), ("setup plan", "setup"), ("setup-unsloth", "unsloth")):
+        shown = make("-n", *goals.split(), cwd=copy).stdout
+        assert set(re.findall(r"scripts/setup_env\.py ?([a-z]*);", shown)) == {words}, goals
+
+
 def test_parallel_makes_of_several_targets_check_the_environment_once(fake):
     result = make("-j4", "train", "resume", "plan", f"VENV={fake.folder}")
     assert (result.returncode, result.stderr) == (0, "")

@@ -1,11 +1,14 @@
 """When .venv is built, repaired, shared or left alone, and what the lock holds. All builds are faked."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 import threading
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,7 @@ def checkout(tmp_path, monkeypatch):
     (root / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text("utf-8"), encoding="utf-8")
     for name in ("VENV", "PYTHON", "TORCH"):  # `make test VENV=...` hands them to the tests as well
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "defpath", "/nowhere")  # where a uv is looked for without PATH
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "")
     monkeypatch.setattr(installer, "missing_room", lambda *_: "")
     monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "580.65.06"))
@@ -454,6 +458,47 @@ def test_a_failed_install_shows_the_end_of_its_log_and_where_it_is(checkout, tmp
     assert "    line 40\n    error: no network\n" in message
     assert "line 20\n" not in message
     assert "run make again: it repairs .venv" in message
+
+
+def publish(index, name, version, *needs):
+    """A wheel without content in a folder that pip reads as an index."""
+    home = index / name
+    home.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {n}" for n in needs)]
+    with zipfile.ZipFile(home / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", "\n".join(metadata) + "\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    links = [f'<a href="{file.name}">{file.name}</a>' for file in sorted(home.glob("*.whl"))]
+    (home / "index.html").write_text("<html><body>" + "".join(links) + "</body></html>", "utf-8")
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("has_build", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_other(
+    has_build, checkout, tmp_path, monkeypatch
+):
+    usual, other = tmp_path / "usual", tmp_path / "other"
+    if has_build:
+        publish(other / "cpu", "torch", "2.0+cpu", "beta")
+    for version in ("2.0", "2.1"):
+        publish(usual, "torch", version, "beta")
+    for name in ("alpha", "beta"):
+        for version in ("1.0", "1.1"):
+            publish(usual, name, version, *(["torch>=1"] if name == "alpha" else []))
+    (checkout / "pins").write_text("alpha==1.0\nbeta==1.1\ntorch==2.0\n", "utf-8")
+    monkeypatch.setattr(torch_build, "WHEELS", other.as_uri() + "/")
+    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64"))
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", usual.as_uri())
+    what = setup_env.Environment(".venv", "pins", "setup", ("alpha",))
+    setup_env.ensure(checkout, {}, what=what)
+    listing = [str(checkout / ".venv/bin/python"), "-m", "pip", "list", "--format=freeze"]
+    found = set(subprocess.check_output(listing, text=True).split())
+    assert {"alpha==1.0", "beta==1.1", "torch==2.0+cpu" if has_build else "torch==2.0"} <= found
 
 
 # What is not ours
