@@ -211,7 +211,7 @@ class Logged:
 
     def _show(self, elapsed_s: float, terminal: bool) -> None:
         """The last line that the installer wrote, in place of the one before on a terminal."""
-        newest = [line for line in self.tail() if not line.startswith("WARNING")][-1:]
+        newest = [line for line in self.tail() if not line.startswith(("WARNING", "$ "))][-1:] or ["…"]
         width = shutil.get_terminal_size().columns - 1 if terminal else 100
         text = f"[setup] {elapsed_s:3.0f} s: {''.join(newest)}"[:width]
         sys.stderr.write(CLEARED + text if terminal else text + "\n")
