@@ -14,7 +14,7 @@ override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(fir
 override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
 ifneq ($(GIVEN),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
-override REFUSED := $(shell for python in .venv/bin/python python3 python3.13 python3.12 python3.11 \
+override REFUSED := $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
   '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py \
   $(call quoted,$(MAKECMDGOALS)) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) 2>/dev/null && break; done)
 $(if $(REFUSED),$(error $(REFUSED)))
@@ -46,10 +46,10 @@ override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.spl
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
-override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.13, python3.12, python3.11). \
-Install Python 3.11 to 3.13, or name one: make setup PYTHON=/path/to/python3
+override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \
+Install Python 3.11 to 3.14, or name one: make setup PYTHON=/path/to/python3
 override define ANY_PYTHON
-for python in .venv/bin/python "$$PYTHON" python3 python3.13 python3.12 python3.11; do \
+for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.12 python3.11; do \
   if "$$python" -EsSB -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
     exec "$$python" -EsSB $(1); \
   fi; \
@@ -61,7 +61,7 @@ help: ## Show this help
 	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
-	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py)
+	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter setup,$(MAKECMDGOALS)))
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, whose pins exclude those of .venv
 	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
@@ -197,10 +197,10 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: FULL=1                  gpu-info: start torch too and ask it what it sees
 #: WATCH=1                 memory-check: renew until Ctrl-C
 #: TESTS='ARGUMENTS'       arguments for pytest
-#: PYTHON=PATH             the Python (3.11 to 3.13) that .venv is built with
+#: PYTHON=PATH             the Python (3.11 to 3.14) that .venv is built with
 #: VENV=PATH               use this environment of yours; it is never built or changed
 #: UNSLOTH_VENV=PATH       the environment that has Unsloth, where it is not .venv-unsloth
-#: TORCH=X.Y.Z             lock: move torch to this version
+#: TORCH=BUILD             setup: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); lock: X.Y.Z, its version
 
 ##@ Examples
 #: make train

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from setup_env import NEWEST, ROOT, Python, SetupError, clean_environ, named_python, search_python, show
+from installer import clean_environ
+from setup_env import NEWEST, ROOT, Python, SetupError, named_python, search_python, show
 
 LOCK = ROOT / "requirements.lock"
 # torch's CUDA builds pin these exactly themselves; a pin of ours would only be in the way of a CPU build.

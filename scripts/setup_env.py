@@ -1,8 +1,9 @@
 """Builds the checkout's .venv from the pinned versions, or says in one message why it cannot.
 
 `make` runs this before every target that needs the environment; it is silent and quick when nothing is to do.
-It reads two variables of the environment: VENV (an environment of the user's: only looked at) and PYTHON (the
-Python to build with). With the word `unsloth` it builds .venv-unsloth instead, whose pins exclude those of .venv.
+It reads three variables of the environment: VENV (an environment of the user's: only looked at), PYTHON (the Python to
+build with) and TORCH (the build of torch; left out, the one that the driver runs). With the word `unsloth` it builds
+.venv-unsloth instead, whose pins exclude those of .venv; with `setup` a person asked for .venv itself.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
 builds first.
@@ -24,13 +25,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import installer
+import torch_build
+from installer import Installer, Logged
+from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
-OLDEST, NEWEST = (3, 11), (3, 13)  # as `requires-python` in pyproject.toml
+OLDEST, NEWEST = (3, 11), (3, 14)  # as `requires-python` in pyproject.toml
 RANGE = f"Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-PYTHONS = ("python3", "python3.13", "python3.12", "python3.11")
+PYTHONS = ("python3", "python3.14", "python3.13", "python3.12", "python3.11")
 
 # Runs in the Python in question, so it has to work in every Python, 2 included. The base executable matters:
 # python3 may be that of an activated .venv, which the build empties.
@@ -44,12 +50,6 @@ except ImportError:
 base = getattr(sys, "_base_executable", None) or sys.executable
 print("%d %d %d %s" % (sys.version_info[0], sys.version_info[1], pip, base))
 """
-
-# These would lead pip away from .venv, or make's own flags into a package's build.
-MISLEADING = (
-    *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN"),
-    *("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"),
-)
 
 Version = Tuple[int, int]
 Runner = Callable[[Sequence[str], Path], int]
@@ -76,6 +76,11 @@ class Environment(NamedTuple):
         """Beside the folder, since the folder itself is emptied for a new build."""
         return self.folder + ".lock"
 
+    @property
+    def log_file(self) -> str:
+        """What the installer printed, of the newest build."""
+        return self.folder + ".log"
+
 
 MAIN = Environment(".venv", "requirements.lock", "setup", ())
 # Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop itself by its place.
@@ -92,6 +97,10 @@ UNSLOTH = Environment(
 
 class SetupError(Exception):
     """A problem that the user can solve; its text is the whole message."""
+
+
+class NoTorchError(SetupError):
+    """pytorch.org did not give the build of torch that was taken."""
 
 
 def say(text: str) -> None:
@@ -153,13 +162,13 @@ def live_version(venv: Path) -> Optional[Version]:
     return found.version if found else None
 
 
-def ready_text(root: Path, version: Version, what: Environment = MAIN) -> str:
+def ready_text(root: Path, version: Version, what: Environment = MAIN, torch: str = "") -> str:
     """What the stamp says when .venv is complete."""
-    return f"ready {digest(root, version, what)} python {show(version)}\n"
+    return f"ready {digest(root, version, what)} python {show(version)} torch {torch}\n"
 
 
-def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment = MAIN) -> bool:
-    """Whether .venv is complete, from the present pins, and of the Python that was asked for (if any)."""
+def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment = MAIN, torch: str = "") -> bool:
+    """Whether .venv is complete, from the present pins, and of the Python and torch that were asked for (if any)."""
     try:
         stamp = (venv / STAMP).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -169,7 +178,7 @@ def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment
     version = live_version(venv)
     if version is None or (wanted is not None and wanted.version != version):
         return False
-    return stamp == ready_text(root, version, what)
+    return stamp == ready_text(root, version, what, torch or stamp.split()[-1])
 
 
 def refuse_foreign(venv: Path) -> None:
@@ -278,36 +287,38 @@ def without_pip(name: str, python: Python) -> str:
 # Building
 
 
-def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The environment for pip: the user's proxies and indexes stay, what leads it out of .venv goes."""
-    kept = {name: value for name, value in environ.items() if name not in MISLEADING}
-    kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1")
-    return kept
+def how(venv: Path, environ: Mapping[str, str], asked: str) -> Tuple[Installer, Choice]:
+    """What installs into an environment that has its pip, and which build of torch."""
+    python = str(venv / "bin" / "python")
+    by = installer.choose(python, environ, installer.pip_settings(python, environ))
+    return by, torch_build.choose(torch_build.look(), asked, by.configured)
 
 
-def run_visibly(command: Sequence[str], root: Path) -> int:
-    """The exit code of a command whose output the user sees, on stderr."""
-    # close_fds=False: the command inherits the build lock, so that a pip that outlives us still holds it.
-    env = clean_environ(os.environ)
-    done = subprocess.run(list(command), cwd=str(root), env=env, stdout=sys.stderr, close_fds=False)
-    return done.returncode
-
-
-def build_steps(venv: Path, python: Python, what: Environment = MAIN) -> List[Tuple[str, List[str]]]:
-    """Title and command of each step, in order."""
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--constraint", what.pins]
+def install_steps(root: Path, by: Installer, torch: Choice, what: Environment = MAIN) -> List[Tuple[str, List[str]]]:
+    """Title and command of each step that installs, in order."""
+    install = [*by.command, "--constraint", what.pins, *installer.options(by)]
+    steps, builds, beside = [], [], []  # type: List[Tuple[str, List[str]]], List[str], List[str]
+    if torch.source:
+        # Without what torch needs, which comes from the usual index below: until then it cannot be imported, and
+        # deepspeed's setup.py, run there, does not look for a CUDA toolkit.
+        builds = [f"{pin}+{torch.name}" for pin in family_pins(root, what)]
+        title = f"installing {torch_build.label(torch)} from {torch.source}"
+        steps.append((title, [*install, *installer.from_index(by, torch.source), *builds]))
+        if torch.name.startswith("rocm"):  # its own triton is on that index only
+            beside = installer.beside_index(by, torch.source)
     if what.needs:
-        return [
-            (f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)]),
-            ("installing the pinned packages", [*pip, *what.needs]),
-        ]
+        return [*steps, ("installing the pinned packages", [*install, *beside, *builds, *what.needs])]
     # setuptools goes first, at its pin, because the project is built without isolation: an isolated build
     # would fetch a setuptools that nobody pinned.
-    return [
-        ("creating .venv", [python.path, "-I", "-m", "venv", str(venv)]),
-        ("installing setuptools", [*pip, "--quiet", "setuptools"]),
-        ("installing the pinned packages", [*pip, "--no-build-isolation", "--editable", ".[dev]"]),
-    ]
+    last = [*install, *beside, *builds, "--no-build-isolation", "--editable", ".[dev]"]
+    steps.append(("installing setuptools", [*install, "setuptools"]))
+    return [*steps, ("installing the pinned packages", last)]
+
+
+def family_pins(root: Path, what: Environment) -> List[str]:
+    """The pins of torch, and of what has to come as the same build."""
+    lines = meaningful((root / what.pins).read_text(encoding="utf-8"))
+    return [line for line in lines if line.split("==")[0] in torch_build.FAMILY]
 
 
 def empty(venv: Path) -> None:
@@ -321,26 +332,67 @@ def empty(venv: Path) -> None:
             entry.unlink()
 
 
-def build(root: Path, venv: Path, python: Python, run: Runner, what: Environment = MAIN) -> None:
+def build(
+    root: Path, venv: Path, python: Python, run: Runner, what: Environment, environ: Mapping[str, str], asked: str
+) -> None:
     """A complete .venv with its stamp; raises when a step fails, and the next call starts afresh."""
     start = time.monotonic()
     say(f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes minutes, once")
     empty(venv)
-    for title, command in build_steps(venv, python, what):
-        say(f"{time.monotonic() - start:3.0f} s: {title}")
-        code = run(command, root)
-        if code != 0:
-            raise SetupError(failed(title, code, root, what))
-    (venv / STAMP).write_text(ready_text(root, python.version, what), encoding="utf-8")
+    take(f"creating {what.folder}", [python.path, "-I", "-m", "venv", str(venv)], root, run, what)
+    by, torch = how(venv, environ, asked)
+    try:
+        announce(by, torch, venv, environ, root / what.log_file)
+        install(root, by, torch, run, what, start)
+    except NoTorchError:
+        if torch.name != "cpu" or asked == "cpu":
+            raise
+        say(f"{torch.source} did not give it ({root / what.log_file})")
+        torch = Choice(torch_build.OF_INDEX, None, "every build runs on a CPU")
+        announce(by, torch, venv, environ, root / what.log_file)
+        install(root, by, torch, run, what, start)
+    (venv / STAMP).write_text(ready_text(root, python.version, what, torch.name), encoding="utf-8")
     say(f"{time.monotonic() - start:3.0f} s: {what.folder} is ready")
 
 
-def failed(title: str, code: int, root: Path, what: Environment = MAIN) -> str:
-    """The message for a step that failed; its own output stands above."""
+def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environment, start: float) -> None:
+    """Every package, each step with its line; raises NoTorchError where pytorch.org did not give torch."""
+    for title, command in install_steps(root, by, torch, what):
+        say(f"{time.monotonic() - start:3.0f} s: {title}")
+        try:
+            take(title, command, root, run, what)
+        except SetupError as error:
+            if torch.source not in command or "--no-deps" not in command:
+                raise
+            raise NoTorchError(
+                f"{error}\n  Without a way to pytorch.org: name a mirror in pip's settings, or take the build that "
+                f"your package index has (make setup TORCH={torch_build.OF_INDEX})"
+            ) from None
+
+
+def announce(by: Installer, torch: Choice, venv: Path, environ: Mapping[str, str], log: Path) -> None:
+    """Says what comes, from where and how much; raises where the disks do not hold it."""
+    download, disk, text = torch_build.sizes(torch)
+    say(f"{torch_build.label(torch)}: {torch.why}")
+    say(f"{text}; {by.why}, its log is {log}")
+    short = installer.missing_room(by, venv, environ, download, disk)
+    if short:
+        raise SetupError(f"{venv.name} does not fit:\n    {short}\n  Make room, then run make again")
+
+
+def take(title: str, command: Sequence[str], root: Path, run: Runner, what: Environment) -> None:
+    """Runs a step; raises when it fails, with the end of its output."""
+    code = run(command, root)
+    if code == 0:
+        return
+    shown = ""
+    if isinstance(run, Logged):
+        lines = "\n".join("    " + line for line in run.tail())
+        shown = f"; the last lines of {run.log}:\n{lines}"
     free = shutil.disk_usage(str(root)).free / 2**30
-    return (
-        f"{title} ended with exit code {code}; the lines above say why.\n"
-        f"  Check the network, pip's settings and the disk ({free:.0f} GiB free; CUDA's torch needs 8), "
+    raise SetupError(
+        f"{title} ended with exit code {code}{shown}\n"
+        f"  Check the network, the index and the disk ({free:.0f} GiB free), "
         f"then run make {'again' if what is MAIN else what.target}: it repairs {what.folder}"
     )
 
@@ -358,30 +410,64 @@ def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
         yield
 
 
-def ensure(root: Path, environ: Mapping[str, str], run: Runner = run_visibly, *, what: Environment = MAIN) -> None:
-    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be."""
+def other_build(venv: Path, environ: Mapping[str, str], what: Environment) -> str:
+    """A line about the build of torch that a new environment would get, empty where this one has it.
+
+    Nobody's environment is rebuilt for it: a node without GPUs may share the disk with those that have some.
+    """
+    had = (venv / STAMP).read_text(encoding="utf-8").split()[-1]
+    try:
+        now = how(venv, environ, "")[1]
+    except BuildError as error:
+        return str(error)
+    if had in (now.name, torch_build.OF_INDEX):
+        return ""
+    return (
+        f"{what.folder} has the build {had} of torch, and this machine would get {now.name} ({now.why}); "
+        f"to rebuild: make {what.target} TORCH=auto"
+    )
+
+
+def ensure(
+    root: Path,
+    environ: Mapping[str, str],
+    run: Optional[Runner] = None,
+    *,
+    what: Environment = MAIN,
+    by_name: bool = False,
+) -> None:
+    """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be.
+
+    `by_name`: a person asked for the environment, not for a target that needs it, and is told of its torch.
+    """
     if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])
         return
     venv = root / what.folder
     refuse_foreign(venv)
     wanted = named_python(environ["PYTHON"]) if environ.get("PYTHON") else None
-    if is_ready(root, venv, wanted, what):
-        if what is not MAIN:
-            say(f"{what.folder} is ready")
+    asked = torch_build.asked_build(environ)
+    torch = asked
+    if asked == "auto":
+        torch = how(venv, environ, asked)[1].name if live_version(venv) else ""
+    if is_ready(root, venv, wanted, what, torch):
+        hint = other_build(venv, environ, what) if by_name and not asked else ""
+        if what is not MAIN or hint:
+            say(f"{what.folder} is ready" + (f"\n  {hint}" if hint else ""))
         return
     with build_lock(root, what):
         refuse_foreign(venv)
-        if not is_ready(root, venv, wanted, what):  # another make may have built it while we waited
-            build(root, venv, wanted or search_python(), run, what)
+        if not is_ready(root, venv, wanted, what, torch):  # another make may have built it while we waited
+            python = wanted or search_python()
+            build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 
 
-def main(root: Path = ROOT, what: Environment = MAIN) -> int:
+def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        ensure(root, os.environ, what=what)
-    except SetupError as error:
+        ensure(root, os.environ, what=what, by_name=by_name)
+    except (SetupError, BuildError) as error:
         say(str(error))
         return 2
     except OSError as error:
@@ -400,4 +486,4 @@ def main(root: Path = ROOT, what: Environment = MAIN) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN))
+    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN, by_name=len(sys.argv) > 1))

@@ -107,7 +107,7 @@ VARIABLES: Dict[str, Variable] = {
     "MUTANTS": Variable(("mutation-score",), has_flag=False),
     "SEED": Variable(("mutation-score",), has_flag=False),
     "TESTS": Variable(("test",), kind="list", has_flag=False),
-    "TORCH": Variable(("lock",), has_flag=False),
+    "TORCH": Variable(("lock", "setup", "setup-unsloth"), has_flag=False),
     "PYTHON": Variable(_ANYWHERE, has_flag=False),
     "VENV": Variable(_ANYWHERE, has_flag=False),
     "UNSLOTH_VENV": Variable(_ANYWHERE, has_flag=False),

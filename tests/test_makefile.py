@@ -247,7 +247,10 @@ def test_no_script_is_without_a_target():
     for name, words in by_hand.items():
         assert words in (ROOT / "scripts" / name).read_text(encoding="utf-8")
     unused = {name for name in found - set(by_hand) if not re.search(rf"(scripts|\$\(SCRIPT\))/{name}\b", MAKEFILE)}
-    assert not unused
+    read_by_setup = {"installer.py", "torch_build.py"}
+    setup = (ROOT / "scripts" / "setup_env.py").read_text(encoding="utf-8")
+    assert all(f"import {Path(name).stem}\n" in setup for name in read_by_setup)
+    assert unused == read_by_setup
 
 
 @pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
@@ -416,7 +419,13 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
     )
     assert result.returncode == 2
     assert "No Python 3 answers" in result.stderr
-    assert "Python 3.11 to 3.13" in result.stderr
+    assert "Python 3.11 to 3.14" in result.stderr
+
+
+def test_only_a_person_who_asks_for_setup_is_told_of_its_torch(copy):
+    for goals, words in (("setup", "setup"), ("train", ""), ("setup plan", "setup"), ("setup-unsloth", "unsloth")):
+        shown = make("-n", *goals.split(), cwd=copy).stdout
+        assert set(re.findall(r"scripts/setup_env\.py ?([a-z]*);", shown)) == {words}, goals
 
 
 def test_parallel_makes_of_several_targets_check_the_environment_once(fake):

@@ -1,0 +1,223 @@
+"""How the packages of an environment are installed: by uv where it fits, else by pip, with a log and room on the disk.
+
+Standard library only, and nothing newer than Python 3.6, like setup_env.py.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
+
+# These would lead the installer away from the environment, or make's own flags into a package's build; torch's build
+# is chosen here, so uv is not to choose another.
+MISLEADING = (
+    *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN"),
+    *("UV_SYSTEM_PYTHON", "UV_TORCH_BACKEND", "UV_OVERRIDE"),
+    *("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES"),
+)
+OF_UV = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX")
+LINES_SHOWN = 15
+"""Of the log, where a step failed."""
+QUIET_S = 30.0
+"""Between two lines of progress where the output is no terminal."""
+
+CLEARED = "\r\033[K"
+"""Takes a line of progress off a terminal."""
+
+
+class Installer(NamedTuple):
+    """The program that installs, what it was told of indexes (empty: nothing), and why it was taken."""
+
+    name: str
+    command: Tuple[str, ...]  # up to and with `install`
+    configured: str
+    why: str
+
+
+def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
+    """The environment for pip and uv: the user's proxies and indexes stay, what leads them out of .venv goes."""
+    kept = {name: value for name, value in environ.items() if name not in MISLEADING}
+    kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")  # a question would end in the log
+    return kept
+
+
+# Which program
+
+
+def choose(python: str, environ: Mapping[str, str], pip_settings: str) -> Installer:
+    """uv where it is on PATH and knows of the indexes that pip knows of, else the environment's own pip.
+
+    `pip_settings` is what `pip config list` printed: uv reads none of it (docs.astral.sh/uv/pip/compatibility).
+    """
+    of_pip, of_uv = pip_indexes(pip_settings), uv_indexes(environ)
+    uv = shutil.which("uv", path=environ.get("PATH", os.defpath))
+    if uv and (of_uv or not of_pip):
+        told = f"uv's settings name an index ({of_uv})" if of_uv else ""
+        return Installer("uv", (uv, "pip", "install", "--python", python), told, f"uv installs ({uv})")
+    told = f"pip's settings name an index ({of_pip})" if of_pip else ""
+    why = f"pip installs: {told}, and uv does not read them" if uv else "pip installs"
+    return Installer("pip", (python, "-m", "pip", "install"), told, why)
+
+
+def pip_indexes(settings: str) -> str:
+    """The settings that name an index, of what `pip config list` prints; empty where none does."""
+    keys = ("index-url", "extra-index-url", "find-links", "no-index")
+    names = [line.split("=", 1)[0] for line in settings.splitlines() if "=" in line]
+    told = [name for name in names if re.match(r"(global|install|:env:)\.", name) and name.split(".")[-1] in keys]
+    return ", ".join(told)
+
+
+def uv_indexes(environ: Mapping[str, str]) -> str:
+    """The variable or file of uv that names an index; empty where none does."""
+    told = [name for name in OF_UV if environ.get(name)]
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/") / ".config")
+    file = environ.get("UV_CONFIG_FILE")
+    files = [Path(file)] if file else [home / "uv/uv.toml", Path("/etc/uv/uv.toml")]
+    key = re.compile(r"^\s*(\[\[(pip\.)?index\]\]|((extra-)?index(-url)?|find-links|no-index)\s*=)", re.MULTILINE)
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            continue
+        if key.search(text):
+            told.append(str(path))
+    return ", ".join(told)
+
+
+def pip_settings(python: str, environ: Mapping[str, str]) -> str:
+    """What `pip config list` prints, its files and variables together; empty where it does not answer."""
+    command = [python, "-m", "pip", "config", "list"]
+    try:
+        return os.fsdecode(subprocess.check_output(command, env=clean_environ(environ), stderr=subprocess.DEVNULL))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+# What it is told
+
+
+def options(installer: Installer) -> List[str]:
+    """What each call of the installer is given: uv compiles as pip does, pip draws no bars into a log."""
+    return ["--compile-bytecode"] if installer.name == "uv" else ["--progress-bar", "off"]
+
+
+def from_index(installer: Installer, url: str) -> List[str]:
+    """This index and no other, for packages whose own needs come later from the usual one."""
+    given_up = [] if installer.name == "uv" else ["--retries", "2"]
+    return ["--no-deps", "--index-url", url, *given_up]
+
+
+def beside_index(installer: Installer, url: str) -> List[str]:
+    """The usual index and this one, the pins taken where they are."""
+    strategy = ["--index-strategy", "unsafe-best-match"] if installer.name == "uv" else []
+    return ["--extra-index-url", url, *strategy]
+
+
+# Room
+
+
+def missing_room(installer: Installer, venv: Path, environ: Mapping[str, str], download: int, disk: int) -> str:
+    """Where bytes are missing for it, in words; empty where they fit.
+
+    pip keeps every wheel in the folder for temporary files until all are unpacked. uv unpacks into its cache, and links
+    from there where that is on the environment's disk.
+    """
+    if installer.name == "uv":
+        home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/") / ".cache")
+        cache = Path(environ.get("UV_CACHE_DIR") or Path(home) / "uv")
+        needs = [(cache, disk, "UV_CACHE_DIR")]
+        if device(cache) != device(venv):
+            needs.append((venv, disk, ""))
+    else:
+        needs = [(venv, disk, ""), (Path(tempfile.gettempdir()), download, "TMPDIR")]
+    lines = []
+    for place in dict.fromkeys(device(path) for path, _, _ in needs):
+        here = [need for need in needs if device(need[0]) == place]
+        wanted, free = sum(size for _, size, _ in here), shutil.disk_usage(str(there(here[0][0]))).free
+        if free < wanted:
+            folders = " and ".join(str(path) for path, _, _ in here)
+            moved = " or ".join(f"{name}=/path" for _, _, name in here if name)
+            lines.append(
+                f"{folders}: {wanted / 2**30:.1f} GiB are needed, {free / 2**30:.1f} GiB free"
+                + (f" ({moved} before make puts that part on another disk)" if moved else "")
+            )
+    return "\n    ".join(lines)
+
+
+def there(path: Path) -> Path:
+    """The nearest folder of a path that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def device(path: Path) -> int:
+    """The disk that a path is on, or will be."""
+    return there(path).stat().st_dev
+
+
+# The log
+
+
+class Logged:
+    """Runs commands with their output in a file, and shows the person one line of how far it is."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.begun = log, time.monotonic()
+        log.write_text("", encoding="utf-8")
+
+    def __call__(self, command: Sequence[str], root: Path) -> int:
+        """The exit code of a command."""
+        with self.log.open("ab") as file:
+            file.write(("\n$ " + " ".join(command) + "\n").encode("utf-8", "replace"))
+            file.flush()
+            # close_fds=False: the command inherits the build lock, so that a pip that outlives us still holds it.
+            process = subprocess.Popen(
+                list(command),
+                cwd=str(root),
+                env=clean_environ(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                close_fds=False,
+            )
+            try:
+                return self._watched(process)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+
+    def _watched(self, process: "subprocess.Popen[bytes]") -> int:
+        """Its exit code, and until then a line that a terminal renews every second, a file every half minute."""
+        terminal, said = sys.stderr.isatty(), time.monotonic()
+        try:
+            while True:
+                try:
+                    return process.wait(timeout=1)
+                except subprocess.TimeoutExpired:
+                    if terminal or time.monotonic() - said >= QUIET_S:
+                        said = time.monotonic()
+                        self._show(said - self.begun, terminal)
+        finally:
+            if terminal:
+                sys.stderr.write(CLEARED)
+                sys.stderr.flush()
+
+    def _show(self, elapsed_s: float, terminal: bool) -> None:
+        """The last line that the installer wrote, in place of the one before on a terminal."""
+        newest = [line for line in self.tail() if not line.startswith(("WARNING", "$ "))][-1:] or ["…"]
+        width = shutil.get_terminal_size().columns - 1 if terminal else 100
+        text = f"[setup] {elapsed_s:3.0f} s: {''.join(newest)}"[:width]
+        sys.stderr.write(CLEARED + text if terminal else text + "\n")
+        sys.stderr.flush()
+
+    def tail(self, count: int = LINES_SHOWN) -> List[str]:
+        """The last lines of the log, without blank ones."""
+        text = self.log.read_bytes()[-20000:].decode("utf-8", "replace")
+        return [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()][-count:]

@@ -1,0 +1,233 @@
+"""Which build of torch this machine can run, where it is, and what it takes of network and disk.
+
+The package index has one build of torch for Linux, pytorch.org has all of them. The driver decides: a build for CUDA 13
+does not start on a driver before 580, and one for CUDA 12.6 has no kernels for GPUs newer than Hopper.
+Standard library only, and nothing newer than Python 3.6, like setup_env.py, which asks here before it installs.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+VERSION = "2.13.0"
+"""The pin of torch that the tables below are about; a test fails when requirements.lock moves away from it."""
+WHEELS = "https://download.pytorch.org/whl/"
+OF_INDEX = "index"
+"""Stands for whatever build the user's package index has."""
+FAMILY = ("torch", "torchvision")
+"""Packages that have to come as the same build."""
+KFD = "/sys/class/kfd/kfd/topology/nodes"
+MIB = 2**20
+
+Capability = Tuple[int, int]
+
+
+class Build(NamedTuple):
+    """A build of torch for Linux: who can run it, and the MiB of the whole environment with it (None: not known)."""
+
+    label: str
+    driver: Tuple[int, ...]  # the oldest of NVIDIA's that runs it; empty: needs none
+    oldest: Capability  # GPUs that it has kernels for
+    newest: Capability
+    download: Optional[int]
+    disk: Optional[int]
+
+
+# Drivers: NVIDIA's CUDA release notes, table of minor version compatibility (CUDA 12: 525.60.13, CUDA 13: 580).
+# Builds and GPUs of torch 2.13: github.com/pytorch/pytorch/pull/187075, issues 172663 and 178665; from 12.0 on PTX.
+# MiB, Linux x86_64, 2026-11-22. CPU: measured. CUDA 13.0: sizes of the wheels, and what they unpack to. CUDA 12.6:
+# sizes of the wheels (torch's: 830 MB, as 2.11 had), unpacked at the ratios of those for CUDA 13.0.
+BUILDS: Dict[str, Build] = {
+    "cu130": Build("CUDA 13.0", (580,), (7, 5), (99, 0), 2850, 5800),
+    "cu126": Build("CUDA 12.6", (525, 60, 13), (5, 0), (9, 0), 3650, 7000),
+    "rocm7.2": Build("ROCm 7.2", (), (0, 0), (0, 0), None, None),
+    "cpu": Build("the CPU", (), (0, 0), (0, 0), 430, 1870),
+}
+# pytorch/.ci/docker/manywheel/build.sh, without gfx1103: a laptop's graphics, which TORCH=rocm7.2 asks for by name.
+ROCM_TARGETS = (
+    *("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102"),
+    *("gfx1150", "gfx1151", "gfx1200", "gfx1201"),
+)
+
+
+class BuildError(Exception):
+    """No build can be taken; the text is the whole message."""
+
+
+class Machine(NamedTuple):
+    """What decides which build runs here."""
+
+    system: str  # as sys.platform says
+    arch: str
+    driver: str = ""  # NVIDIA's; empty: there is none
+    gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where nobody tells
+    amd: Tuple[str, ...] = ()  # AMD's, as gfx942
+
+
+class Choice(NamedTuple):
+    """The build that is taken, the index that has it (None: the user's own), and why."""
+
+    name: str
+    source: Optional[str]
+    why: str
+
+
+# What is there
+
+
+def look() -> Machine:
+    """This machine, from NVIDIA's own tool or the kernel's files; nothing of torch is needed."""
+    system = "linux" if sys.platform.startswith("linux") else sys.platform
+    asked = ["--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
+    for tool in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
+        driver, gpus = read_smi(output([tool, *asked]))
+        if driver:
+            return Machine(system, platform.machine(), driver, gpus)
+    driver = read_kernel(text_of("/proc/driver/nvidia/version"))
+    nodes = [text_of(str(path)) for path in sorted(Path(KFD).glob("*/properties"))]
+    return Machine(system, platform.machine(), driver, (), read_kfd(nodes))
+
+
+def output(command: Sequence[str]) -> str:
+    """What a program prints; empty where it is missing, fails or does not come back."""
+    try:
+        done = subprocess.run(list(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return os.fsdecode(done.stdout)
+
+
+def text_of(path: str) -> str:
+    """A file's text, empty where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_smi(text: str) -> Tuple[str, Tuple[Tuple[str, Capability], ...]]:
+    """Driver and GPUs of nvidia-smi's lines, such as `580.65.06, 8.9, NVIDIA L4`."""
+    found = re.findall(r"^(\d+(?:\.\d+)+), (\d+)\.(\d+), (.+?)\s*$", text, re.MULTILINE)
+    gpus = tuple((name, (int(major), int(minor))) for _, major, minor, name in found)
+    return (found[0][0] if found else ""), gpus
+
+
+def read_kernel(text: str) -> str:
+    """The driver's version as its kernel module names it, empty where there is none."""
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
+    return match.group(1) if match else ""
+
+
+def read_kfd(nodes: Sequence[str]) -> Tuple[str, ...]:
+    """AMD's GPUs among the nodes of the kernel's compute driver: 90402 is gfx942, 0 a CPU."""
+    versions = [int(match) for text in nodes for match in re.findall(r"^gfx_target_version (\d+)", text, re.MULTILINE)]
+    return tuple(f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in versions if v)
+
+
+# Which build
+
+
+def asked_build(environ: Mapping[str, str]) -> str:
+    """What TORCH= asks for: a build's name, `auto`, or empty; raises for anything else."""
+    asked = environ.get("TORCH", "")
+    if re.fullmatch(r"|auto|cpu|cu\d{3}|rocm\d+\.\d+|" + OF_INDEX, asked):
+        return asked
+    version = re.fullmatch(r"\d+(\.\d+)+", asked)
+    raise BuildError(
+        f"TORCH={asked} was asked for, which is {'a version' if version else 'no build of torch'}.\n"
+        f"  make setup takes {', '.join(BUILDS)}, {OF_INDEX} (what your package index has) or auto (what the driver "
+        f"runs); a version is moved by make lock TORCH=X.Y.Z"
+    )
+
+
+def choose(machine: Machine, asked: str = "", configured: str = "") -> Choice:
+    """The build to install: the one asked for, that of a configured index, else what this machine runs."""
+    if asked not in ("", "auto"):
+        name, why = asked, f"as TORCH={asked} asks"
+    elif configured:
+        name, why = OF_INDEX, f"{configured}, and no other is asked"
+    else:
+        name, why = fitting(machine)
+    of_index = name == OF_INDEX or (not configured and name == on_package_index(machine))
+    return Choice(name, None if of_index else WHEELS + name, why)
+
+
+def fitting(machine: Machine) -> Tuple[str, str]:
+    """Name of the build that runs here, and why; raises where a driver runs none."""
+    if machine.system != "linux" or machine.arch not in ("x86_64", "aarch64"):
+        return OF_INDEX, f"the one build for {machine.system} on {machine.arch}"
+    if machine.driver:
+        for name in BUILDS:
+            if BUILDS[name].driver and not obstacles(machine, BUILDS[name]):
+                return name, f"NVIDIA's driver {machine.driver} runs it"
+        raise BuildError(refusal(machine))
+    if machine.arch == "x86_64" and any(gpu in ROCM_TARGETS for gpu in machine.amd):
+        return "rocm7.2", f"there is an AMD GPU ({', '.join(machine.amd)})"
+    amd = f"torch's ROCm build is not for {', '.join(machine.amd)}" if machine.amd else "no GPU's driver is here"
+    return "cpu", f"{amd}; make setup TORCH=cu130 builds for machines with one"
+
+
+def on_package_index(machine: Machine) -> str:
+    """The build that the public package index has for a machine (github.com/pytorch/pytorch/issues/168065)."""
+    if machine.system != "linux":
+        return OF_INDEX
+    return {"x86_64": "cu130", "aarch64": "cpu"}.get(machine.arch, OF_INDEX)
+
+
+def obstacles(machine: Machine, build: Build) -> List[str]:
+    """Why a build for CUDA does not run here."""
+    found = []
+    if version_of(machine.driver) < build.driver:
+        found.append(f"needs driver {'.'.join(map(str, build.driver))} or newer")
+    for name, capability in dict.fromkeys(machine.gpus):
+        if not build.oldest <= capability <= build.newest:
+            found.append(f"has no kernels for {name} (capability {capability[0]}.{capability[1]})")
+    return found
+
+
+def version_of(text: str) -> Tuple[int, ...]:
+    """550.54.15 as (550, 54, 15)."""
+    return tuple(int(part) for part in text.split("."))
+
+
+def refusal(machine: Machine) -> str:
+    """The message where the driver runs no build."""
+    cuda = {name: obstacles(machine, build) for name, build in BUILDS.items() if build.driver}
+    reasons = "\n".join(f"    {BUILDS[name].label} ({name}): {'; '.join(found)}" for name, found in cuda.items())
+    helped = [name for name, found in cuda.items() if not any("no kernels" in text for text in found)]
+    update = (
+        f"update NVIDIA's driver to {max(BUILDS[name].driver for name in helped)[0]} or newer, or " if helped else ""
+    )
+    return (
+        f"torch has no build that runs with NVIDIA's driver {machine.driver} here:\n{reasons}\n"
+        f"  To go on: {update}train on the CPU: make setup TORCH=cpu"
+    )
+
+
+# What it takes
+
+
+def sizes(choice: Choice) -> Tuple[int, int, str]:
+    """Bytes to download and on the disk (the least of it where that is not known), and both in words."""
+    least = BUILDS["cpu"]
+    build = BUILDS.get(choice.name, least)
+    download, disk = (build.download or least.download or 0), (build.disk or least.disk or 0)
+    text = f"about {download / 1024:.1f} GiB to download, {disk / 1024:.1f} GiB on the disk"
+    if choice.name == OF_INDEX:
+        cuda = BUILDS["cu130"]
+        more = f"{(cuda.download or 0) / 1024:.1f} and {(cuda.disk or 0) / 1024:.1f} GiB"
+        text += f" if that is a build for the CPU, {more} if it is for CUDA"
+    elif choice.name not in BUILDS or build.disk is None:
+        text = f"more than {download / 1024:.1f} GiB to download, {disk / 1024:.1f} GiB on the disk (not measured)"
+    return download * MIB, disk * MIB, text
+
+
+def label(choice: Choice) -> str:
+    """The build in words."""
+    if choice.name == OF_INDEX:
+        return "torch of your package index"
+    return f"torch for {BUILDS[choice.name].label if choice.name in BUILDS else choice.name}"

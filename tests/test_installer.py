@@ -1,0 +1,246 @@
+"""Which program installs, what it is told, where its output goes, and whether the disks hold it."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import installer
+from installer import Installer, Logged
+
+PIP = Installer("pip", ("/v/bin/python", "-m", "pip", "install"), "", "pip installs")
+UV = Installer("uv", ("/bin/uv", "pip", "install", "--python", "/v/bin/python"), "", "uv installs")
+MIRROR = "global.index-url='https://mirror.example/simple'\n"
+
+
+def program(path, text="exit 0"):
+    """A shell script in the place of a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """Variables of a person who has uv on PATH and told it nothing."""
+    program(tmp_path / "bin/uv")
+    return {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path / "home")}
+
+
+# Which program
+
+
+def test_uv_is_used_where_it_is_installed_and_pip_otherwise(environ, tmp_path):
+    by = installer.choose("/v/bin/python", environ, "")
+    assert by[:3] == ("uv", (str(tmp_path / "bin/uv"), "pip", "install", "--python", "/v/bin/python"), "")
+    by = installer.choose("/v/bin/python", {**environ, "PATH": str(tmp_path)}, "")
+    assert by == ("pip", ("/v/bin/python", "-m", "pip", "install"), "", "pip installs")
+
+
+def test_an_index_of_pips_settings_keeps_uv_out_unless_uv_knows_one_too(environ):
+    by = installer.choose("/v/bin/python", environ, MIRROR)
+    assert (by.name, by.configured) == ("pip", "pip's settings name an index (global.index-url)")
+    assert by.why == "pip installs: pip's settings name an index (global.index-url), and uv does not read them"
+    by = installer.choose("/v/bin/python", {**environ, "UV_INDEX_URL": "https://mirror.example/simple"}, MIRROR)
+    assert (by.name, by.configured) == ("uv", "uv's settings name an index (UV_INDEX_URL)")
+    without = installer.choose("/v/bin/python", {**environ, "PATH": "/no"}, MIRROR)
+    assert (without.name, without.why) == ("pip", "pip installs")
+    assert without.configured == by.configured.replace("uv's", "pip's").replace("UV_INDEX_URL", "global.index-url")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (MIRROR, "global.index-url"),
+        (":env:.extra-index-url='a'\n:env:.find-links='/wheels'\n", ":env:.extra-index-url, :env:.find-links"),
+        ("install.no-index='1'\n", "install.no-index"),
+        ("global.cert='/ca'\n:env:.default-timeout='180'\nglobal.constraint='/c'\n", ""),
+        ("download.index-url='x'\nsearch.index='y'\n", ""),  # of other commands
+        ("", ""),
+    ],
+)
+def test_settings_of_pip_that_name_an_index_are_found(settings, told):
+    assert installer.pip_indexes(settings) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ('index-url = "https://mirror.example"\n', True),
+        ('[pip]\nextra-index-url = ["x"]\n', True),
+        ('[[index]]\nurl = "x"\n', True),
+        ('[[pip.index]]\nurl = "x"\n', True),
+        ('find-links = ["/wheels"]\n', True),
+        ('# index-url = "x"\nindex-strategy = "first-index"\n', False),
+        ("native-tls = true\n", False),
+    ],
+)
+def test_files_of_uv_that_name_an_index_are_found(text, is_told, environ, tmp_path):
+    for file, more in (
+        (tmp_path / "home/.config/uv/uv.toml", {}),
+        (tmp_path / "xdg/uv/uv.toml", {"XDG_CONFIG_HOME": str(tmp_path / "xdg")}),
+        (tmp_path / "own.toml", {"UV_CONFIG_FILE": str(tmp_path / "own.toml")}),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        assert installer.uv_indexes({**environ, **more}) == (str(file) if is_told else "")
+        file.unlink()
+    assert installer.uv_indexes({**environ, "UV_INDEX": "x", "UV_FIND_LINKS": "/w"}) == "UV_INDEX, UV_FIND_LINKS"
+
+
+def test_pips_real_settings_are_asked_for_with_the_users_variables():
+    settings = installer.pip_settings(
+        sys.executable, {"PATH": os.environ["PATH"], "PIP_INDEX_URL": "https://m.example"}
+    )
+    assert ":env:.index-url='https://m.example'" in settings
+    assert installer.pip_settings("/no/python", {}) == ""
+
+
+# What it is told
+
+
+def test_another_index_is_asked_for_torch_alone_and_beside_the_usual_one_for_its_needs():
+    assert installer.from_index(PIP, "https://x")[:3] == ["--no-deps", "--index-url", "https://x"]
+    assert installer.from_index(UV, "https://x") == ["--no-deps", "--index-url", "https://x"]
+    assert installer.beside_index(PIP, "https://x") == ["--extra-index-url", "https://x"]
+    assert installer.beside_index(UV, "https://x")[-2:] == ["--index-strategy", "unsafe-best-match"]
+
+
+def test_pip_knows_the_words_that_it_is_given():
+    words = [*installer.options(PIP), *installer.from_index(PIP, "file:///no/such/index"), "no-such-package==1"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", *words],
+        capture_output=True, text=True, env={**environ, "PIP_CONFIG_FILE": os.devnull},
+    )  # fmt: skip
+    assert "no matching distribution found for no-such-package==1" in done.stderr.lower()
+
+
+# Room
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def disks(tmp_path, monkeypatch):
+    """A home, a temporary folder and an environment, each on a disk of its own with so many bytes free."""
+    free = dict.fromkeys(("home", "tmp", "venv"), 1000)
+    for name in free:
+        (tmp_path / name).mkdir()
+
+    def disk_of(path):
+        return next((i for i, name in enumerate(free) if str(path).startswith(str(tmp_path / name))), 9)
+
+    monkeypatch.setattr(installer, "device", disk_of)
+    monkeypatch.setattr(installer.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(installer.shutil, "disk_usage", lambda path: Usage(0, 0, free[list(free)[disk_of(path)]]))
+    return free
+
+
+@pytest.mark.parametrize(
+    ("by", "sizes", "named"),
+    [
+        (PIP, {"venv": 700, "tmp": 300}, None),
+        (PIP, {"venv": 699, "tmp": 300}, "venv"),
+        (PIP, {"venv": 700, "tmp": 299}, "TMPDIR=/path"),
+        (PIP, {"venv": 700, "tmp": 300, "home": 0}, None),
+        (UV, {"venv": 700, "home": 700, "tmp": 0}, None),
+        (UV, {"venv": 700, "home": 699}, "UV_CACHE_DIR=/path"),
+        (UV, {"venv": 699, "home": 700}, "venv"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_way_out(by, sizes, named, disks, tmp_path):
+    disks.update(sizes)
+    short = installer.missing_room(by, tmp_path / "venv", {"HOME": str(tmp_path / "home")}, 300, 700)
+    assert bool(short) is bool(named)
+    assert (named or "") in short
+    assert len(short.splitlines()) <= 1
+
+
+def test_on_one_disk_the_parts_add_up(disks, tmp_path, monkeypatch):
+    monkeypatch.setattr(installer, "device", lambda path: 0)
+    home = {"HOME": str(tmp_path / "home")}
+    for free, fits in ((1000, True), (999, False)):
+        disks["home"] = free
+        monkeypatch.setattr(installer.shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        assert (installer.missing_room(PIP, tmp_path / "venv", home, 300, 700) == "") is fits
+    monkeypatch.setattr(installer.shutil, "disk_usage", lambda path: Usage(0, 0, 700))
+    assert installer.missing_room(UV, tmp_path / "venv", home, 300, 700) == ""  # links, no second copy
+
+
+def test_folders_that_are_not_there_yet_count_for_the_disk_they_will_be_on(tmp_path):
+    assert installer.there(tmp_path / "a/b/c") == tmp_path
+    assert installer.device(tmp_path / "a/b/c") == tmp_path.stat().st_dev
+
+
+# The log
+
+
+def test_output_goes_to_the_log_and_not_to_the_person(tmp_path, capfd):
+    run = Logged(tmp_path / "log")
+    assert run([sys.executable, "-c", "import sys; print('said'); print('warned', file=sys.stderr)"], tmp_path) == 0
+    assert run([sys.executable, "-c", "import os; print(os.getcwd()); raise SystemExit(3)"], tmp_path) == 3
+    assert capfd.readouterr() == ("", "")
+    lines = run.tail()
+    assert {"said", "warned"} <= set(lines)
+    assert lines[-1] == str(tmp_path)
+    assert sum(line.startswith("$ ") for line in lines) == 2
+
+
+def test_a_new_build_begins_a_new_log(tmp_path):
+    (tmp_path / "log").write_text("old")
+    assert Logged(tmp_path / "log").tail() == []
+
+
+def test_the_tail_is_the_last_lines_that_say_something(tmp_path):
+    run = Logged(tmp_path / "log")
+    run.log.write_text("\n".join(f"line {n}\n" for n in range(100)) + "\rbar 1%\rbar 2%\n\n")
+    assert run.tail(2) == ["bar 1%", "bar 2%"]
+    assert len(run.tail()) == installer.LINES_SHOWN
+
+
+def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(installer, "QUIET_S", 1.0)
+    run = Logged(tmp_path / "log")
+    run([sys.executable, "-uc", "import time; print('Downloading alpha\\nWARNING: old'); time.sleep(2.5)"], tmp_path)
+    lines = capfd.readouterr().err.splitlines()
+    assert all(re.match(r"\[setup\] +\d+ s: ", line) for line in lines)
+    assert lines[-1].endswith(" s: Downloading alpha")
+
+
+def test_a_terminal_sees_one_line_that_is_renewed_and_taken_away(tmp_path, monkeypatch):
+    reader, writer = os.openpty()
+    monkeypatch.setattr(sys, "stderr", os.fdopen(writer, "w"))
+    monkeypatch.setattr(installer.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    run = Logged(tmp_path / "log")
+    run([sys.executable, "-uc", "import time; print('Downloading ' + 'a' * 99); time.sleep(2.5)"], tmp_path)
+    seen, end = "", time.monotonic() + 5
+    while not re.search("aa\r\033\\[K$", seen) and time.monotonic() < end:
+        seen += os.read(reader, 10000).decode()
+    os.close(reader)
+    assert "\n" not in seen
+    first, *more, last = seen.split("\r\033[K")
+    assert (first, last) == ("", "")
+    assert all(len(line) == 39 and line.startswith("[setup] ") for line in more)
+    assert "s: Downloading aa" in more[-1]
+
+
+def test_ctrl_c_ends_the_installer(tmp_path):
+    run = Logged(tmp_path / "log")
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run([sys.executable, "-uc", "import os, time; print(os.getpid()); time.sleep(60)"], tmp_path)
+    assert time.monotonic() - begun < 30
+    assert not Path(f"/proc/{run.tail(1)[0]}").exists()
