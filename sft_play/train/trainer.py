@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -283,6 +284,8 @@ class PlannedLoop(Trainer):
         loader = getattr(made, "base_dataloader", made)  # accelerate's wraps the one that starts them
         if loader.num_workers:
             loader.worker_init_fn = functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn)
+            if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
+                loader.multiprocessing_context = "fork"
         return made
 
     @property

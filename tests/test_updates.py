@@ -1,0 +1,341 @@
+"""Updates reach the weights: dtypes of adapters and states, fp32 weights or stochastic rounding, and how it is seen."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.gradients import adapter_dtype
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.plan import Plan, make_plan
+from sft_play.plan.precision import Precision, with_updates
+from sft_play.plan.states import resident
+from sft_play.plan.structure import numbers
+from sft_play.train.rounding import round_stochastically, rounding
+from sft_play.train.updates import Found
+from tests.models import make_llama
+
+BF16 = Precision("bfloat16", "bfloat16", "bf16: the GPU has it")
+
+
+def run(mode: str, more: str = "", name: str = "Qwen/Qwen2.5-3B-Instruct") -> RunConfig:
+    return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}}}\n{more}", name="x")
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+def generator(seed: int = 0) -> torch.Generator:
+    made = torch.Generator()
+    made.manual_seed(seed)
+    return made
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 3e4])
+def test_a_rounded_number_is_a_neighbour_and_right_on_average(scale):
+    exact = torch.randn(64, generator=generator(1)) * scale
+    many = torch.stack([round_stochastically(exact.clone(), generator(seed)) for seed in range(2000)])
+    assert many.dtype is torch.bfloat16
+    below = torch.minimum(many.min(0).values, exact.to(torch.bfloat16)).double()
+    above = torch.maximum(many.max(0).values, exact.to(torch.bfloat16)).double()
+    gap = above - below
+    assert bool((gap <= exact.double().abs() * 2**-7).all())
+    assert bool(((below <= exact.double()) & (exact.double() <= above)).all())
+    assert bool(((many.double().mean(0) - exact.double()).abs() <= 0.06 * gap + 1e-300).all())
+
+
+def test_numbers_that_bf16_holds_and_those_that_are_none_stay():
+    held = torch.tensor([0.0, -0.0, 1.0, -3.5, 2.0**-120, float("inf"), -float("inf")])
+    assert torch.equal(round_stochastically(held.clone(), generator()).float(), held)
+    assert bool(round_stochastically(torch.tensor([float("nan")] * 50), generator()).isnan().all())
+
+
+def optimizers() -> dict[str, tuple[type, dict]]:
+    from bitsandbytes.optim import PagedAdamW
+    from transformers.optimization import Adafactor
+
+    return {
+        "fused": (torch.optim.AdamW, {"fused": True}),
+        "foreach": (torch.optim.AdamW, {"foreach": True}),
+        "paged": (PagedAdamW, {"optim_bits": 8}),
+        "adafactor": (Adafactor, {"scale_parameter": False, "relative_step": False}),
+    }
+
+
+def steps(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], first: int, last: int) -> None:
+    for step in range(first, last):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator(step)).to(parameter.dtype) + 1
+        optimizer.step()
+
+
+def parameters_of(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((96, 64), (5000,))]
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach", "paged", "adafactor"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_small_updates_arrive_on_average_and_a_resumed_run_is_the_unbroken_one(kind):
+    made, options = optimizers()[kind]
+    options = options | {"lr": 1e-5, "weight_decay": 0.0}
+    wide, narrow, rounded = (parameters_of(dtype) for dtype in (torch.float32, torch.bfloat16, torch.bfloat16))
+    steps(made(wide, **options), wide, 0, 60)
+    steps(made(narrow, **options), narrow, 0, 60)
+    optimizer = rounding(made)(rounded, **options, rounding_seed=3)
+    steps(optimizer, rounded, 0, 40)
+    saved, kept = copy.deepcopy(optimizer.state_dict()), [parameter.detach().clone() for parameter in rounded]
+    steps(optimizer, rounded, 40, 60)
+    for exact, nearest, found in zip(wide, narrow, rounded, strict=True):
+        assert bool((nearest == 1).all()), "rounded to the nearest, every update is lost"
+        moved, wanted = float((found.double() - 1).mean()), float((exact.double() - 1).mean())
+        assert moved == pytest.approx(wanted, rel=0.2)
+        assert found.dtype is torch.bfloat16
+        assert found.grad is not None
+    dtypes = {v.dtype for v in optimizer.state[rounded[0]].values() if isinstance(v, torch.Tensor) and v.dim()}
+    assert torch.bfloat16 not in dtypes
+    again = [torch.nn.Parameter(tensor) for tensor in kept]
+    resumed = rounding(made)(again, **options, rounding_seed=3)
+    resumed.load_state_dict(saved)
+    steps(resumed, again, 40, 60)
+    for one, other in zip(rounded, again, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_parameters_that_are_fp32_are_stepped_as_ever():
+    wide, other = parameters_of(torch.float32), parameters_of(torch.float32)
+    steps(torch.optim.AdamW(wide, lr=1e-3), wide, 0, 5)
+    steps(rounding(torch.optim.AdamW)(other, lr=1e-3), other, 0, 5)
+    assert all(torch.equal(one, two) for one, two in zip(wide, other, strict=True))
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mode", "wish", "dtype", "layout", "masters", "load", "updates"),
+    [
+        ("full", "auto", "auto", "single", True, "float32", "float32"),
+        ("full", "auto", "auto", "ddp", True, "float32", "float32"),
+        ("full", "auto", "auto", "single", False, "bfloat16", "stochastic"),
+        ("full", "auto", "auto", "ddp", False, "bfloat16", "stochastic"),
+        ("full", "auto", "bfloat16", "single", True, "bfloat16", "stochastic"),
+        ("full", "float32", "auto", "single", False, "float32", "float32"),
+        ("full", "stochastic", "auto", "single", True, "bfloat16", "stochastic"),
+        ("full", "bfloat16", "auto", "single", True, "bfloat16", "bfloat16"),
+        ("full", "bfloat16", "auto", "fsdp", True, "bfloat16", "float32"),
+        ("full", "auto", "auto", "zero2", False, "bfloat16", "float32"),
+        ("lora", "auto", "auto", "single", False, "bfloat16", "float32"),
+        ("qlora", "bfloat16", "auto", "ddp", True, "bfloat16", "float32"),
+    ],
+)
+def test_how_updates_reach_the_weights(mode, wish, dtype, layout, masters, load, updates):
+    config = run(mode, f"train: {{weight_updates: {wish}}}")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    found = with_updates(BF16, config, layout, masters=masters)
+    assert (found.load, found.updates, found.compute) == (load, updates, "bfloat16")
+    changed = (load, updates) != ("bfloat16", "float32")
+    assert (found.reason != BF16.reason) == changed
+
+
+def test_fp32_weights_stay_what_they_are():
+    fp32 = Precision("bfloat16", "float32", "x")
+    for wish in ("auto", "bfloat16", "stochastic"):
+        assert with_updates(fp32, run("full", f"train: {{weight_updates: {wish}}}"), "single") == fp32
+
+
+def planned(config: RunConfig, machine: str) -> Plan:
+    return make_plan(config, shape_of(config.model.name), named(machine), with_ways_out=False)
+
+
+@pytest.mark.parametrize("machine", ["1xRTX4090", "1xA100-80GB", "1xH200", "2xRTX4090", "8xRTX4090", "1xL40S"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B"])
+def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
+    """Rounding is planned exactly where no plan with fp32 weights, or an engine's fp32 copies, fits without offload."""
+    plan = planned(run("full", name=model), machine)
+    wide = planned(run("full", "train: {weight_updates: float32}", name=model), machine)
+    fits_wide = any(one.fits and not one.layout.offloads_states for one in (wide.choice, *wide.candidates))
+    if fits_wide:
+        assert plan.precision.updates == "float32"
+        assert plan.precision.load == ("float32" if plan.layout in ("single", "ddp") else "bfloat16")
+        assert plan.choice.memory == wide.choice.memory
+    elif plan.fits and not plan.choice.layout.offloads_states:
+        assert plan.precision.updates == "stochastic"
+        assert plan.precision.load == "bfloat16"
+    assert plan.precision == plan.choice.precision
+    assert plan.precision.updates != "bfloat16"
+
+
+def test_somewhere_rounding_makes_a_run_fit():
+    """1.5B on 24 GiB: 16 bytes a parameter do not fit, 12 do."""
+    found = planned(run("full", name="Qwen/Qwen2.5-1.5B"), "1xRTX4090")
+    assert found.fits
+    assert found.precision.updates == "stochastic"
+    params = shape_of("Qwen/Qwen2.5-1.5B").params
+    terms = found.memory.terms
+    assert terms["weights"] == pytest.approx(2 * params, rel=0.02)
+    assert terms["optimizer"] == pytest.approx(8 * params, rel=0.02)
+    eight = planned(run("full", "train: {optim: paged_adamw_8bit, weight_updates: stochastic}"), "1xRTX4090")
+    assert eight.memory.terms["optimizer"] == 0
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize(
+    ("wish", "compute", "dtype"),
+    [
+        ("auto", "bfloat16", "float32"), ("auto", "float32", "float32"), ("float32", "bfloat16", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("bfloat16", "float16", "float32"),
+    ],
+)  # fmt: skip
+def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute, dtype):
+    config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}, lora: {{dtype: {wish}}}}}", name="x")
+    assert adapter_dtype(config, Precision(compute, compute, "")) == dtype
+
+
+@pytest.mark.parametrize(
+    ("layout", "trained"),
+    [(SINGLE, 16), (Layout("ddp", 2), 20), (Layout("fsdp", 2, 2), 8), (Layout("zero2", 2, 2), 9)],
+)
+def test_the_plan_counts_adapters_gradients_and_states_of_qlora_in_fp32(layout, trained):
+    """Bytes a parameter: weight, gradient, two states, DDP's bucket: 4 each; ZeRO-2 on 2 ranks 2 + 1 + 2 + 4."""
+    config, shape = run("qlora"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    found = resident(config, shape, numbers(config, BF16, layout), layout)
+    r, targets = config.tuning.lora.r, shape.linears
+    params = sum(count * r * (linear.inputs + linear.outputs) for linear, count in targets)
+    total = found.adapters + found.gradients + found.optimizer + found.buckets + found.master
+    assert total == pytest.approx(trained * params, rel=1e-3)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with a bf16 base and a run YAML that computes in bf16 at a usual learning rate."""
+    folder = tmp_path_factory.mktemp("updates")
+    base = make_llama(folder / "base")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n} + {n}"}, {"role": "assistant", "content": f"it is {2 * n}."}]}
+        for n in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {folder}/base, max_seq_len: 64}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.0}}\n"
+        "train: {effective_batch_size: 4, max_steps: 5, learning_rate: 1e-5, bf16: true, gradient_checkpointing: false,"
+        " report_to: [], warmup_steps: 0}\n"
+        f"output: {{dir: {folder}/outputs, if_exists: replace}}\n"
+    )
+    return folder
+
+
+def summary_of(folder: Path, name: str) -> dict:
+    return json.loads((folder / "outputs" / name / "summary.json").read_text())
+
+
+def saved_dtypes(folder: Path) -> set[str]:
+    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
+    return {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(file).values()}
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    ("mode", "more", "trained", "states", "moved", "lost"),
+    [
+        ("qlora", (), "float32", "float32", (0.95, 1.0), False),
+        ("lora", (), "float32", "float32", (0.95, 1.0), False),
+        ("qlora", ("tuning.lora.dtype=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.95), None),
+        ("full", (), "float32", "float32", (0.95, 1.0), False),
+        ("full", ("train.weight_updates=stochastic",), "bfloat16", "float32", (0.0, 0.5), False),
+        ("full", ("train.weight_updates=bfloat16",), "bfloat16", "bfloat16", (0.0, 0.3), True),
+    ],
+)
+def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
+    world, command, mode, more, trained, states, moved, lost
+):
+    name = "-".join([mode, *more]).replace("=", "-")
+    code, printed = command(
+        "train", "--config", str(world / "run.yaml"), f"tuning.mode={mode}", f"output.name={name}", *more
+    )
+    assert code == 0, printed
+    found = summary_of(world, name)["updates"]
+    assert found["adapters" if mode != "full" else "weights"] == [trained]
+    assert found["optimizer_states"] == [states]
+    assert moved[0] <= found["moved_share"] <= moved[1]
+    if mode == "qlora":
+        assert found["weights"][0] == "nf4"
+    if lost is not None:
+        assert found["lost"] is lost
+    assert ("Most updates are lost" in printed) == found["lost"]
+    assert "Dtypes: weights" in printed
+    run_folder = world / "outputs" / name
+    assert saved_dtypes(run_folder) == {"bfloat16" if mode == "full" else trained}
+    if mode == "full":
+        assert json.loads((run_folder / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.build
+def test_rounded_runs_resume_to_the_same_bits(world, command):
+    same = ["--config", str(world / "run.yaml"), "tuning.mode=full", "train.weight_updates=stochastic",
+            "train.learning_rate=1e-3", "train.save_steps=2"]  # fmt: skip
+    assert command("train", *same, "output.name=whole")[0] == 0
+    assert command("train", *same, "output.name=parts", "train.stop_after_steps=2")[0] == 0
+    code, printed = command("resume", *same, "--run", "parts")
+    assert code == 0, printed
+    one, other = (load_file(world / "outputs" / name / "model" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "mode", "copies"),
+    [
+        ("ddp", "full", []), ("ddp", "qlora", []), ("fsdp", "full", []), ("fsdp", "qlora", []), ("tp", "lora", []),
+        ("zero2", "qlora", ["float32"]), ("zero2", "full", ["float32"]), ("zero3", "lora", ["float32"]),
+        ("zero3", "full", ["float32"]),
+    ],
+)  # fmt: skip
+def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strategy, mode, copies):
+    from tests.test_distributed import start
+
+    name = f"{strategy}-{mode}"
+    words = ["train-distributed", "--strategy", strategy, "--nproc", "2", "--config", str(world / "run.yaml")]
+    answer = start(world, *words, f"tuning.mode={mode}", f"output.name={name}")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = summary_of(world, name)["updates"]
+    assert found["masters"] == copies
+    assert found["optimizer_states"] == ["float32"]
+    trained = found["adapters"] if mode != "full" else found["weights"]
+    assert trained == (["bfloat16"] if copies else ["float32"])
+    assert found["moved_share"] > 0.95
+    assert saved_dtypes(world / "outputs" / name) == {"bfloat16" if mode == "full" else "float32"}
+
+
+@pytest.mark.parametrize(
+    ("share", "how", "lost"),
+    [
+        (0.49, "bfloat16", True), (0.51, "bfloat16", False), (0.49, "float32", True), (0.01, "stochastic", False),
+        (None, "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_updates_count_as_lost_below_a_half_unless_they_are_rounded_stochastically(share, how, lost):
+    assert Found(("bfloat16",), (), (), (), share, how).lost is lost
+
+
+def test_workers_of_data_run_where_a_fork_server_is_the_default(world, command, monkeypatch):
+    """Python 3.14 starts processes by a fork server, which would be the parent that a worker looks for."""
+    import multiprocessing
+
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        code, printed = command("train", "--config", str(world / "run.yaml"), "tuning.mode=lora", "train.max_steps=2",
+                                "output.name=workers", "train.dataloader_num_workers=1")  # fmt: skip
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert code == 0, printed
