@@ -388,6 +388,10 @@ class TrainConfig(Section):
     )
     """Optimizer, by its name in transformers."""
 
+    device: Literal["auto", "cpu"] = leaf("auto", owner="launch.device")
+    """auto: the GPUs that are found; without any the CPU, unless the machine shows an accelerator all the same or the
+    model has more than a billion parameters: then the run stops and says why. cpu: the CPU, whatever there is."""
+
     bf16: Literal["auto"] | bool = leaf("auto", owner="plan.precision")
     """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead."""
 

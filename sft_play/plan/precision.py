@@ -36,6 +36,10 @@ def choose_precision(config: RunConfig, hardware: Hardware) -> Precision:
 
 def _compute(config: RunConfig, hardware: Hardware) -> tuple[DtypeName, str]:
     train = config.train
+    if hardware.device == "mps":
+        if train.bf16 is True:
+            return "bfloat16", "bf16 on Apple's GPU because train.bf16 is true (macOS 14 or newer)"
+        return "float32", "fp32: Apple's GPU; train.bf16=true asks for bf16 there"
     if not hardware.gpus:
         if train.bf16 is True:
             return "bfloat16", "bf16 on a CPU because train.bf16 is true (fp32 is often faster there)"
