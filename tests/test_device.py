@@ -97,14 +97,14 @@ CASES = {
         nvidia(nvml=Nvml(error="Unknown Error"), container=True), "NVML says: Unknown", "start the container anew"),
     "another fault": (nvidia(), "NVML says: NVML says no", "dmesg"),
     "a CPU build of torch beside it": (
-        nvidia(torch=CPU_TORCH), "NVML says no", "torch 2.13.0 is built for the CPU alone"),
+        nvidia(torch=CPU_TORCH), "NVML says no (torch 2.13.0 is built for the CPU alone)", "then a torch for CUDA"),
     "WSL": (
         Devices(wsl=True, nvml=Nvml(error="NVML Shared Library Not Found"), torch=CUDA_TORCH), "WSL's /dev/dxg",
         "wsl --update"),
     "hidden by a number that names none": (
         nvidia(nvml=Nvml(2), environment={"CUDA_VISIBLE_DEVICES": "7"}), "2 GPUs of NVIDIA, and CUDA_VISIBLE_DEVICES=7",
         "unset it"),
-    "split without an instance": (nvidia(nvml=Nvml(1)), "a GPU of NVIDIA in MIG mode", "nvidia-smi mig"),
+    "split without an instance": (nvidia(nvml=Nvml(1)), "a GPU of NVIDIA, and none that can be used", "nvidia-smi mig"),
     "AMD in a container": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200),), container=True, torch=TorchBuild("2.13", hip="7.1")),
         "not given them (no /dev/kfd)", "--device=/dev/kfd"),
@@ -121,7 +121,7 @@ CASES = {
                 environment={"HIP_VISIBLE_DEVICES": "9"}), "HIP_VISIBLE_DEVICES=9 names none", "unset it"),
     "a card of Intel's": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x8086, 0x0300),), torch=TorchBuild("2.13", xpu="2026")),
-        "1 Intel GPU on the PCI bus (0000:03:00.0), and torch 2.13 is built for Intel's XPU", "none yet for Intel"),
+        "1 Intel GPU on the PCI bus (0000:03:00.0) (torch 2.13 is built for Intel's XPU", "none yet for Intel"),
 }  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name):
     assert there is not None
     assert found in there.found
     assert remedy in there.remedy
+    assert devices.torch.words in there.found
     assert there.message.endswith("or train.device=cpu trains on the CPU")
 
 
@@ -146,11 +147,16 @@ def test_an_accelerator_that_a_run_would_not_see_is_named_with_its_remedy(name):
         Devices(pci=(PciDevice("0000:41:00.1", 0x10DE, 0x0403),)),
         Devices(pci=(PciDevice("0000:02:00.0", 0x1A03, 0x0300),)),  # a server's board
         nvidia(environment={"CUDA_VISIBLE_DEVICES": ""}),
-        nvidia(environment={"CUDA_VISIBLE_DEVICES": "-1"}),
+        nvidia(environment={"CUDA_VISIBLE_DEVICES": " -1"}),
+        Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200),), environment={"HIP_VISIBLE_DEVICES": "-1"}),
     ],
 )
 def test_what_is_no_accelerator_or_hidden_by_intention_stops_nothing(devices):
     assert unseen.unseen(devices) is None
+
+
+def test_rocm_s_variables_hide_nothing_of_nvidia_s():
+    assert unseen.unseen(nvidia(environment={"ROCR_VISIBLE_DEVICES": ""})) is not None
 
 
 # --- the start of a run -----------------------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
     hide_gpus(config(), environment)
     assert environment == {"HIP_VISIBLE_DEVICES": "0"}
     hide_gpus(config("train.device=cpu"), environment)
-    assert environment == dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    assert environment == {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
@@ -208,7 +214,7 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
     assert code == 2
-    assert "this container was given none of them (no /dev/nvidia0): start the container with its GPUs" in said
+    assert "given none of them (no /dev/nvidia0) (torch 2.13.0 is built for CUDA 13.0): start the container" in said
     assert not (tmp_path / "outputs").exists()
 
 

@@ -603,7 +603,7 @@ PROBES: list[tuple[str, Probe]] = [
         one(arguments, "train.optim", name, "optim", name)
         for name in ("adamw_torch", "paged_adamw_8bit", "adafactor")
     ),
-    ("train.device", Probe(device, ["train.device=cpu"], {"device": "cpu", "CUDA_VISIBLE_DEVICES": ""})),
+    ("train.device", Probe(device, ["train.device=cpu"], {"device": "cpu", "CUDA_VISIBLE_DEVICES": "-1"})),
     one(plan, "train.bf16", "false", "precision.compute", "float32"),
     one(arguments, "train.bf16", "true", "bf16", True),
     one(plan, "train.fp16", "true", "precision.compute", "float16"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.facts.installed import torch_cuda, torch_hip, torch_xpu, version_of
@@ -129,12 +129,14 @@ def torch_build() -> TorchBuild:
 def unseen(devices: Devices) -> Unseen | None:
     """The accelerator that a run on this machine would leave unused without a word; None where there is none.
 
-    A variable that hides all of them (`CUDA_VISIBLE_DEVICES=`, or -1) asks for the CPU.
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; of AMD's GPUs, ROCm's own variables do too.
     """
     hiding = devices.environment or {}
-    if any(text.strip() in _NONE_WANTED for text in hiding.values()):
+    hidden = {name for name, text in hiding.items() if text.strip() in _NONE_WANTED}
+    if HIDING[0] in hidden:
         return None
-    return _nvidia(devices, hiding) or _amd(devices, hiding) or _intel(devices)
+    there = _nvidia(devices, hiding) or (None if hidden else _amd(devices, hiding)) or _intel(devices)
+    return replace(there, found=f"{there.found} ({devices.torch.words})") if there else None
 
 
 def _hides(hiding: Mapping[str, str]) -> str:
@@ -153,11 +155,13 @@ def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
         return Unseen(f"{what}, and CUDA_VISIBLE_DEVICES={one_line(hiding['CUDA_VISIBLE_DEVICES'])} names none of them",
                       "unset it, or name GPUs that nvidia-smi -L shows")  # fmt: skip
     if devices.nvml.gpus:
-        return Unseen(f"{what} in MIG mode without an instance", "make one (nvidia-smi mig -cgi ... -C), or switch MIG "
-                      "off (nvidia-smi -mig 0)")  # fmt: skip
+        return Unseen(
+            f"{what}, and none that can be used: in MIG mode without an instance, or it does not answer",
+            "nvidia-smi tells which; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off",
+        )
     why, remedy = _nvidia_cause(devices)
     if devices.torch.version and devices.torch.cuda is None:
-        remedy += f"; {devices.torch.words} too: make setup, then, installs one for CUDA"
+        remedy += "; then a torch for CUDA: make setup"
     return Unseen(f"{what}, and {why}", remedy)
 
 
@@ -166,9 +170,7 @@ def _nvidia_words(devices: Devices, cards: list[PciDevice]) -> str:
         return f"there {_are(devices.nvml.gpus)} of NVIDIA"
     signs = [", ".join(devices.nodes)] if devices.nodes else []
     signs += [f"the NVIDIA driver {devices.driver}"] if devices.driver else []
-    signs += (
-        [f"{len(cards)} NVIDIA GPU{'s' if len(cards) > 1 else ''} on the PCI bus ({cards[0].slot})"] if cards else []
-    )
+    signs += [_on_the_bus("NVIDIA", cards)] if cards else []
     signs += ["WSL's /dev/dxg with libcuda.so.1"] if devices.wsl else []
     return f"this machine shows {' and '.join(signs)}"
 
@@ -230,7 +232,7 @@ def _amd(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
     else:
         why, remedy = "neither amdsmi, rocm-smi nor amd-smi shows it", "install ROCm's amdsmi or rocm-smi"
     if devices.torch.version and devices.torch.hip is None:
-        remedy += f"; {devices.torch.words}: {ROCM_BUILD}"
+        remedy += f"; then a torch for ROCm: {ROCM_BUILD}"
     return Unseen(f"{what}, and {why}", remedy)
 
 
@@ -252,8 +254,10 @@ def _intel(devices: Devices) -> Unseen | None:
     ]
     if not cards:
         return None
-    found = f"this machine shows {_on_the_bus('Intel', cards)}, and {devices.torch.words}"
-    return Unseen(found, "runs are planned for NVIDIA's, AMD's and Apple's GPUs, none yet for Intel's")
+    return Unseen(
+        f"this machine shows {_on_the_bus('Intel', cards)}",
+        "runs are planned for NVIDIA's, AMD's and Apple's GPUs, none yet for Intel's",
+    )
 
 
 # --- a GPU that its driver shows and torch does not -------------------------------------------------------------------

@@ -29,11 +29,11 @@ def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
 
 def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
     """Tells the libraries, before they are imported, and ranks that are started, to see no GPU where the CPU is asked
-    for."""
+    for: by -1, since HIP takes an empty list for none."""
     if config.train.device == "cpu":
-        if environment.get(HIDING[0]) != "":  # a rank's parent has said so
+        if environment.get(HIDING[0]) != "-1":  # a rank's parent has said so
             logger.info("train.device=cpu: no GPU is used, and none is looked for")
-        environment.update(dict.fromkeys(HIDING, ""))
+        environment.update(dict.fromkeys(HIDING[:2], "-1"))
 
 
 def allow_fused_attention(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
