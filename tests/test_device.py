@@ -191,6 +191,11 @@ def test_a_macs_gpu_takes_one_process(config, monkeypatch):
     start(config("train.device=cpu"), replace(mac.without_gpus(), cpu_ranks=2), Devices(), monkeypatch)
 
 
+def test_a_plan_for_amd_s_gpus_says_what_it_goes_by():
+    assert any("rules that were scored on NVIDIA's" in note for note in named("2xMI300X").notes)
+    assert not named("2xH200").notes
+
+
 def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
     machine = named("2xH100")
     assert machine_for(config(), machine) is machine

@@ -207,7 +207,7 @@ def named(text: str) -> Hardware:
         link_bytes_per_s=spec.link or (entry.link if entry else None),
         network_bytes_per_s=spec.network,
         price_per_gpu_hour=spec.price,
-        notes=(*notes, *spec.notes),
+        notes=(*notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
     )
 
 
