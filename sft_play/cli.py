@@ -29,6 +29,7 @@ from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError, 
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch import accelerate_config, board_commands
+from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.exported import node_variables, rank_variables, refuse_tasks, refuse_too_few
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.launch.spread import DEFAULT_PORT, NODE_VARIABLES, Spread, spread_of, with_accelerate
@@ -430,7 +431,8 @@ def _tell(command: str, error: SftPlayError) -> None:
 
 def _plan(request: Request) -> int:
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware = _machine(request)
+    hardware = machine_for(loaded.config, _machine(request))
+    say_unseen(loaded.config, hardware, os.environ)
     configs = [(cell, _cell_config(request, cell)) for cell in request.whatif]
     _say_quantised(loaded.config)
     strategy = request.spread.strategy
@@ -601,8 +603,11 @@ def _doctor(request: Request) -> int:
     spread, file = request.spread, accelerate_config.find_config(os.environ)
     if file is not None:
         spread = with_accelerate(spread, accelerate_config.read_found(file, os.environ)[0])
+    on_cpu = False
     with contextlib.suppress(SftPlayError):  # what is wrong with the config is a finding of its own
-        spread = as_the_mesh_says(spread, load_config(request.config, overrides=request.overrides).config)
+        config = load_config(request.config, overrides=request.overrides).config
+        on_cpu = config.train.device == "cpu"
+        spread = as_the_mesh_says(spread, config)
 
     def planner(machine: Hardware) -> Planned:
         config = load_config(request.config, overrides=request.overrides).longest
@@ -611,7 +616,7 @@ def _doctor(request: Request) -> int:
         only = (strategy,) if strategy else layouts_over(machine.ranks)
         return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_ways_out=False))
 
-    report = examine(planner, spread)
+    report = examine(planner, spread, on_cpu=on_cpu)
     if request.out is not None:
         _write_out(request.out, report.as_json())
     if request.json:
@@ -815,7 +820,7 @@ def _setup_accelerate(request: Request) -> int:
         words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
         return subprocess.call(words)
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware = detect()
+    hardware = machine_for(loaded.config, detect())
     precision = choose_precision(loaded.config, hardware).compute
     written = accelerate_config.write_config(
         path,

@@ -34,7 +34,8 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import accelerate_config, deepspeed_config, tensorboard
 from sft_play.launch.accelerate_config import AccelerateConfig
 from sft_play.launch.board_commands import with_curves
-from sft_play.launch.command import Launch, require_free_port, torchrun
+from sft_play.launch.command import Launch, require_free_port, torchrun, visible_only
+from sft_play.launch.device import allow_fused_attention, hide_gpus, machine_for, require_machine
 from sft_play.launch.exported import accelerate_choices, drop_accelerate, meeting_variables, rank_variables
 from sft_play.launch.meeting import card_of, choose_interface, meet, refuse_lone_node
 from sft_play.launch.ranks import Ranks
@@ -87,6 +88,7 @@ def plan_for(
     keeps_params: bool = False,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked."""
+    hardware = machine_for(config, hardware)
     shape = shape_for(config)
     return make_plan(
         config,
@@ -161,8 +163,10 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
     _say_base(loaded)
     choices = _choices_of_accelerate()
     loaded = with_curves(loaded) if board else loaded
-    whole = detect()
+    hide_gpus(loaded.config, os.environ)
+    whole = machine_for(loaded.config, detect())
     hardware = _one_gpu(whole)
+    _require_machine(loaded.config, hardware)
     made: list[tuple[RunConfig, Plan]] = []
     for part, place in _parts(loaded, folder if resume else None):
         _say_stage(part)
@@ -196,6 +200,11 @@ def _run_here(loaded: LoadedConfig, folder: RunFolder, mark: Lock | None, *, boa
 
 Planned = tuple[Plan, dict[str, Any] | None]
 """A plan, and DeepSpeed's config where it runs it."""
+
+
+def _require_machine(config: RunConfig, hardware: Hardware) -> None:
+    """Raises HardwareError where a run on this machine is not what its user expects, or could not take a step."""
+    require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
 
 
 def _train(job: Job, planned: Sequence[Planned]) -> dict[str, Any]:
@@ -302,6 +311,7 @@ def _quiet_libraries(model: str, hardware: Hardware) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not hardware.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
+    allow_fused_attention(hardware, os.environ)
     offline_without_hub(model)
 
 
@@ -355,6 +365,7 @@ def start_rank(
     """
     buffer = start_log_buffer() if ranks.is_first else None
     _say_base(loaded)
+    hide_gpus(loaded.config, os.environ)
     os.environ.update(rank_variables(os.environ))  # torch reads torchrun's names
     os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
     choices = _choices_of_accelerate()
@@ -443,8 +454,9 @@ def _handed(loaded: LoadedConfig, ranks: Ranks, spread: Spread, find: Callable[[
 
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
-    here = detect()
+    here = machine_for(loaded.config, detect())
     hardware = _spread_over(here, ranks.world_size, ranks.nodes)
+    _require_machine(loaded.config, hardware)
     if hardware.gpus and ranks.local_world_size < len(here.gpus):
         logger.warning("%d of this node's %d GPUs stay idle: start %d processes on it (--nproc-per-node) to use all",
                        len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
@@ -660,7 +672,7 @@ def go_on(loaded: LoadedConfig, folder: RunFolder, spread: Spread) -> int:
     stopped = stopped_run(folder)
     is_asked = bool(spread.processes or spread.gpus or spread.nodes.count > 1)
     if not is_asked:
-        gpus, ranks = len(detect().gpus), stopped.processes if stopped else 1
+        gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         spread = dataclasses.replace(spread, processes=min(ranks, gpus) if gpus else ranks)
     is_single = spread.processes == 1 and spread.nodes.count == 1 and not spread.deepspeed
     if is_single and spread.strategy in (None, "single"):
@@ -678,12 +690,15 @@ def _launch(loaded: LoadedConfig, spread: Spread, going_on: RunFolder | None, he
     """The same; the run folder's lock is left in `held`. On several nodes rank 0 has it alone."""
     buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     _say_base(loaded)
+    hide_gpus(loaded.config, os.environ)
     loaded = with_curves(loaded) if spread.board else loaded
     spread, accelerate = _as_accelerate_says(spread, loaded.config)
     loaded = _with_mesh_of(accelerate, loaded) if accelerate else loaded
     spread = as_the_mesh_says(spread, loaded.config)
     refuse_lone_node(spread.nodes)
     hardware = _machine_of(spread)
+    if not spread.show_only:
+        _require_machine(loaded.config, hardware)
     _say_idle(hardware, spread, accelerate.path if accelerate else None)
     here_alone = spread.nodes.count == 1
     folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if here_alone else None)
@@ -769,8 +784,7 @@ def _run_unsloth(
     if spread.show_only:
         return 0
     if spread.gpus:
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in spread.gpus)
+        os.environ.update(visible_only(",".join(str(gpu) for gpu in spread.gpus), os.environ))
     _quiet_libraries(loaded.config.model.name, plan.hardware)
     from sft_play.data.files import data_paths
     from sft_play.train.run import Job, run
@@ -1036,8 +1050,7 @@ def _one_gpu(hardware: Hardware) -> Hardware:
     idle = len(hardware.gpus) - 1
     logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
                 first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(first.index)
+    os.environ.update(visible_only(str(first.index), os.environ))
     return hardware.first(1)
 
 

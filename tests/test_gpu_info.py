@@ -7,16 +7,19 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sft_play.facts import amd, apple, ask, hardware
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
-from sft_play.seeing import amd, apple, ask, gpu_info, nvidia
-from sft_play.seeing.gpu import Pcie
+from sft_play.facts.seen import Pcie, Seen, SeenGpu
+from sft_play.facts.unseen import Devices
+from sft_play.seeing import gpu_info, nvidia
 from tests.conftest import ROOT
 
 MIB = 2**20
@@ -181,6 +184,7 @@ def bare(monkeypatch, tmp_path):
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
     monkeypatch.setattr(apple.sys, "platform", "linux")
+    monkeypatch.setattr(gpu_info, "devices", lambda environment: Devices())
 
     def write(program: str, answers: dict[str, str]) -> None:
         """The program answers the first question that its words contain."""
@@ -468,7 +472,36 @@ def test_amds_gpus_are_read_through_their_package(monkeypatch, bare):
     text = gpu_info.lines(machine)
     assert text[:2] == ["This machine: GPUs as amdsmi shows them", "Number of GPUs: 1"]
     assert "HIP_VISIBLE_DEVICES=1: GPU 1 is cuda:0; hidden: GPU 0" in text
-    assert any(line.startswith("Planning and training find NVIDIA's GPUs alone") for line in text)
+    assert not any("What works" in line for line in text)
+    # ROCm numbers what ROCR_VISIBLE_DEVICES leaves anew, and torch's `cuda:0` is the first that HIP's list names
+    for environment, names in (
+        ({}, [(0, "AMD Instinct MI300X"), (1, "AMD Instinct MI300X")]),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, [(0, "AMD Instinct MI300X")]),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [(0, "AMD Instinct MI300X")]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, [(1, "AMD Instinct MI300X")]),
+    ):
+        assert [(item.index, item.name) for item in hardware.detect(environment).gpus] == names
+    found = hardware.detect({})
+    assert (found.device, found.gpus[0].capability, found.gpus[0].has_bf16) == ("cuda", (9, 4), True)
+    assert found.gpus[0].total_bytes == 196_592 * MIB
+    assert found.gpus[0].bf16_flops == pytest.approx(1307.4e12, rel=1e-3)  # the catalogue's MI300X
+    assert Hardware.from_json(found.as_json()) == found
+    assert "nobody has compared" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "bf16"),
+    [("gfx906", (9, 0), False), ("gfx90a", (9, 0), True), ("gfx1030", (10, 3), False), ("gfx1100", (11, 0), True),
+     ("gfx1201", (12, 0), True), (None, None, True)],
+)  # fmt: skip
+def test_amds_architectures_say_what_they_compute_in(monkeypatch, bare, architecture, capability, bf16):
+    gpu = SeenGpu(0, "Radeon of a kind", "AMD", total_bytes=16 * GIB, free_bytes=15 * GIB,
+                  compute_capability=architecture)  # fmt: skip
+    monkeypatch.setattr(amd, "through_any", lambda: Seen((gpu,), "amdsmi"))
+    found = hardware.detect({}).gpus[0]
+    assert (found.name, found.capability, found.has_bf16) == ("AMD Radeon of a kind", capability, bf16)
+    assert found.is_amd
 
 
 ROCM = {
@@ -535,13 +568,22 @@ def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, nvml):
     assert seen.gpus[0].name == "Apple M3 Max, 40 GPU cores"
     assert (seen.gpus[0].total_bytes, seen.gpus[0].free_bytes, seen.gpus[0].unified) == (64 * GIB, 48 * GIB, True)
     assert apple.seen_of("", "not JSON", memory).gpus[0].name == "Apple GPU"
-    machine = Hardware((), "Apple M3 Max", 16, 64 * GIB, 48 * GIB)
+    machine = hardware.with_shared_gpu(Hardware((), "CPU", 16, 64 * GIB, 50 * GIB), "Apple M3 Max")
     monkeypatch.setattr(gpu_info, "detect", lambda *_: machine)
     monkeypatch.setattr(gpu_info, "all_gpus", lambda **_: seen)
     text = seen_text()
     assert "Number of GPUs: 1" in text
     assert "it shares the machine's" in text
-    assert "for this machine they use the CPU" in text
+    assert "What works" not in text
+    shared = machine
+    assert (shared.device, replace(shared, cpu_ranks=2).device, shared.without_gpus().device) == ("mps", "cpu", "cpu")
+    assert shared.ram_free_bytes == 48 * GIB  # three quarters of 64 GiB, which are free
+    small = hardware.with_shared_gpu(Hardware((), "M2", 8, 24 * GIB, 20 * GIB), "Apple M2")
+    assert small.ram_free_bytes == 16 * GIB  # two thirds of 24
+    edge = hardware.with_shared_gpu(Hardware((), "M2", 8, 36 * GIB, 36 * GIB), "Apple M2")
+    assert edge.ram_free_bytes == 24 * GIB
+    assert "Apple M2 shares the machine's memory" in small.notes[0]
+    assert Hardware.from_json(shared.as_json()) == shared
 
 
 # --- no GPU, host, software -------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from rich.console import Console
 from sft_play import runs
 from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
 from sft_play.runs import FORMAT, RunFolder
 from sft_play.seeing import memory_check, processes
-from sft_play.seeing.gpu import GpuProcess, Seen, SeenGpu
 from sft_play.seeing.memory_check import Check, Peaks, find_run, lines, look, watch
 from sft_play.seeing.processes import Group, Rank, command_of, lock_holder
 from tests.conftest import ROOT, VARIABLES

@@ -404,6 +404,15 @@ def decision(config: RunConfig) -> Facts:
     return {"path": str(folder.path), "goes_on": runs.goes_on(folder, config.output)}
 
 
+def device(config: RunConfig) -> Facts:
+    """What a run takes of a machine with GPUs."""
+    from sft_play.launch.device import hide_gpus, machine_for
+
+    environment: dict[str, str] = {}
+    hide_gpus(config, environment)
+    return {"device": machine_for(config, MACHINE).device, **environment}
+
+
 def timeout(config: RunConfig) -> Facts:
     """How long a rank waits for the others."""
     from sft_play.start import timeout_of
@@ -594,6 +603,7 @@ PROBES: list[tuple[str, Probe]] = [
         one(arguments, "train.optim", name, "optim", name)
         for name in ("adamw_torch", "paged_adamw_8bit", "adafactor")
     ),
+    ("train.device", Probe(device, ["train.device=cpu"], {"device": "cpu", "CUDA_VISIBLE_DEVICES": "-1"})),
     one(plan, "train.bf16", "false", "precision.compute", "float32"),
     one(arguments, "train.bf16", "true", "bf16", True),
     one(plan, "train.fp16", "true", "precision.compute", "float16"),

@@ -397,6 +397,10 @@ class TrainConfig(Section):
     float32 where that fits, else in bf16 with updates rounded stochastically. bfloat16 rounds to the nearest, which
     loses nearly all updates at usual learning rates. FSDP and DeepSpeed keep float32 copies whatever is asked for."""
 
+    device: Literal["auto", "cpu"] = leaf("auto", owner="launch.device")
+    """auto: the GPUs that are found; without any the CPU, unless the machine shows an accelerator all the same or the
+    model has more than a billion parameters: then the run stops and says why. cpu: the CPU, whatever there is."""
+
     bf16: Literal["auto"] | bool = leaf("auto", owner="plan.precision")
     """Compute in bfloat16; auto where the GPU has it. Where it has not, the plan says what is taken instead: float16,
     or float32 for families whose activations leave float16's range."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
-from sft_play.doctor import disk, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.doctor import device, disk, gpus, host, known_bad, packages, ranks, surroundings
 from sft_play.doctor.finding import Finding, Report, failed, listed, passed, skipped
 from sft_play.doctor.surroundings import DISTRIBUTION, Surroundings
 from sft_play.errors import SftPlayError
@@ -55,21 +55,22 @@ def examine(
     spread: Spread,
     *,
     environment: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
     meeting_s: float = MEETING_S,
     all_reduce_s: float = ALL_REDUCE_S,
 ) -> Report:
     """Look at everything that can stop or spoil a run of `planner`'s config, spread like `spread`; nothing is written.
 
-    Nothing of this is raised: what a check cannot do is its finding.
+    `on_cpu`: the run asks for the CPU. Nothing of this is raised: what a check cannot do is its finding.
     """
     started = time.monotonic()
     environment = os.environ if environment is None else environment
-    whole = detect(environment)
+    whole = detect(environment).without_gpus() if on_cpu else detect(environment)
     machine, chosen = gpus.choose(whole, spread)
     planned, said = _plan(planner, gpus.over_nodes(machine, spread.nodes.count), chosen)
     around = surroundings.look(machine, environment)
     findings = [
-        *_machine_findings(around, spread, planned, chosen),
+        *_machine_findings(around, spread, planned, chosen, on_cpu=on_cpu),
         *said,
         *(disk_findings(planned, spread, environment) if planned else ()),
         *_together(
@@ -99,7 +100,9 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
     return planned, [failed("plan", f"nothing fits; the nearest: {said}", "make plan lists the ways out")]
 
 
-def _machine_findings(around: Surroundings, spread: Spread, planned: Planned | None, chosen: Finding) -> list[Finding]:
+def _machine_findings(
+    around: Surroundings, spread: Spread, planned: Planned | None, chosen: Finding, *, on_cpu: bool
+) -> list[Finding]:
     """What the machine alone says: packages, GPUs, limits, known bad pairs."""
     machine, nodes = around.hardware, spread.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
@@ -122,10 +125,12 @@ def _machine_findings(around: Surroundings, spread: Spread, planned: Planned | N
         driver=around.driver,
         driver_cuda=around.driver_cuda,
         torch_cuda=around.torch_cuda,
+        torch_hip=around.torch_hip,
         nccl=around.nccl,
         gpu_names=tuple(gpu.name for gpu in machine.gpus),
-        capabilities=tuple(gpu.capability for gpu in machine.gpus if gpu.capability),
+        capabilities=tuple(gpu.capability for gpu in machine.gpus if gpu.capability and not gpu.is_amd),
         bitsandbytes_cuda=around.bitsandbytes_cuda,
+        bitsandbytes_rocm=around.bitsandbytes_rocm,
         ranks=here * nodes,
         nodes=nodes,
         layout=layout,
@@ -136,7 +141,9 @@ def _machine_findings(around: Surroundings, spread: Spread, planned: Planned | N
         packages.check_python(around.python, around.python_wanted),
         *packages.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
         chosen,
-        *_build(around),
+        *device.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
+        *device.check_build(around),
+        *device.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
         *gpus.check_peer_path(around.gpus),
         *known_bad.find_known_bad(pairs),
@@ -152,28 +159,6 @@ def _machine_findings(around: Surroundings, spread: Spread, planned: Planned | N
         ),
         host.check_open_files(around.open_files, workers=workers),
     ]
-
-
-def _build(around: Surroundings) -> list[Finding]:
-    """Which CUDA torch is built for, beside the newest that the driver runs."""
-    if "torch" not in around.versions:
-        return []
-    torch = around.versions["torch"]
-    if not around.hardware.gpus:
-        return [skipped("driver", f"no GPU; torch {torch} is {_for_cuda(around.torch_cuda)}")]
-    if around.torch_cuda is None:
-        return [failed("driver", f"torch {torch} is a build for the CPU alone, and there are GPUs",
-                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
-    if around.driver is None or around.driver_cuda is None:
-        return [skipped("driver", f"NVML does not answer; torch {torch} is {_for_cuda(around.torch_cuda)}")]
-    newest = ".".join(map(str, around.driver_cuda))
-    return [
-        passed("driver", f"{around.driver} (CUDA {newest} and older); torch {torch} is {_for_cuda(around.torch_cuda)}")
-    ]
-
-
-def _for_cuda(cuda: str | None) -> str:
-    return f"built for CUDA {cuda}" if cuda else "a build for the CPU alone"
 
 
 def disk_findings(planned: Planned, spread: Spread, environment: Mapping[str, str]) -> list[Finding]:

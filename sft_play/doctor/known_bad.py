@@ -27,10 +27,12 @@ class Pairs:
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
     torch_cuda: str | None = None
+    torch_hip: str | None = None
     nccl: str | None = None
     gpu_names: tuple[str, ...] = ()
     capabilities: tuple[tuple[int, int], ...] = ()
     bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
+    bitsandbytes_rocm: tuple[tuple[int, int], ...] = ()
     ranks: int = 1
     nodes: int = 1
     layout: str = "single"
@@ -94,11 +96,14 @@ def _left_out_of_the_build(pairs: Pairs) -> bool:
 
 
 def _no_bitsandbytes_library(pairs: Pairs) -> bool:
-    """bitsandbytes takes a library of the same major CUDA version (from 0.50 on), never of another."""
-    if not (pairs.gpu_names and pairs.quantised and pairs.cuda and pairs.version("bitsandbytes")):
+    """bitsandbytes takes a library of the same major CUDA or ROCm version (from 0.50 on), never of another."""
+    build, there = version_of(pairs.torch_hip), pairs.bitsandbytes_rocm
+    if build is None:
+        build, there = pairs.cuda, pairs.bitsandbytes_cuda
+    if not (pairs.gpu_names and pairs.quantised and build and pairs.version("bitsandbytes")):
         return False
-    exact = (pairs.cuda.major, pairs.cuda.minor) in pairs.bitsandbytes_cuda
-    nearest = any(major == pairs.cuda.major for major, _ in pairs.bitsandbytes_cuda)
+    exact = (build.major, build.minor) in there
+    nearest = any(major == build.major for major, _ in there)
     return not (exact or (nearest and _between(pairs.version("bitsandbytes"), "0.50", None)))
 
 
@@ -134,9 +139,9 @@ TABLE: tuple[KnownBad, ...] = (
         ("https://github.com/pytorch/pytorch/issues/172352", "https://github.com/unslothai/unsloth/pull/5876"),
     ),
     KnownBad(
-        "bitsandbytes {bitsandbytes} has no library for CUDA {torch_cuda}, which torch is built for",
+        "bitsandbytes {bitsandbytes} has no library for {torch_build}, which torch is built for",
         _no_bitsandbytes_library,
-        "install a newer bitsandbytes, or a torch for one of the CUDA versions that it has",
+        "install a newer bitsandbytes, or a torch for one of the versions that it has",
         ("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1688",),
     ),
     KnownBad(
@@ -208,6 +213,7 @@ def find_known_bad(pairs: Pairs) -> list[Finding]:
         "driver": pairs.driver or "?",
         "driver_cuda": ".".join(map(str, pairs.driver_cuda or ())) or "?",
         "torch_cuda": pairs.torch_cuda or "?",
+        "torch_build": f"ROCm {pairs.torch_hip}" if pairs.torch_hip else f"CUDA {pairs.torch_cuda or '?'}",
         "nccl": pairs.nccl or "?",
         "kernel": pairs.kernel,
     }

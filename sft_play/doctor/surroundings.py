@@ -21,8 +21,9 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from sft_play.facts import compiler, unseen
 from sft_play.facts.hardware import Gpu, Hardware
-from sft_play.facts.installed import torch_cuda
+from sft_play.facts.installed import torch_cuda, torch_hip
 from sft_play.facts.space import Space, space_of
 
 DISTRIBUTION = "sft-play"
@@ -69,11 +70,18 @@ class Surroundings:
     """What each installed package, this one included, asks of others."""
     python_wanted: str = ""
     torch_cuda: str | None = None
+    torch_hip: str | None = None
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
     bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
     """CUDA versions that the installed bitsandbytes has a library for."""
+    bitsandbytes_rocm: tuple[tuple[int, int], ...] = ()
+    """The same of ROCm."""
+    toolchain: compiler.Toolchain | None = None
+    """What Triton would build with; None without a GPU."""
+    devices: unseen.Devices | None = None
+    """What the machine shows of accelerators; None where GPUs were found."""
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is no file system of its own."""
@@ -102,12 +110,16 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         requirements=_requirements(installed),
         python_wanted=_project().get("requires-python", ""),
         torch_cuda=torch_cuda(),
+        torch_hip=torch_hip(),
         nccl=next(
             (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
         ),
         driver=driver,
         driver_cuda=driver_cuda,
-        bitsandbytes_cuda=_bitsandbytes_cuda(),
+        bitsandbytes_cuda=_bitsandbytes_for("cuda", r"(\d\d)(\d)"),
+        bitsandbytes_rocm=_bitsandbytes_for("rocm", r"(\d)(\d+)"),
+        toolchain=compiler.look(environment) if hardware.gpus else None,
+        devices=None if hardware.gpus else unseen.look(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
@@ -164,12 +176,13 @@ def _requirement_name(text: str) -> str:
         return text
 
 
-def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
+def _bitsandbytes_for(kind: str, version: str) -> tuple[tuple[int, int], ...]:
+    """Versions of CUDA or ROCm, by the names of the libraries that bitsandbytes brings."""
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec("bitsandbytes")
         if spec is not None and spec.origin is not None:
-            names = [path.name for path in Path(spec.origin).parent.glob("libbitsandbytes_cuda*")]
-            found = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
+            names = [path.name for path in Path(spec.origin).parent.glob(f"libbitsandbytes_{kind}*")]
+            found = [re.match(rf"libbitsandbytes_{kind}{version}\.", name) for name in names]
             return tuple(sorted({(int(match[1]), int(match[2])) for match in found if match}))
     return ()
 

@@ -24,6 +24,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+BF16_CAPABILITY = (8, 0)
+"""CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
+arithmetic by compute capability)."""
+AMD_BF16 = re.compile(r"gfx(908|90a|94[0-2]|95\d|11\d\d|12\d\d)")
+"""AMD's architectures with bfloat16 matrix units: CDNA 1 to 4, RDNA 3 and 4 (ROCm documentation, "Data types and
+precision support")."""
 MIB = 2**20
 GIB = 2**30
 
@@ -46,6 +52,7 @@ class Family:
 
 _GA102 = "NVIDIA GA102 whitepaper, appendix: RTX 3090 71, RTX A6000 154.8, A40 149.7 TFLOPS with FP32 accumulate"
 _ADA = "NVIDIA Ada whitepaper 2.1, appendix A: RTX 4090 165.2 (FP16/BF16) and 330.3 (FP8) TFLOPS with FP32 accumulate"
+_RDNA = "operations per unit and clock: reddit.com/r/hardware/comments/1j97xyw"
 _TURING = "developer.nvidia.com/blog/nvidia-turing-architecture-in-depth: RTX 2080 Ti 53.8, Titan RTX 130.5 TFLOPS"
 _LIT = "github.com/Lightning-AI/pytorch-lightning@7f0c343 src/lightning/fabric/utilities/throughput.py"
 _AIC = "github.com/ai-dynamo/aiconfigurator@095f58a aic-core/src/aiconfigurator_core/systems"
@@ -69,6 +76,8 @@ FAMILIES: dict[str, Family] = {
     "gb20x_geforce": Family((12, 0), 512, True, True, 256, "as Ada's GeForce cards: half the professional cards'"),
     "cdna2": Family((9, 0), 1024, True, False, 256, "MI250X: 383 TFLOPS FP16, RightNow-GPU-Database data/amd/all.json"),
     "cdna3": Family((9, 4), 2048, True, True, 256, "awesomeagents.ai/hardware/amd-mi325x: 1307.4 and 2614.9 TFLOPS"),
+    "rdna3": Family((11, 0), 512, True, False, 256, f"{_RDNA} (RDNA 3: 512 FP16)"),
+    "rdna4": Family((12, 0), 1024, True, True, 256, f"{_RDNA} (RDNA 4: 1024 FP16, 2048 FP8)"),
     "cdna4": Family((9, 5), 4096, True, True, 256, "ISSCC 2026 on MI355X: 8192 FP8 operations per unit and clock"),
 }
 
@@ -113,6 +122,7 @@ def reserve_bytes(driver_bytes: int) -> int:
 
 _RN = "github.com/reox007/RightNow-GPU-Database@77fae38 data/nvidia/all.json (units, clock, bandwidth, power, bus)"
 _RN_AMD = "github.com/reox007/RightNow-GPU-Database@77fae38 data/amd/all.json (units, clock, power)"
+_RN_RDNA = f"{_RN_AMD}: it counts two units where AMD counts one"
 _MODAL = "nvidia-smi: github.com/modal-labs/modal-client/pull/2797"
 _SMI = "nvidia-smi: `NAME, TOTAL MiB` of this card, equal in several public repositories (exact search, 2026-11)"
 _BOX = "memory: the size on the box"
@@ -347,6 +357,8 @@ _WORKSTATION = (
 )  # fmt: skip
 
 _AMD = (
+    _gpu("MI350X", "cdna4", 256, 2200, (288, None, None), 8000, 1000, (5, 16), _RN_AMD, _BOX,
+         "the memory of the MI355X", vendor="AMD"),
     _gpu("MI355X", "cdna4", 256, 2400, (288, None, None), 8000, 1400, (5, 16), _RN_AMD, _BOX,
          "tomshardware.com: amds-instinct-mi355x-accelerator-will-consume-1-400-watts (bandwidth)", vendor="AMD"),
     _gpu("MI325X", "cdna3", 304, 2100, (256, None, None), 6000, 1000, (5, 16), _RN_AMD, _BOX, nvlink_gb=448,
@@ -356,12 +368,25 @@ _AMD = (
          nvlink_gb=448, vendor="AMD"),
     _gpu("MI250X", "cdna2", 110, 1700, (64, None, None), 1638, 250, (4, 16), _RN_AMD, _BOX,
          "one of the two dies of the card, as torch counts them", vendor="AMD"),
+    _gpu("MI250", "cdna2", 104, 1700, (64, None, None), 1638, 250, (4, 16), _RN_AMD, _BOX,
+         "one of the two dies of the card, as torch counts them", vendor="AMD"),
+    _gpu("MI210", "cdna2", 104, 1700, (64, None, None), 1638, 300, (4, 16), _RN_AMD, _BOX, vendor="AMD"),
+    _gpu("RX 7900 XTX", "rdna3", 96, 2498, (24, None, None), 960, 355, (4, 16), _RN_RDNA, _BOX, vendor="AMD",
+         aliases=("7900 XTX",)),
+    _gpu("RX 7900 XT", "rdna3", 84, 2394, (20, None, None), 800, 300, (4, 16), _RN_RDNA, _BOX, vendor="AMD",
+         aliases=("7900 XT",)),
+    _gpu("PRO W7900", "rdna3", 96, 2495, (48, None, None), 864, 295, (4, 16), _RN_RDNA, _BOX, vendor="AMD",
+         aliases=("W7900",)),
+    _gpu("RX 9070 XT", "rdna4", 64, 2970, (16, None, None), 640, 304, (5, 16), _RN_RDNA, _BOX, vendor="AMD",
+         aliases=("9070 XT",)),
+    _gpu("AI PRO R9700", "rdna4", 64, 2920, (32, None, None), 640, 300, (5, 16), _RN_RDNA, _BOX, vendor="AMD",
+         aliases=("R9700",)),
 )  # fmt: skip
 
 ENTRIES: tuple[CatalogEntry, ...] = (*_DATA_CENTRE, *_GEFORCE, *_WORKSTATION, *_AMD)
 """All of them; among those that share an alias, the first is what the alias alone is read as."""
 
-_NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|generation|graphics|[^a-z0-9]")
+_NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|generation|graphics|[^a-z0-9]")
 
 
 def key_of(name: str) -> str:
@@ -425,6 +450,13 @@ def _with_size(key: str) -> Iterator[tuple[str, int]]:
         base, size = stem[:-digits], stem[-digits:]
         if base and size.isdigit() and size[0] != "0":
             yield base, int(size)
+
+
+def amd_entry(name: str) -> CatalogEntry | None:
+    """The entry of an AMD GPU that was found: of `AMD Instinct MI300X OAM` that of the MI300X."""
+    match = re.search(r"\b(MI\d{3}[A-Z]?|RX \d{4}(?: XTX| XT| GRE)?|W\d{4}|R9\d{3})\b", name)
+    found = find(match[1]) if match else ()
+    return found[0] if found and found[0].vendor == "AMD" else None
 
 
 def gpus_by_memory() -> list[CatalogEntry]:

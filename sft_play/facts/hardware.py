@@ -1,4 +1,4 @@
-"""The machine: GPUs found through NVML or nvidia-smi, or named (`2xH200`); no torch is imported.
+"""The machine: GPUs found through NVML, nvidia-smi or AMD's tools, or named (`2xH200`); no torch is imported.
 
 `CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are split into instances
 (MIG) a process sees the first visible instance and nothing else: "CUDA can only enumerate a single compute instance",
@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError
-from sft_play.facts.gpu_catalog import MIB, CatalogEntry, find, key_of, nearest
+from sft_play.facts.gpu_catalog import AMD_BF16, BF16_CAPABILITY, MIB, CatalogEntry, amd_entry, find, key_of, nearest
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-BF16_CAPABILITY = (8, 0)
-"""CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
-arithmetic by compute capability)."""
 _PROBE_TIMEOUT_S = 20
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -55,10 +52,19 @@ class Gpu:
     fp32_flops: float | None = None
     tdp_watts: int | None = None
     mig: str | None = None
+    architecture: str | None = None
+    """Of an AMD GPU that was found: `gfx942`."""
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether torch reaches it through ROCm, where it is a `cuda` device as well."""
+        return self.architecture is not None or self.name.startswith("AMD ")
 
     @property
     def has_bf16(self) -> bool:
         """Whether its matrix units compute in bfloat16; unknown counts as yes."""
+        if self.architecture is not None:
+            return AMD_BF16.match(self.architecture) is not None
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
     def rate(self, dtype: str) -> float | None:
@@ -91,11 +97,15 @@ class Hardware:
     ram_given: bool = True
     cpu_ranks: int = 1
     """Processes that share the CPUs of all nodes where there are no GPUs."""
+    shared_gpu: str | None = None
+    """A GPU without memory of its own (Apple's), which one process can use; then the host's memory is what counts."""
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`."""
-        return "cuda" if self.gpus else "cpu"
+        """torch's word for where a run computes: `cuda` (AMD's GPUs too), `mps` or `cpu`."""
+        if self.gpus:
+            return "cuda"
+        return "mps" if self.shared_gpu and self.cpu_ranks == 1 else "cpu"
 
     @property
     def gpus_per_node(self) -> int:
@@ -145,9 +155,20 @@ class Hardware:
         gpus = self.gpus[:count]
         return replace(self, gpus=gpus, nodes=max(1, -(-len(gpus) // self.gpus_per_node)))
 
+    def without_gpus(self) -> Hardware:
+        """The same machine for a run that asks for the CPU."""
+        notes = ("train.device=cpu: the GPUs are not used",) if self.device != "cpu" else self.notes
+        return replace(self, gpus=(), link_bytes_per_s=None, shared_gpu=None, notes=notes)
+
     def as_json(self) -> dict[str, Any]:
-        """Plain data for `plan.json` and the manifest."""
-        return asdict(self)
+        """Plain data for `plan.json` and the manifest; what only AMD's and Apple's GPUs have, with those alone."""
+        data = asdict(self)
+        if self.shared_gpu is None:
+            del data["shared_gpu"]
+        for gpu in data["gpus"]:
+            if gpu["architecture"] is None:
+                del gpu["architecture"]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hardware:
@@ -186,7 +207,7 @@ def named(text: str) -> Hardware:
         link_bytes_per_s=spec.link or (entry.link if entry else None),
         network_bytes_per_s=spec.network,
         price_per_gpu_hour=spec.price,
-        notes=(*notes, *spec.notes),
+        notes=(*notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
     )
 
 
@@ -269,12 +290,15 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
     environment = os.environ if environment is None else environment
     found, notes = _seen(_probe_gpus(), environment)
+    if not found:
+        found, notes = _probe_amd(environment) or (found, notes)
     entries = [_entry_of(item.gpu) for item in found]
     gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(found, entries, strict=True))
     ram_total, ram_free = _memory()
     link = _link(found, entries)
     hardware = Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes)
-    return replace(hardware, notes=(*notes, *_mixed(hardware)))
+    hardware = replace(hardware, notes=(*notes, *_mixed(hardware)))
+    return hardware if gpus else _with_apple(hardware)
 
 
 def _mixed(hardware: Hardware) -> list[str]:
@@ -292,6 +316,8 @@ def _mixed(hardware: Hardware) -> list[str]:
 
 
 def _entry_of(gpu: Gpu) -> CatalogEntry | None:
+    if gpu.is_amd:
+        return amd_entry(gpu.name)
     name = gpu.name.split(" MIG ")[0]
     found = find(name) if gpu.mig else find(name, gpu.total_bytes)
     return found[0] if found else None
@@ -533,6 +559,71 @@ def _smi_instances(listed: str, whole: list[_Found]) -> dict[str, list[_Found]]:
             gpu = replace(gpus[parent], name=name, total_bytes=size, free_bytes=size, mig=instance[1])
             found.setdefault(parent, []).append(_Found(instance[3], gpu, parent))
     return found
+
+
+# --- AMD --------------------------------------------------------------------------------------------------------------
+
+AMD_NOTE = (
+    "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet"
+    " (docs/gpus.md)"
+)
+
+
+def _probe_amd(environment: Mapping[str, str]) -> tuple[tuple[_Found, ...], tuple[str, ...]] | None:
+    """AMD's GPUs as a ROCm process sees them; None where their tools show none."""
+    from sft_play.facts import amd
+
+    seen = amd.through_any()
+    if seen is None:
+        return None
+    visible = amd.visible(tuple(gpu.index for gpu in seen.gpus), environment)
+    known = {gpu.index: gpu for gpu in seen.gpus}
+    found = [
+        _Found(gpu.uuid or "", Gpu(place, _amd_name(gpu.name), gpu.total_bytes, gpu.free_bytes,
+                                   _gfx_capability(gpu.compute_capability), architecture=gpu.compute_capability))
+        for place, gpu in ((place, known[index]) for place, index in visible)
+        if gpu.total_bytes
+    ]  # fmt: skip
+    return tuple(found), ((AMD_NOTE,) if found else ())
+
+
+def _amd_name(name: str | None) -> str:
+    said = (name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip()
+    return said if said.startswith("AMD ") else f"AMD {said}"
+
+
+def _gfx_capability(architecture: str | None) -> tuple[int, int] | None:
+    """What torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100."""
+    match = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", architecture or "")
+    return (int(match[1]), int(match[2], 16)) if match else None
+
+
+# --- Apple ------------------------------------------------------------------------------------------------------------
+
+_SMALL_MAC = 36 * GIB
+_METAL_SHARES = (2 / 3, 3 / 4)
+"""Of a Mac's memory what Metal recommends that one process uses at most: up to `_SMALL_MAC`, and above it
+(`recommendedMaxWorkingSetSize`, which `torch.mps.recommended_max_memory` reports)."""
+
+
+def _with_apple(hardware: Hardware) -> Hardware:
+    """The machine with the GPU of Apple's chip, where it is such a Mac."""
+    from sft_play.facts import apple
+
+    chip = apple.chip()
+    return hardware if chip is None else with_shared_gpu(hardware, chip)
+
+
+def with_shared_gpu(hardware: Hardware, chip: str) -> Hardware:
+    """The machine with a GPU that shares its memory, of which Metal leaves a part to one process."""
+    share = _METAL_SHARES[hardware.ram_bytes > _SMALL_MAC]
+    usable = min(hardware.ram_free_bytes, int(hardware.ram_bytes * share))
+    note = (
+        f"{chip} shares the machine's memory: one process trains on it (MPS), planned as on a CPU with "
+        f"{usable / GIB:.1f} GiB, what is free and Metal recommends; its speed is not known, and nobody has compared "
+        "plan and run yet (docs/gpus.md)"
+    )
+    return replace(hardware, shared_gpu=chip, ram_free_bytes=usable, notes=(*hardware.notes, note))
 
 
 # --- the host --------------------------------------------------------------------------------------------------------

@@ -14,18 +14,20 @@ from typing import Any
 import psutil
 
 from sft_play.endings import ends_with_me
+from sft_play.facts import amd, apple
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
+from sft_play.facts.seen import Seen, SeenGpu, Topology
 from sft_play.facts.space import free_at
+from sft_play.facts.unseen import Unseen, unseen
+from sft_play.facts.unseen import look as devices
 from sft_play.log import escape_control, one_line
 from sft_play.plan.plan import budget_bytes
-from sft_play.seeing import amd, apple, nvidia
-from sft_play.seeing.gpu import Seen, SeenGpu, Topology
+from sft_play.seeing import nvidia
 from sft_play.seeing.text import NOT_KNOWN, gib, known, lines_of, table, yes_no
 
 TORCH_TIMEOUT_S = 120.0
 """An import of torch from a cold network disk takes a minute and more."""
-_AMD_VARIABLES = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 _TOPOLOGY_WORDS = {
     "X": "itself",
     "PSB": "two GPUs of one board",
@@ -99,11 +101,13 @@ class Machine:
     host: Host
     software: Software
     asked_torch: Mapping[str, Any] | None = None
+    unused: Unseen | None = None
+    """An accelerator that is there and that a run would not see."""
 
     @property
     def trainable(self) -> bool:
         """Whether planning and training find a GPU here."""
-        return bool(self.hardware.gpus)
+        return self.hardware.device != "cpu"
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -133,6 +137,7 @@ class Machine:
             "host": asdict(self.host),
             "software": asdict(self.software),
             "torch": dict(self.asked_torch) if self.asked_torch is not None else None,
+            "unused_accelerator": self.unused.message if self.unused else None,
             "without_a_gpu": without_gpu() if not self.trainable else [],
         }
 
@@ -155,6 +160,7 @@ def look(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -
         host=_host(hardware, outputs),
         software=_software(),
         asked_torch=ask_torch(environment) if full else None,
+        unused=unseen(devices(environment)) if hardware.device == "cpu" else None,
     )
 
 
@@ -162,7 +168,7 @@ def all_gpus(*, topology: bool = True) -> Seen:
     """Every GPU of this machine, whatever a process may see of them: NVIDIA's, else AMD's, else Apple's."""
     seen = nvidia.through_nvml(topology=topology)
     if seen is None or not seen.gpus:
-        seen = nvidia.through_smi(detect({}).gpus, topology=topology)
+        seen = nvidia.through_smi(tuple(gpu for gpu in detect({}).gpus if not gpu.is_amd), topology=topology)
     return seen or amd.through_any() or apple.through_system() or Seen()
 
 
@@ -170,26 +176,16 @@ def _visible(seen: Seen, hardware: Hardware, environment: Mapping[str, str]) -> 
     """Indices that a run would see, and the variable that says so."""
     alive = tuple(gpu.index for gpu in seen.gpus if not gpu.trouble)
     if any(gpu.vendor == amd.VENDOR for gpu in seen.gpus):
-        name = next((name for name in _AMD_VARIABLES if name in environment), None)
-        return (alive, None) if name is None else (_numbered(environment[name], alive), f"{name}={environment[name]}")
+        given = [f"{name}={environment[name]}" for name in amd.VISIBLE if name in environment]
+        return tuple(index for _, index in amd.visible(alive, environment)), " ".join(given) or None
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     setting = None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}"
     if hardware.gpus:
         return tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)), setting
     if any(gpu.vendor == nvidia.VENDOR for gpu in seen.gpus):
         whole = tuple(gpu.index for gpu in seen.gpus if not gpu.trouble and not gpu.mig_enabled)
-        return (whole if variable is None else _numbered(variable, whole)), setting
+        return (whole if variable is None else amd.numbered(variable, whole)), setting
     return alive, setting
-
-
-def _numbered(variable: str, there: tuple[int, ...]) -> tuple[int, ...]:
-    """The GPUs that a list of numbers leaves; the first entry that is none of them ends the list, as for CUDA."""
-    chosen: list[int] = []
-    for entry in (part.strip() for part in variable.split(",")):
-        if not re.fullmatch(r"[0-9]{1,9}", entry) or int(entry) not in there or int(entry) in chosen:
-            break
-        chosen.append(int(entry))
-    return tuple(chosen)
 
 
 def _host(hardware: Hardware, outputs: Path) -> Host:
@@ -440,9 +436,8 @@ def without_gpu() -> list[str]:
 
 def without_gpu_lines(machine: Machine) -> list[str]:
     """The same as lines, with why the GPUs that are there do not count."""
-    vendors = {gpu.vendor for gpu in machine.seen.gpus}
-    if amd.VENDOR in vendors or apple.VENDOR in vendors:
-        head = "Planning and training find NVIDIA's GPUs alone; for this machine they use the CPU. What works here:"
+    if machine.unused:
+        head = f"{machine.unused.message}. What works all the same:"
     elif machine.visible and any(gpu.trouble for gpu in machine.seen.gpus):
         head = "Planning and training find no GPU as long as one does not answer. What works all the same:"
     elif machine.seen.gpus:

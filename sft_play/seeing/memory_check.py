@@ -19,9 +19,9 @@ from rich.text import Text
 
 from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.seen import GpuProcess, SeenGpu
 from sft_play.log import escape_control, one_line
 from sft_play.runs import MANIFEST, RunFolder, checked_name
-from sft_play.seeing.gpu import GpuProcess, SeenGpu
 from sft_play.seeing.gpu_info import all_gpus
 from sft_play.seeing.processes import Group, Rank, group_of, groups, lock_holder
 from sft_play.seeing.text import gib, known, lines_of, sized, table

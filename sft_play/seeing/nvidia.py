@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import psutil
 
+from sft_play.facts.ask import answer_of, answers_of, number, size, whole
 from sft_play.facts.hardware import Gpu
-from sft_play.seeing.ask import answer_of, answers_of, number, size, whole
-from sft_play.seeing.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, process_name
+from sft_play.facts.seen import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, process_name
 
 VENDOR = "NVIDIA"
 _LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}

@@ -535,8 +535,8 @@ def device_of(plan: Plan, config: RunConfig) -> str | None:
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None
-    if plan.hardware.device == "cpu":
-        return "cpu"
+    if plan.hardware.device != "cuda":
+        return plan.hardware.device
     if layout.is_fsdp and quant_storage(plan, config) is None:
         return "cpu"
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"

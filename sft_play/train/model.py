@@ -353,7 +353,7 @@ def load_model(
     device: str | None,
     storage: DtypeName | None = None,
 ) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
+    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `mps`, `cpu`).
 
     `device` None leaves the place to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4 weights
     are then made whole on the process's own device, and divided when the engine is made. `storage` is the dtype in
@@ -376,7 +376,7 @@ def load_model(
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization(precision, storage)
     on_gpu = device is not None and device.startswith("cuda")
-    if device is not None and (config.tuning.mode == "qlora" or on_gpu):
+    if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
     where = _where(config)
     try:

@@ -32,6 +32,7 @@ from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
 from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError, in_stage
 from sft_play.facts.architecture import check_available
+from sft_play.facts.unseen import ON_CPU, torch_is_blind
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
@@ -154,7 +155,7 @@ def in_folder(job: Job, parts: Sequence[Job], work: Work) -> dict[str, Any]:
     memory = MemoryMeter(job.plan)
     quiet_libraries()
     for part in parts:
-        check_device(part.plan)
+        check_device(part.plan, part.loaded.config)
     largest = max(parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
     if job.loaded.config.tuning.backend == "bnb":
         check_free_memory(largest.plan, largest.loaded.config)
@@ -591,7 +592,8 @@ class _JudgeBefore(TrainerCallback):
 
 def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks = job.plan.choice.layout.ranks
-    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
+    cpu = job.plan.hardware.shared_gpu or "the CPU"
+    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else cpu
     where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
     precision, backend = precision_name(job.plan), prepared.backend.name
     if checkpoint is not None:
@@ -858,16 +860,33 @@ class MemoryMeter:
         return {**found, "measured_rss": max(0, highest - self.level)}
 
 
-def check_device(plan: Plan) -> None:
-    """Raises HardwareError where the driver shows a GPU that this torch cannot use."""
-    if plan.hardware.device == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+def check_device(plan: Plan, config: RunConfig) -> None:
+    """Raises HardwareError where the driver shows a GPU that torch cannot use, or torch one that nobody planned for."""
+    planned = plan.hardware.device
+    if planned == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if plan.hardware.device == "cuda" and not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU-only build"
+    if planned == "cuda" and not torch.cuda.is_available():
+        raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, _said_by_torch()))
+    if planned == "mps" and not torch.backends.mps.is_available():
         raise HardwareError(
-            f"the driver shows {plan.hardware.gpus[0].name}, but torch {torch.__version__} ({built}) cannot use it; "
-            "install a build of torch for your driver (make setup), or hide the GPU with CUDA_VISIBLE_DEVICES="
+            f"this Mac has {plan.hardware.shared_gpu}, and torch {torch.__version__} cannot use it (a build without "
+            f"MPS, Python for Intel, or macOS before 14): take a Python for arm64, then make setup; or {ON_CPU}"
         )
+    if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        raise HardwareError(
+            f"torch {torch.__version__} sees an accelerator ({found}), and the run was planned for the CPU, since no "
+            f"driver's tool shows a GPU that runs are planned for (make gpu-info): {ON_CPU}"
+        )
+
+
+def _said_by_torch() -> str:
+    """Why torch cannot use a GPU, in its own words."""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # its kinds differ between builds
+        return str(error)
+    return "it finds none"
 
 
 def check_free_memory(plan: Plan, config: RunConfig) -> None:

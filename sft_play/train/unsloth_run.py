@@ -47,7 +47,7 @@ def train(path: Path) -> None:
     document = handover.read(path)
     running.quiet_libraries()
     job = _job(document)
-    running.check_device(job.plan)
+    running.check_device(job.plan, job.loaded.config)
     try:
         check_trackers(job.loaded.config)
     except ConfigError as error:

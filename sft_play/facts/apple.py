@@ -10,21 +10,28 @@ from typing import Any
 
 import psutil
 
-from sft_play.seeing.ask import answer_of
-from sft_play.seeing.gpu import Seen, SeenGpu
+from sft_play.facts.ask import answer_of
+from sft_play.facts.seen import Seen, SeenGpu
 
 VENDOR = "Apple"
 _PROFILER_S = 3.0
 """system_profiler takes half a second as a rule, and much longer where many displays are asked."""
 
 
-def through_system() -> Seen | None:
-    """The GPU of this Mac by sysctl and system_profiler; None on another machine."""
+def chip() -> str | None:
+    """`Apple M3 Max`; None on another machine than a Mac with Apple's own chip."""
     if sys.platform != "darwin" or platform.machine() != "arm64":
         return None
-    chip = answer_of("sysctl", "-n", "machdep.cpu.brand_string", timeout_s=_PROFILER_S).strip()
+    return answer_of("sysctl", "-n", "machdep.cpu.brand_string", timeout_s=_PROFILER_S).strip() or "Apple GPU"
+
+
+def through_system() -> Seen | None:
+    """The GPU of this Mac by sysctl and system_profiler; None on another machine."""
+    name = chip()
+    if name is None:
+        return None
     listed = answer_of("system_profiler", "SPDisplaysDataType", "-json", timeout_s=_PROFILER_S)
-    return seen_of(chip, listed, psutil.virtual_memory())
+    return seen_of(name, listed, psutil.virtual_memory())
 
 
 def seen_of(chip: str, listed: str, memory: Any) -> Seen:

@@ -13,13 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.seeing.ask import answer_of, answers_of, number, size, whole
-from sft_play.seeing.gpu import GpuProcess, Pcie, Seen, SeenGpu, Topology, process_name
+from sft_play.facts.ask import answer_of, answers_of, number, size, whole
+from sft_play.facts.gpu_catalog import AMD_BF16
+from sft_play.facts.seen import GpuProcess, Pcie, Seen, SeenGpu, Topology, process_name
 
 VENDOR = "AMD"
-_BF16 = re.compile(r"gfx(908|90a|94[0-2]|95\d|11\d\d|12\d\d)")
-"""Architectures with bfloat16 matrix units: CDNA 1 to 4, RDNA 3 and 4 (ROCm documentation, "Data types and precision
-support")."""
 _FP8 = re.compile(r"gfx(94[0-2]|95\d|12\d\d)")
 _MICRO = 10_000
 """A power cap above this is microwatts: releases of the package differ."""
@@ -29,9 +27,34 @@ _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """PCIe generation by GT/s."""
 
 
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""The first chooses among all GPUs; the second, or without it the third, among those that it leaves (ROCm
+documentation, "GPU isolation techniques"; HIP's environment variables)."""
+
+
 def through_any() -> Seen | None:
     """What the first of amdsmi, rocm-smi and amd-smi tells; None where none shows a GPU."""
     return through_package() or through_rocm_smi() or through_amd_smi()
+
+
+def visible(there: tuple[int, ...], environment: Mapping[str, str]) -> tuple[tuple[int, int], ...]:
+    """The GPUs that a ROCm process sees, in its order: each with its number among those that `HIP_VISIBLE_DEVICES` and
+    `CUDA_VISIBLE_DEVICES` count, and its number in `there`."""
+    first, second, third = VISIBLE
+    left = numbered(environment[first], there) if first in environment else there
+    places = tuple(range(len(left)))
+    chosen = environment.get(second, environment.get(third))
+    return tuple((place, left[place]) for place in (places if chosen is None else numbered(chosen, places)))
+
+
+def numbered(variable: str, there: tuple[int, ...]) -> tuple[int, ...]:
+    """The GPUs that a list of numbers leaves; the first entry that is none of them ends the list, as for CUDA."""
+    chosen: list[int] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        if not re.fullmatch(r"[0-9]{1,9}", entry) or int(entry) not in there or int(entry) in chosen:
+            break
+        chosen.append(int(entry))
+    return tuple(chosen)
 
 
 def _abilities(architecture: str | None) -> dict[str, Any]:
@@ -39,7 +62,7 @@ def _abilities(architecture: str | None) -> dict[str, Any]:
         return {}
     return {
         "compute_capability": architecture,
-        "bf16": _BF16.match(architecture) is not None,
+        "bf16": AMD_BF16.match(architecture) is not None,
         "fp8": _FP8.match(architecture) is not None,
     }
 

@@ -1,0 +1,156 @@
+"""Whether Triton could build what its first kernel needs here: a C compiler, Python's headers, a list of libraries.
+
+On CUDA and ROCm TRL's loss is a Triton kernel (trl 1.16, `kernels/chunked_logprob.py`, `_use_triton`); its way without
+Triton is taken only where no Triton is installed. The first kernel of a process, which comes in the first step, with
+all weights loaded, has Triton build a C module against `Python.h` (triton 3.7.1 and 3.8: `runtime/build.py`,
+`backends/nvidia/driver.py`: `cuda_utils`, `backends/amd/driver.py`: `hip_utils`), once for a machine and a release.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.errors import HardwareError
+from sft_play.facts.hardware import Hardware
+from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
+
+TRIAL_S = 60.0
+"""A compiler on a cold network disk takes seconds."""
+WITHOUT_TRITON = "the loss runs without its kernel, slower and with up to 3.6 GiB beyond the plan; pip install triton"
+"""TRL's way in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16)."""
+_MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
+"""The headers of Triton's own module, but for those that it brings along."""
+_BUILT = ("cuda_utils", "hip_utils")
+_LDCONFIG = Path("/sbin/ldconfig")
+_OS_RELEASE = Path("/etc/os-release")
+_PACKAGES = (
+    ("debian ubuntu", "apt-get install -y gcc libc6-dev python{version}-dev"),
+    ("fedora rhel centos rocky almalinux amzn ol", "dnf install -y gcc python{version}-devel"),
+    ("suse opensuse sles", "zypper install -y gcc python{digits}-devel"),
+    ("arch", "pacman -S gcc"),
+)
+"""The command of a distribution, by `ID` and `ID_LIKE` of its os-release."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What Triton would meet. `compiler` None: not there; `failed`: what a trial said, None where it went well or was
+    not made. `built`: an earlier run on this machine has left what Triton builds."""
+
+    triton: bool
+    compiler: str | None
+    headers: Path
+    failed: str | None = None
+    built: bool = False
+    ldconfig: bool = True
+    distribution: str = ""
+    python: str = platform.python_version()
+
+
+def look(environment: Mapping[str, str]) -> Toolchain:
+    """This machine's, by a trial: a module of one line is compiled as Triton would compile its own."""
+    compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    return Toolchain(
+        triton=importlib.util.find_spec("triton") is not None,
+        compiler=compiler,
+        headers=headers,
+        failed=_trial(compiler, headers) if compiler else None,
+        built=_was_built(environment),
+        ldconfig=_LDCONFIG.exists() or "TRITON_LIBCUDA_PATH" in environment,
+        distribution=_distribution(),
+    )
+
+
+def obstacle(there: Toolchain) -> tuple[str, str] | None:
+    """What is missing, and what to do; None where Triton can build its module, or has, or where there is no Triton."""
+    if not there.triton or there.built:
+        return None
+    if there.compiler is None:
+        missing = "no C compiler (neither CC, gcc nor clang)"
+        if not (there.headers / "Python.h").exists():
+            missing += f" and no Python headers ({there.headers / 'Python.h'})"
+        return missing, _install(there)
+    if there.failed is not None and "Python.h" in there.failed:
+        return f"no Python headers ({there.headers / 'Python.h'})", _install(there)
+    if there.failed is not None:
+        return f"the C compiler {one_line(there.compiler)} fails: {one_line(there.failed, limit=200)}", _install(there)
+    if not there.ldconfig:
+        return f"no {_LDCONFIG}, which Triton asks for libcuda.so.1", "export TRITON_LIBCUDA_PATH=its folder"
+    return None
+
+
+def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:
+    """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build for it."""
+    if hardware.device != "cuda":
+        return
+    there = look(environment)
+    if not there.triton:
+        logger.warning("no Triton is installed, which torch's builds for GPUs bring: %s", WITHOUT_TRITON)
+    found = obstacle(there)
+    if found is not None:
+        missing, remedy = found
+        raise HardwareError(f"the loss is a Triton kernel, which is built at the first step, and there is {missing}: "
+                            f"{remedy}")  # fmt: skip
+
+
+def _install(there: Toolchain) -> str:
+    version = ".".join(there.python.split(".")[:2])
+    names = set(there.distribution.split())
+    command = next((text for known, text in _PACKAGES if names & set(known.split())), None)
+    by_hand = f"a C compiler (gcc or clang; CC= names one) and the headers of Python {version}"
+    if command is None:
+        return f"install {by_hand}"
+    install = command.format(version=version, digits=version.replace(".", ""))
+    return f"{install} (without root: {by_hand} from conda, or a Python of uv's, which has its headers)"
+
+
+def _trial(compiler: str, headers: Path) -> str | None:
+    with tempfile.TemporaryDirectory(prefix="sft-play-cc-") as folder:
+        source = Path(folder) / "trial.c"
+        source.write_text(_MODULE, encoding="utf-8")
+        flags = ["-O3", "-shared", "-fPIC", "-Wno-psabi", "-o", str(source.with_suffix(".so")), f"-I{headers}"]
+        try:
+            done = subprocess.run(
+                [compiler, str(source), *flags],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TRIAL_S,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else f"exit code {done.returncode}")
+
+
+def _was_built(environment: Mapping[str, str]) -> bool:
+    home = Path(environment.get("TRITON_HOME") or "~").expanduser()
+    cache = Path(environment.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return any(next(cache.glob(f"*/{name}{suffix}"), None) is not None for name in _BUILT)
+
+
+def _distribution() -> str:
+    """`ubuntu debian`: the distribution's own name and those that it is like."""
+    try:
+        text = _OS_RELEASE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return " ".join(re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text, re.MULTILINE)).lower()
