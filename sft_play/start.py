@@ -47,7 +47,7 @@ from sft_play.plan.candidates import Candidate
 from sft_play.plan.layout import DEEPSPEED, LAYOUT_NAMES, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.plan.mesh import mesh_of, mesh_words
 from sft_play.plan.plan import Confirm, Plan, Traced, Work, make_plan, plan_from_json, require_fit
-from sft_play.plan.precision import choose_precision
+from sft_play.plan.precision import ROUNDS_ITSELF, choose_precision
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import BASE_NAME
 
@@ -1069,24 +1069,32 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     if min(micro, accum, ranks) < 1:
         return None
     processes = processes if isinstance(processes, int) else 0
-    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes)
+    updates = _planned(folder).get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
+    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes, updates)
 
 
 def _planned_batch(folder: RunFolder) -> dict[str, Any]:
-    """Batch and layout of the plan in a run folder; empty where it cannot be read."""
+    """Batch and layout of the plan in a run folder; empty where it does not say."""
+    plan = _planned(folder)
+    names = {
+        "ranks": "data_parallel_ranks", "micro_batch": "micro_batch", "grad_accum": "grad_accum", "processes": "ranks",
+        "layout": "layout",
+    }  # fmt: skip
+    return {name: plan[key] for name, key in names.items()} if plan.keys() >= set(names.values()) else {}
+
+
+def _planned(folder: RunFolder) -> dict[str, Any]:
+    """The plan in a run folder; empty where it cannot be read."""
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-        names = {
-            "ranks": "data_parallel_ranks", "micro_batch": "micro_batch", "grad_accum": "grad_accum",
-            "processes": "ranks",
-        }  # fmt: skip
-        return {name: plan[key] for name, key in names.items()} | {"layout": plan["layout"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return {}
+    return plan if isinstance(plan, dict) else {}
 
 
 def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunConfig:
-    """The config to plan a resumed run with: its effective batch and, where that divides, its micro-batch again.
+    """The config to plan a resumed run with: its effective batch, where that divides its micro-batch, and the way that
+    updates reach its weights again.
 
     What is free on the GPU may have changed; the rows of a step must not, and with the same split no number does. Over
     another number of ranks the effective batch is kept and the accumulation follows, whatever the config gives; a
@@ -1096,9 +1104,12 @@ def _as_stopped(config: RunConfig, stopped: Stopped | None, ranks: int) -> RunCo
     Raises:
         RunFolderError: the effective batch does not split over the ranks.
     """
-    train = config.train
     if stopped is None:
         return config
+    train = config.train
+    if stopped.updates is not None and train.weight_updates == "auto":
+        train = train.model_copy(update={"weight_updates": stopped.updates})
+        config = config.model_copy(update={"train": train})
     kept, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     if not train.effective_follows and train.effective_batch_size != kept:
         return config

@@ -24,7 +24,9 @@ from sft_play.data.files import data_paths
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.plan import make_plan
+from sft_play.plan.precision import Precision
 from sft_play.runs import RunFolder
 from tests.conftest import chat
 
@@ -185,6 +187,11 @@ def flat(value: Any, at: str = "") -> Facts:
 def plan(config: RunConfig) -> Facts:
     """The plan on a GPU, as JSON."""
     return flat(make_plan(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE).as_json())
+
+
+def adapters(config: RunConfig) -> Facts:
+    """What adapters are in a run that computes in bf16."""
+    return {"dtype": adapter_dtype(config, Precision("bfloat16", "bfloat16", ""))}
 
 
 def on_cpu(config: RunConfig) -> Any:
@@ -498,6 +505,7 @@ def unlocks(look: Any, leaf: str, value: Any, key: str, expected: Any, before: A
     return leaf, Probe(look, [f"{leaf}={value}"], {REFUSED: None, key: expected}, list(before))
 
 
+FULL = ["tuning.mode=full"]
 PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.name", "WORLD/model", "tokenizer.name", "WORLD/model"),
     one(loading, "model.name", "WORLD/model", "config.name", "WORLD/model"),
@@ -531,6 +539,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(blueprint, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
     one(blueprint, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
     one(blueprint, "tuning.lora.use_rslora", "true", "use_rslora", True),
+    one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
+    one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(blueprint, "tuning.lora.use_dora", "true", "use_dora", True),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
@@ -597,6 +607,10 @@ PROBES: list[tuple[str, Probe]] = [
     ),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
     one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
+    *(
+        one(plan, "train.weight_updates", how, "precision.updates", how, [*FULL, f"train.weight_updates={other}"])
+        for how, other in (("bfloat16", "auto"), ("stochastic", "bfloat16"), ("float32", "bfloat16"))
+    ),
     one(arguments, "train.adam_beta2", 0.95, "adam_beta2", 0.95),
     one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sft_play import start
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import shape_of
@@ -21,6 +22,7 @@ from sft_play.plan.plan import Plan, make_plan
 from sft_play.plan.precision import Precision, with_updates
 from sft_play.plan.states import resident
 from sft_play.plan.structure import numbers
+from sft_play.runs import RunFolder
 from sft_play.train.rounding import round_stochastically, rounding
 from sft_play.train.updates import Found
 from tests.models import make_llama
@@ -291,6 +293,21 @@ def test_rounded_runs_resume_to_the_same_bits(world, command):
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("updates", ["float32", "stochastic", "bfloat16"])
+def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, layout, updates):
+    """Whatever would fit now: another way would round its weights, or find states of another dtype."""
+    folder = RunFolder(tmp_path)
+    batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
+    folder.write_json("manifest.json", {"batch": batch, "layout": layout, "processes": 1})
+    folder.write_json("plan.json", {"precision": {"updates": updates}})
+    stopped = start.stopped_run(folder)
+    for wish in ("auto", "stochastic"):
+        config = start._as_stopped(run("full", f"train: {{weight_updates: {wish}}}"), stopped, 1)
+        kept = wish == "auto" and layout in ("single", "ddp")
+        assert config.train.weight_updates == (updates if kept else wish)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mode", "copies"),
@@ -301,11 +318,11 @@ def test_rounded_runs_resume_to_the_same_bits(world, command):
     ],
 )  # fmt: skip
 def test_every_layout_steps_fp32_and_saves_in_the_dtype_of_the_base(world, strategy, mode, copies):
-    from tests.test_distributed import start
+    from tests.test_distributed import start as launched
 
     name = f"{strategy}-{mode}"
     words = ["train-distributed", "--strategy", strategy, "--nproc", "2", "--config", str(world / "run.yaml")]
-    answer = start(world, *words, f"tuning.mode={mode}", f"output.name={name}")
+    answer = launched(world, *words, f"tuning.mode={mode}", f"output.name={name}")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = summary_of(world, name)["updates"]
     assert found["masters"] == copies

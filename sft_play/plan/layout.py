@@ -12,7 +12,7 @@ from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.gradients import refusal
 from sft_play.plan.mesh import Mesh, mesh_of, mesh_words
-from sft_play.plan.precision import choose_precision
+from sft_play.plan.precision import Updates, choose_precision
 
 LayoutName = Literal[
     "single", "ddp", "fsdp", "fsdp_hybrid", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "tp",
@@ -110,7 +110,8 @@ SINGLE = Layout("single")
 class Stopped:
     """How a run was spread when it was stopped: its layout, and micro-batch x accumulation x data-parallel ranks.
 
-    `processes` are all of its ranks, those that share rows with others too.
+    `processes` are all of its ranks, those that share rows with others too; `updates` is how they reached its weights,
+    where no engine of the layout decides that.
     """
 
     layout: LayoutName
@@ -118,6 +119,7 @@ class Stopped:
     grad_accum: int
     ranks: int
     processes: int = 0
+    updates: Updates | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "processes", self.processes or self.ranks)

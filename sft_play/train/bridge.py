@@ -71,7 +71,7 @@ _CARRIED = frozenset(
 )
 """Options that Unsloth's process is told; one that is neither here nor made here, and is not at its default, is
 refused, so that an option which is added elsewhere is not lost here."""
-_NOT_CARRIED = frozenset({"curriculum", "data.sources", "data.packing"})
+_NOT_CARRIED = frozenset({"curriculum", "data.sources", "data.packing", "tuning.lora.dtype"})
 """Options that are looked at while training, whoever owns them."""
 
 
