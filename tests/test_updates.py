@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sft_play import start
+from sft_play import runs, start
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import shape_of
@@ -299,7 +299,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     """Whatever would fit now: another way would round its weights, or find states of another dtype."""
     folder = RunFolder(tmp_path)
     batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
-    folder.write_json("manifest.json", {"batch": batch, "layout": layout, "processes": 1})
+    folder.write_json("manifest.json", {"format": runs.FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     stopped = start.stopped_run(folder)
     for wish in ("auto", "stochastic"):

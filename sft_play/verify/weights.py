@@ -27,11 +27,18 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def apart(start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Apart:
+def apart(
+    start: dict[str, torch.Tensor],
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+    *,
+    from_bf16: bool = False,
+) -> Apart:
     """Largest over tensors of |dw - dw1| / |dw1| (2-norms; d from the start, 1 = the single process).
 
-    A tensor that the single process did not move counts as infinitely far where the other run moved it. Names or
-    shapes that differ, and numbers that are none, are infinitely far too.
+    `from_bf16`: the other run began with the start rounded to bf16. A tensor that the single process did not move
+    counts as infinitely far where the other run moved it. Names or shapes that differ, and numbers that are none, are
+    infinitely far too.
     """
     if set(one) != set(other):
         return Apart(float("inf"), sorted(set(one) ^ set(other))[0])
@@ -39,8 +46,9 @@ def apart(start: dict[str, torch.Tensor], one: dict[str, torch.Tensor], other: d
     for name, after in one.items():
         if other[name].shape != after.shape or start[name].shape != after.shape:
             return Apart(float("inf"), name)
+        begun = start[name].bfloat16() if from_bf16 else start[name]
         moved = after.double() - start[name].double()
-        difference = float((other[name].double() - after.double()).norm())
+        difference = float((other[name].double() - begun.double() - moved).norm())
         size = float(moved.norm())
         relative = difference / size if size else (float("inf") if difference else 0.0)
         relative = float("inf") if math.isnan(relative) else relative
