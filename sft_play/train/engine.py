@@ -441,30 +441,31 @@ def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any
     read from its fp32 copies.
     """
     is_adapter = is_peft_model(trainer.model)
+    engine = getattr(trainer, "deepspeed", None)
     if getattr(trainer, "is_fsdp_enabled", False):
         state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
-        tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())
-        state = {name: tensor for name, tensor in state.items() if name not in tied}  # gathered apart, written once
-        return state if is_adapter else _cast(state, dtype)
-    engine = getattr(trainer, "deepspeed", None)
-    if engine is None:
+    elif engine is not None:
+        state = _state_of_zero(engine, is_adapter=is_adapter)
+        is_half = next(engine.module.parameters()).dtype != torch.float32
+        state |= _from_masters(engine.module) if is_half and (is_adapter or dtype is torch.float32) else {}
+    else:
         return None
-    is_half = next(engine.module.parameters()).dtype != torch.float32
-    state = _state_of_zero(engine, is_adapter=is_adapter)
-    if is_half and (is_adapter or dtype is torch.float32):
-        state |= _from_masters(engine.module)
-    return (state if is_adapter else _cast(state, dtype)) if is_first() else {}
+    if is_adapter:
+        return state
+    tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())  # gathered apart, written once
+    state = {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
+    if dtype is None:
+        return state
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
 def _state_of_zero(engine: Any, *, is_adapter: bool) -> dict[str, Any]:
     """What is saved of DeepSpeed's model as it computes, on rank 0."""
     if _zero_stage(engine) != 3:
-        tied = set(getattr(engine.module, "all_tied_weights_keys", None) or ())
-        return {name: tensor for name, tensor in engine.module.state_dict().items() if name not in tied}
+        return dict(engine.module.state_dict())
     if is_adapter:
         return _adapter_of_zero3(engine.module)
-    gathered: dict[str, Any] = engine._zero3_consolidated_16bit_state_dict() or {}
-    return gathered
+    return engine._zero3_consolidated_16bit_state_dict() or {}
 
 
 def _from_masters(model: Any) -> dict[str, Any]:
