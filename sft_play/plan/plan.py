@@ -29,6 +29,7 @@ from sft_play.plan.candidates import (
     weigh,
     weigh_updates,
 )
+from sft_play.plan.generation import answer_tokens
 from sft_play.plan.gradients import effects
 from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.plan.memory import GIB, MemoryEstimate
@@ -90,6 +91,8 @@ class Plan:
     precision: Precision
     max_seq_len: int
     eval_batch: int
+    answer_tokens: int
+    """Tokens of prompts and answers that are generated from at once."""
     budget_bytes: int
     model_params: int
     hardware: Hardware
@@ -153,6 +156,7 @@ class Plan:
             **candidate_json(self.choice, speed_known=self.speed_known),
             "speed_known": self.speed_known,
             "eval_batch": self.eval_batch,
+            "answer_tokens": self.answer_tokens,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -236,6 +240,7 @@ def make_plan(
         precision=chosen.precision,
         max_seq_len=job.seq_len,
         eval_batch=eval_batch(config, chosen.batch),
+        answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
@@ -295,6 +300,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         precision=Precision(**data["precision"]),
         max_seq_len=data["max_seq_len"],
         eval_batch=data["eval_batch"],
+        answer_tokens=data["answer_tokens"],
         budget_bytes=choice.room.device,
         model_params=data["model_params"],
         hardware=Hardware.from_json(data["hardware"]),

@@ -16,9 +16,6 @@ from sft_play.config.schema import EvalConfig
 from sft_play.data.dataset import Split
 from sft_play.data.render import Renderer
 
-_BATCH_ROWS = 32
-"""Prompts that are generated from together, sorted by length so that little is padded."""
-
 
 @dataclass(frozen=True)
 class Question:
@@ -82,11 +79,12 @@ def answers(
     *,
     stop: Sequence[int],
     max_new_tokens: int,
+    most_tokens: int,
     began: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     """What the model answers to each question, in the order asked. The model's mode is put back afterwards.
 
-    `began` is called before each batch.
+    `most_tokens`: prompts and answers of a batch, padding counted. `began` is called before each batch.
     """
     was_training = model.training
     model.eval()
@@ -95,12 +93,24 @@ def answers(
         afterwards.enter_context(_without_router_logits(model))
         order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
         said: dict[int, str] = {}
-        for start in range(0, len(order), _BATCH_ROWS):
-            batch = order[start : start + _BATCH_ROWS]
+        for batch in batches(order, [len(one.prompt_ids) + max_new_tokens for one in asked], most_tokens):
             began()
             texts = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
             said |= dict(zip(batch, texts, strict=True))
         return [Answer(question, said[index]) for index, question in enumerate(asked)]
+
+
+def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Items, in this order of growing `tokens` (of each), cut so that rows x the longest of them is at most `most`;
+    an item that is longer goes alone."""
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * tokens[index] > most:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
 
 
 @contextlib.contextmanager

@@ -523,6 +523,7 @@ def _trainer(
         questions=exam.asked_while_training,
         stop_ids=stop_ids(tokenizer, model, prepared.renderer) if asks else (),
         max_new_tokens=config.eval.max_new_tokens,
+        answer_tokens=plan.answer_tokens,
         beat=watch.beat,
         monitor=Monitor(
             expected_of(plan),

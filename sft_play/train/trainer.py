@@ -207,6 +207,7 @@ class PlannedLoop(Trainer):
         questions: Sequence[Question] = (),
         stop_ids: Sequence[int] = (),
         max_new_tokens: int = 0,
+        answer_tokens: int = 1,
         checkpoint_limit: int | None = None,
         patience: int | None = None,
         beat: Heartbeat | None = None,
@@ -223,7 +224,7 @@ class PlannedLoop(Trainer):
         which ranks share rows. The other options are the Trainer's."""
         self._questions = list(questions)
         self._stop_ids = list(stop_ids)
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._checkpoint_limit = checkpoint_limit
         self._patience = patience
         self._staging: Path | None = None
@@ -399,6 +400,7 @@ class PlannedLoop(Trainer):
                 self._questions,
                 stop=self._stop_ids,
                 max_new_tokens=self._max_new_tokens,
+                most_tokens=self._answer_tokens,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
             )
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
@@ -639,7 +641,7 @@ def build_trainer(
     sources: Sources | None = None,
     **evaluating: Any,
 ) -> PlannedLoop:
-    """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids and max_new_tokens.
+    """The trainer of a run, ready for `train()`; `evaluating` holds questions, stop_ids, max_new_tokens, answer_tokens.
 
     `kind`: its class where it is not PlannedTrainer; one that is not TRL's is given a model with its adapters, and
     takes no `peft_config`.

@@ -155,6 +155,7 @@ class _Builder:
             questions=exam.asked_while_training,
             stop_ids=sorted({*document.stop_ids, *_own_stops(model)}),
             max_new_tokens=config.eval.max_new_tokens,
+            answer_tokens=plan.answer_tokens,
             beat=watch.beat,
             monitor=Monitor(expected_of(plan), on_gpu=plan.hardware.device == "cuda", level_bytes=watch.memory.level),
         )

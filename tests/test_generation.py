@@ -1,0 +1,93 @@
+"""Answers are generated in batches that hold no more than a training step does."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.generation import cache_bytes
+from sft_play.plan.plan import make_plan
+from sft_play.train import exact_match
+from sft_play.train.exact_match import batches
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_hold_as_many_rows_as_their_tokens_allow(seed):
+    draw = random.Random(seed)
+    tokens = [draw.randint(1, 400) for _ in range(draw.randint(0, 80))]
+    order = sorted(range(len(tokens)), key=tokens.__getitem__)
+    most = draw.choice([1, 350, 1000, 5000])
+    found = list(batches(order, tokens, most))
+    assert [index for batch in found for index in batch] == order
+    for place, batch in enumerate(found):
+        assert len(batch) == 1 or len(batch) * tokens[batch[-1]] <= most
+        if place + 1 < len(found):
+            assert (len(batch) + 1) * tokens[found[place + 1][0]] > most
+
+
+@pytest.mark.parametrize(
+    ("model", "nbytes"),
+    [
+        ("meta-llama/Llama-3.1-8B", 32 * 2 * 8 * 128 * 2),
+        ("Qwen/Qwen2.5-0.5B", 24 * 2 * 2 * 64 * 2),
+        ("Qwen/Qwen2.5-7B", 28 * 2 * 4 * 128 * 2),
+    ],
+)
+def test_a_tokens_keys_and_values_are_counted(model, nbytes):
+    assert cache_bytes(shape_of(model), 2) == nbytes
+
+
+@pytest.mark.parametrize("machine", ["1xRTX3060", "1xRTX4090", "1xH100", "2xH200", "4xRTX4090"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B"])
+@pytest.mark.parametrize("has_eval", [True, False])
+def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
+    config = config_from_text(f"model: {{name: {model}}}", name="x")
+    shape = shape_of(model)
+    plan = make_plan(config, shape, named(machine), has_eval=has_eval, with_ways_out=False)
+    gives_back = plan.memory.allocated - plan.memory.stays
+    assert plan.answer_tokens >= 1
+    if plan.answer_tokens > 1:
+        assert plan.answer_tokens * cache_bytes(shape, 2) < gives_back
+    assert plan.answer_tokens >= gives_back // (20 * cache_bytes(shape, 2) + gives_back // 512)
+
+
+def test_more_room_in_a_step_takes_more_answers_at_once():
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    found = []
+    for micro in (1, 4, 16):
+        config = config_from_text(
+            f"model: {{name: Qwen/Qwen2.5-7B}}\ntrain: {{batch_size: {micro}, effective_batch_size: 16}}", name="x"
+        )
+        found.append(make_plan(config, shape, named("1xH200"), with_ways_out=False).answer_tokens)
+    assert found == sorted(found)
+    assert found[0] < found[-1]
+
+
+@pytest.mark.build
+def test_a_run_asks_in_batches_of_its_plan(tmp_path, tiny_llama, sums, command, monkeypatch):
+    seen: list[tuple[int, int]] = []
+    real = exact_match._generate
+
+    def generate(model, tokenizer, prompts, stop, new):
+        seen.append((len(prompts), max(map(len, prompts)) + new))
+        return real(model, tokenizer, prompts, stop, new)
+
+    monkeypatch.setattr(exact_match, "_generate", generate)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0.4}}\n"
+        "train: {effective_batch_size: 4, batch_size: 1, max_steps: 1, report_to: []}\n"
+        "eval: {generate_rows: 12, max_new_tokens: 8, before_training: true, steps: 0}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    code, printed = command("train", "--config", str(path))
+    assert code == 0, printed
+    most = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["answer_tokens"]
+    assert seen
+    assert all(rows == 1 or rows * tokens <= most for rows, tokens in seen)
