@@ -173,6 +173,17 @@ def test_full_in_bf16_holds_fp32_weights_wherever_they_fit(machine, model):
     assert plan.precision.updates != "bfloat16"
 
 
+@pytest.mark.parametrize("asked", ["train.weight_updates=float32", "model.dtype=float32"])
+def test_fp32_weights_that_do_not_fit_are_to_be_given_up_first(asked):
+    config = config_from_text(
+        "model: {name: Qwen/Qwen2.5-1.5B}\ntuning: {mode: full}", name="run.yaml", overrides=[asked]
+    )
+    found = make_plan(config, shape_of(config.model.name), named("1xRTX4090"))
+    assert not found.fits
+    way = asked.partition("=")[0] + "=auto"
+    assert way in [one.setting for one in found.ways_out]
+
+
 def test_somewhere_rounding_makes_a_run_fit():
     """1.5B on 24 GiB: 16 bytes a parameter do not fit, 12 do."""
     found = planned(run("full", name="Qwen/Qwen2.5-1.5B"), "1xRTX4090")

@@ -166,6 +166,10 @@ def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None])
     wishes = ["train.gradient_checkpointing=true"] if checkpointing not in ("auto", True, "offload") else []
     wishes += ["train.gradient_checkpointing=offload"] if checkpointing != "offload" else []
     wishes += _smaller_batches(config.train)
+    if config.tuning.mode == "full" and config.train.weight_updates == "float32":
+        wishes.append("train.weight_updates=auto")
+    if config.tuning.mode == "full" and config.model.dtype == "float32":
+        wishes.append("model.dtype=auto")
     if config.eval.batch_size not in ("auto", 1):
         wishes.append("eval.batch_size=1")
     if config.model.attn_implementation == "eager":
