@@ -23,6 +23,7 @@ from sft_play.plan.precision import Precision, with_updates
 from sft_play.plan.states import resident
 from sft_play.plan.structure import numbers
 from sft_play.runs import RunFolder
+from sft_play.train import engine
 from sft_play.train.rounding import round_stochastically, rounding
 from sft_play.train.updates import Found
 from tests.models import make_llama
@@ -367,3 +368,19 @@ def test_workers_of_data_run_where_a_fork_server_is_the_default(world, command, 
     finally:
         multiprocessing.set_start_method(before, force=True)
     assert code == 0, printed
+
+
+def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world):
+    """All that PEFT saves is there; of the base its embeddings alone, which PEFT may save beside them."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    model = get_peft_model(base, LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=True))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
+    found = dict(engine._saved_with_adapter(model))
+    wanted = get_peft_model_state_dict(model)
+    saved = get_peft_model_state_dict(model, state_dict=found)
+    assert saved.keys() == wanted.keys()
+    assert not [name for name in found if "base_layer" in name or "original_module" in name]
+    assert sum("embed_tokens" in name for name in found) == 1

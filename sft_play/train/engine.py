@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DDPCommunicationHookType, is_peft_model
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
@@ -443,7 +443,8 @@ def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any
     is_adapter = is_peft_model(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
     if getattr(trainer, "is_fsdp_enabled", False):
-        state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
+        gather = _adapter_of_fsdp if is_adapter else trainer.accelerator.get_state_dict
+        state: dict[str, Any] = gather(trainer.model)
     elif engine is not None:
         state = _state_of_zero(engine, is_adapter=is_adapter)
         is_half = next(engine.module.parameters()).dtype != torch.float32
@@ -462,7 +463,7 @@ def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any
 def _state_of_zero(engine: Any, *, is_adapter: bool) -> dict[str, Any]:
     """What is saved of DeepSpeed's model as it computes, on rank 0."""
     if _zero_stage(engine) != 3:
-        return dict(engine.module.state_dict())
+        return dict(_saved_with_adapter(engine.module) if is_adapter else engine.module.state_dict())
     if is_adapter:
         return _adapter_of_zero3(engine.module)
     return engine._zero3_consolidated_16bit_state_dict() or {}
@@ -481,27 +482,43 @@ def _from_masters(model: Any) -> dict[str, Any]:
     return found
 
 
-def _cast(state: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    if dtype is None:
-        return state
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-
-
 def _adapter_of_zero3(model: Any) -> dict[str, Any]:
-    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others: what trains, and the
-    embeddings, which PEFT saves beside it where rows were added. The base stays where it is."""
+    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others."""
     import deepspeed
 
+    found: dict[str, Any] = {}
+    for name, parameter in _saved_with_adapter(model):
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if is_first():
+                found[name] = parameter.detach().cpu().clone()
+    return found
+
+
+def _adapter_of_fsdp(model: Any) -> dict[str, Any]:
+    """The same under FSDP2, whose units are cut again where a forward pass has left them whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found: dict[str, Any] = {}
+    for name, parameter in _saved_with_adapter(model):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        if is_first():
+            found[name] = whole.detach().cpu().clone()
+    return found
+
+
+def _saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
+    """Names and parameters that saving an adapter reads: what trains, and the embeddings, which PEFT saves beside it
+    where rows were added. The base stays where it is: of a 70B it would be 141 GB, gathered for each checkpoint."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = [layer.weight for layer in layers if layer is not None]
-    found: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        is_adapter = ".lora_" in name or ".modules_to_save." in name  # saved where it does not train, too
-        if parameter.requires_grad or is_adapter or any(parameter is table for table in tables):
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if is_first():
-                    found[name] = parameter.detach().cpu().clone()
-    return found
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        or any(part in name for part in (".lora_", ".modules_to_save."))  # saved where it does not train, too
+        or any(parameter is table for table in tables)
+    ]
 
 
 @contextlib.contextmanager

@@ -449,6 +449,13 @@ class PlannedLoop(Trainer):
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
         engine_module.barrier()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights; of an adapter over ranks what trains is gathered, and nothing of its base."""
+        if is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self._save(output_dir, state_dict=engine_module.whole_state(self))
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights under the names that the model has in memory.
 
