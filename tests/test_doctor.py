@@ -136,7 +136,7 @@ def test_the_versions_of_this_environment_are_read():
     around = surroundings.look(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements["sft-play"])
-    assert around.python_wanted == ">=3.11,<3.14"
+    assert around.python_wanted == ">=3.11,<3.15"
     assert around.environment == {"NCCL_DEBUG": "INFO"}
     version = Path(str(importlib.util.find_spec("torch").origin)).parent / "version.py"  # type: ignore[union-attr]
     built = re.search(r"^cuda.*= '?([^'\n]*)", version.read_text(), re.MULTILINE)

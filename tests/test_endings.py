@@ -233,6 +233,7 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 ENDED_OTHERWISE = {
     "sft_play.facts.hardware": "programs of the driver's, with a time limit",
     "sft_play.facts.ask": "programs of the driver's, with a time limit",
+    "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs": "git, with a time limit",
     "sft_play.launch.tensorboard": "TensorBoard's watch looks for its owner; TB_KEEP=1 lets it stay",
     "sft_play.launch.board_watch": "it ends what it watches",

@@ -27,7 +27,7 @@ MAX_STEPS = 2_000_000
 MAX_CHARS = 64 * 2**20
 """Longest text that a template may put together."""
 MAX_SECONDS = 5.0
-"""A conversation of a thousand turns takes some hundredths of a second."""
+"""Of the processor. A conversation of a thousand turns takes some hundredths of a second."""
 MAX_WIDTH = 100_000
 """Largest number that a template may pad, indent or repeat a text by."""
 MAX_NODES = 1_000_000
@@ -56,14 +56,14 @@ class Budget:
     """What one rendering may use."""
 
     def __init__(self) -> None:
-        self.steps, self.until = MAX_STEPS, time.monotonic() + MAX_SECONDS
+        self.steps, self.until = MAX_STEPS, time.thread_time() + MAX_SECONDS
 
     def take(self, steps: int) -> None:
         """Use up steps; raises when there are none left or the time is over."""
         self.steps -= steps
         if self.steps < 0:
             raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
-        if time.monotonic() > self.until:
+        if time.thread_time() > self.until:
             raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
 
 
