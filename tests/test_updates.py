@@ -213,6 +213,28 @@ def test_adapters_are_fp32_unless_bf16_is_asked_for_by_name(mode, wish, compute,
 
 
 @pytest.mark.parametrize(
+    ("mode", "machine", "only", "more", "said"),
+    [
+        ("qlora", "1xRTX4090", "single", "", "adapters and their states are bf16"),
+        ("lora", "2xH100", "ddp", "", "adapters and their states are bf16"),
+        ("qlora", "2xH100", "fsdp", "", "adapters and their states are bf16"),
+        ("lora", "2xH100", "fsdp", "", "fsdp steps adapters in fp32 all the same"),
+        ("qlora", "2xH100", "zero2", "", "zero2 steps adapters in fp32 all the same"),
+        ("lora", "1xT4", "single", "", "adapters stay in fp32, since the run computes in fp16"),
+        ("lora", "1xH100", "single", "train: {bf16: false}", "adapters stay in fp32, since the run computes in fp32"),
+    ],
+)
+def test_what_comes_of_the_wish_for_bf16_adapters_is_said(mode, machine, only, more, said):
+    name = "Qwen/Qwen2.5-0.5B"
+    plain = run(mode, more, name)
+    lora = plain.tuning.lora.model_copy(update={"dtype": "bfloat16"})
+    asked = plain.model_copy(update={"tuning": plain.tuning.model_copy(update={"lora": lora})})
+    plans = [make_plan(one, shape_of(name), named(machine), only=(only,)) for one in (plain, asked)]
+    assert [reason for reason in plans[1].reasons if said in reason]
+    assert not [reason for reason in plans[0].reasons if "tuning.lora.dtype" in reason]
+
+
+@pytest.mark.parametrize(
     ("layout", "trained"),
     [(SINGLE, 16), (Layout("ddp", 2), 20), (Layout("fsdp", 2, 2), 8), (Layout("zero2", 2, 2), 9)],
 )
@@ -356,6 +378,21 @@ def test_updates_count_as_lost_below_a_half_unless_they_are_rounded_stochastical
     assert Found(("bfloat16",), (), (), (), share, how).lost is lost
 
 
+@pytest.mark.parametrize(
+    ("weights", "adapters", "masters", "named", "way"),
+    [
+        (("bfloat16",), (), (), "bfloat16", "train.weight_updates=auto, or a higher"),
+        (("nf4", "float32"), ("bfloat16",), (), "bfloat16", "tuning.lora.dtype=auto, or a higher"),
+        (("float32",), (), (), "float32", "set a higher"),
+        (("bfloat16",), ("bfloat16",), ("float32",), "float32", "set a higher"),
+    ],
+)
+def test_the_warning_names_what_is_stepped_and_a_setting_that_would_help(weights, adapters, masters, named, way):
+    warning = Found(weights, adapters, masters, (), 0.1, "float32").warning
+    assert f"since {named} holds" in warning
+    assert way in warning
+
+
 def test_workers_of_data_run_where_a_fork_server_is_the_default(world, command, monkeypatch):
     """Python 3.14 starts processes by a fork server, which would be the parent that a worker looks for."""
     import multiprocessing
@@ -378,7 +415,7 @@ def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
-    found = dict(engine._saved_with_adapter(model))
+    found = dict(engine.saved_with_adapter(model))
     wanted = get_peft_model_state_dict(model)
     saved = get_peft_model_state_dict(model, state_dict=found)
     assert saved.keys() == wanted.keys()

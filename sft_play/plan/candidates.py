@@ -218,13 +218,11 @@ def _of_layout(job: Job, layout: Layout) -> Iterator[Candidate]:
 
 def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """The candidate of each layout that needs the least: the smallest micro-batch with as much checkpointing as the
-    config allows, and the next one where it is a single pass, which keeps no gradients between passes; no fp32 weights
-    where the plan could do without.
+    config allows, and the next one where it is a single pass, which keeps no gradients between passes.
 
     Raises:
         ConfigError: the batch that was given does not divide over the ranks of any layout.
     """
-    job = dataclasses.replace(job, masters=False)
     layers = job.shape.num_layers
     given = wished_layers(job.config, layers)
     count = layers if given is None else given

@@ -6,7 +6,6 @@ What fits is what fits for certain: layouts that offload are looked at only wher
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
@@ -43,7 +42,7 @@ def largest_that_fits(
     """
     if question == "model":
         return _model(config, hardware, only, has_eval, earlier)
-    job = replace(job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier), masters=False)
+    job = job_of(config, shape, hardware, has_eval=has_eval, earlier=earlier, masters=False)
     layouts = _layouts(config, shape, hardware, only)
     if not layouts:
         raise ConfigError(
@@ -122,7 +121,7 @@ def _model(
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]
         named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
-        job = replace(job_of(named, shape, hardware, has_eval=has_eval, earlier=earlier), masters=False)
+        job = job_of(named, shape, hardware, has_eval=has_eval, earlier=earlier, masters=False)
         layouts = _layouts(named, shape, hardware, only)
         if not layouts:
             continue

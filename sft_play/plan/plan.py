@@ -34,7 +34,7 @@ from sft_play.plan.gradients import effects
 from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.moments import Walk
-from sft_play.plan.precision import Precision, choose_precision
+from sft_play.plan.precision import SHORT, Precision, choose_precision
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
 TRACE_TOLERANCE = 0.03
@@ -264,9 +264,23 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, said: Seq
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *said,
+        *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
     )
+
+
+def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
+    """What comes of tuning.lora.dtype=bfloat16."""
+    lora, layout = config.tuning.lora, chosen.layout
+    if config.tuning.mode == "full" or lora.dtype != "bfloat16":
+        return []
+    asked = "tuning.lora.dtype=bfloat16: "
+    if chosen.precision.compute != "bfloat16":
+        return [f"{asked}adapters stay in fp32, since the run computes in {SHORT[chosen.precision.compute]}"]
+    if layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
+        return [f"{asked}{layout.name} steps adapters in fp32 all the same"]
+    return [f"{asked}adapters and their states are bf16, and small updates are lost"]
 
 
 def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
@@ -322,8 +336,9 @@ def job_of(
     *,
     has_eval: bool = True,
     earlier: Sequence[record.Measured] = (),
+    masters: bool = True,
 ) -> Job:
-    """What the candidates of a plan share."""
+    """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"
 
@@ -345,6 +360,7 @@ def job_of(
         budget=budget_bytes(hardware),
         host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
         learned=learned,
+        masters=masters,
     )
 
 

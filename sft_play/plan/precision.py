@@ -16,8 +16,6 @@ DtypeName = Literal["bfloat16", "float16", "float32"]
 
 BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHORT: dict[DtypeName, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
 Updates = Literal["float32", "stochastic", "bfloat16"]
 
 
@@ -68,9 +66,9 @@ def with_updates(precision: Precision, config: RunConfig, layout: str, *, master
     """
     if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in ROUNDS_ITSELF:
         return precision
-    wish: Updates = config.train.weight_updates if config.train.weight_updates != "auto" else (
-        "float32" if masters and config.model.dtype == "auto" else "stochastic"
-    )  # fmt: skip
+    wish = config.train.weight_updates
+    if wish == "auto":
+        wish = "float32" if masters and config.model.dtype == "auto" else "stochastic"
     if wish == "float32":
         words = "weights are held in fp32 (in bf16 nearly all updates would be lost)"
         return dataclasses.replace(precision, load="float32", reason=f"{precision.reason}; {words}")

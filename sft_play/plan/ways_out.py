@@ -62,7 +62,8 @@ class _Search:
         possible, _ = layouts_for(changed, self.shape, machine)
         wanted = [layout for layout in possible if layout.name in layouts] or list(possible[:1])
         try:
-            job = job_of(changed, self.shape, machine, has_eval=self.has_eval, earlier=self.known(machine))
+            known = self.known(machine)
+            job = job_of(changed, self.shape, machine, has_eval=self.has_eval, earlier=known, masters=False)
             found = thriftiest(job, wanted)
         except ConfigError:  # the batch that was given does not split over that many GPUs
             return None

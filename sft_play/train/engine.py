@@ -434,11 +434,10 @@ def release(trainer: Any) -> None:
                 cached.cache_clear()
 
 
-def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any] | None:
+def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: the model holds its own whole one.
 
-    `dtype`: that of whole weights that trained in full (None: as they are); adapters keep theirs, and DeepSpeed's are
-    read from its fp32 copies.
+    `in_fp32`: whole weights that trained in full are read from DeepSpeed's fp32 copies, as adapters always are.
     """
     is_adapter = is_peft_model(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
@@ -448,22 +447,19 @@ def whole_state(trainer: Any, dtype: torch.dtype | None = None) -> dict[str, Any
     elif engine is not None:
         state = _state_of_zero(engine, is_adapter=is_adapter)
         is_half = next(engine.module.parameters()).dtype != torch.float32
-        state |= _from_masters(engine.module) if is_half and (is_adapter or dtype is torch.float32) else {}
+        state |= _from_masters(engine.module) if is_half and (is_adapter or in_fp32) else {}
     else:
         return None
     if is_adapter:
         return state
     tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())  # gathered apart, written once
-    state = {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
-    if dtype is None:
-        return state
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    return {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
 
 
 def _state_of_zero(engine: Any, *, is_adapter: bool) -> dict[str, Any]:
     """What is saved of DeepSpeed's model as it computes, on rank 0."""
     if _zero_stage(engine) != 3:
-        return dict(_saved_with_adapter(engine.module) if is_adapter else engine.module.state_dict())
+        return dict(saved_with_adapter(engine.module) if is_adapter else engine.module.state_dict())
     if is_adapter:
         return _adapter_of_zero3(engine.module)
     return engine._zero3_consolidated_16bit_state_dict() or {}
@@ -487,7 +483,7 @@ def _adapter_of_zero3(model: Any) -> dict[str, Any]:
     import deepspeed
 
     found: dict[str, Any] = {}
-    for name, parameter in _saved_with_adapter(model):
+    for name, parameter in saved_with_adapter(model):
         with deepspeed.zero.GatheredParameters([parameter]):
             if is_first():
                 found[name] = parameter.detach().cpu().clone()
@@ -500,14 +496,14 @@ def _adapter_of_fsdp(model: Any) -> dict[str, Any]:
         if isinstance(module, FSDPModule):
             module.reshard()
     found: dict[str, Any] = {}
-    for name, parameter in _saved_with_adapter(model):
+    for name, parameter in saved_with_adapter(model):
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         if is_first():
             found[name] = whole.detach().cpu().clone()
     return found
 
 
-def _saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
+def saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
     """Names and parameters that saving an adapter reads: what trains, and the embeddings, which PEFT saves beside it
     where rows were added. The base stays where it is: of a 70B it would be 141 GB, gathered for each checkpoint."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -506,9 +506,8 @@ def save_model(
     building = path.with_name(f".{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
-    if dtype is not None and state_dict is None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+    if dtype is not None:
+        state_dict = _in_dtype(model, state_dict, dtype)
     model.save_pretrained(building, **options, **({"state_dict": state_dict} if state_dict is not None else {}))
     if dtype is not None:
         _write_dtype(building / "config.json", dtype)
@@ -516,6 +515,22 @@ def save_model(
     check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1)
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
+
+
+def _in_dtype(model: Any, state_dict: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The weights to save in a dtype, but for those that the class keeps in fp32 whatever it is loaded in; the model's
+    own are changed where it has them whole (None), so that no second copy is made."""
+    wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        is_kept = not tensor.is_floating_point() or any(part in name for part in wide)
+        return tensor if is_kept else tensor.to(dtype)
+
+    if state_dict is not None:
+        return {name: cast(name, tensor) for name, tensor in state_dict.items()}
+    for name, parameter in model.named_parameters():
+        parameter.data = cast(name, parameter.data)
+    return None
 
 
 def _write_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -7,10 +7,11 @@ library's own: each tensor is stepped as an fp32 copy, one after the other, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 _DISCARDED = 1 << 16
 """fp32 has 16 bits more than bf16."""
@@ -30,68 +31,67 @@ def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> tor
     return exact.to(torch.bfloat16)
 
 
-def rounding(kind: Any) -> Any:
+class _Rounding(Optimizer):
+    """Steps one parameter after the other, as what it is mixed into does; bf16 ones as fp32 copies."""
+
+    param_groups: list[dict[str, Any]]
+
+    def __init__(self, params: Any, *args: Any, rounding_seed: int = 0, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+        self._seed = rounding_seed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step over all parameters that have a gradient; `closure` is called once, before."""
+        answer = closure() if closure is not None else None
+        groups, place = self.param_groups, 0
+        groups[0][STEPS] = groups[0].get(STEPS, 0) + 1
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    place += 1
+                    if parameter.grad is not None:
+                        self.param_groups = [{**group, "params": [parameter]}]
+                        self._step_one(parameter, noise=(groups[0][STEPS], place))
+        finally:
+            self.param_groups = groups
+        return answer
+
+    def _step_one(self, parameter: torch.nn.Parameter, noise: tuple[int, int]) -> None:
+        if parameter.dtype != torch.bfloat16:
+            super().step()
+            return
+        rounded, gradient = parameter.data, parameter.grad
+        parameter.grad = None
+        parameter.data = rounded.float()
+        parameter.grad = gradient.float() if gradient is not None else None
+        try:
+            super().step()
+            exact = parameter.data
+        finally:
+            parameter.grad = None
+            parameter.data = rounded
+            parameter.grad = gradient
+        generator = torch.Generator(rounded.device)
+        generator.manual_seed(((self._seed * _PRIME + noise[0]) * _PRIME + noise[1]) % 2**63)
+        rounded.copy_(round_stochastically(exact, generator))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as the library does, and keep the dtypes of the saved moments, which it casts to the weights'."""
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        for parameter, place in zip(parameters, places, strict=True):
+            for name, saved in state_dict["state"].get(place, {}).items():
+                held = self.state[parameter].get(name)
+                if isinstance(saved, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != saved.dtype:
+                    self.state[parameter][name] = saved.to(held.device, copy=True)
+
+
+def rounding(kind: type[Optimizer]) -> type[Optimizer]:
     """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding.
 
     It takes the library's arguments, and `rounding_seed`: the noise follows from seed, step and the tensor's place, and
     so is equal on all ranks of DDP and in a run that was resumed.
     """
-
-    class Rounding(kind):
-        """Steps one parameter after the other."""
-
-        param_groups: list[dict[str, Any]]
-
-        def __init__(self, params: Any, *args: Any, rounding_seed: int = 0, **options: Any) -> None:
-            super().__init__(params, *args, **options)
-            self._seed = rounding_seed
-
-        @torch.no_grad()
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            """One step over all parameters that have a gradient; `closure` is called once, before."""
-            answer = closure() if closure is not None else None
-            groups, place = self.param_groups, 0
-            groups[0][STEPS] = groups[0].get(STEPS, 0) + 1
-            try:
-                for group in groups:
-                    for parameter in group["params"]:
-                        place += 1
-                        if parameter.grad is not None:
-                            self.param_groups = [{**group, "params": [parameter]}]
-                            self._step_one(parameter, noise=(groups[0][STEPS], place))
-            finally:
-                self.param_groups = groups
-            return answer
-
-        def _step_one(self, parameter: torch.nn.Parameter, noise: tuple[int, int]) -> None:
-            if parameter.dtype != torch.bfloat16:
-                super().step()
-                return
-            rounded, gradient = parameter.data, parameter.grad
-            parameter.grad = None
-            parameter.data = rounded.float()
-            parameter.grad = gradient.float() if gradient is not None else None
-            try:
-                super().step()
-                exact = parameter.data
-            finally:
-                parameter.grad = None
-                parameter.data = rounded
-                parameter.grad = gradient
-            generator = torch.Generator(rounded.device)
-            generator.manual_seed(((self._seed * _PRIME + noise[0]) * _PRIME + noise[1]) % 2**63)
-            rounded.copy_(round_stochastically(exact, generator))
-
-        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            """Load as the library does, and keep the dtypes of the saved moments, which it casts to the weights'."""
-            super().load_state_dict(state_dict)
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-            places = [place for group in state_dict["param_groups"] for place in group["params"]]
-            for parameter, place in zip(parameters, places, strict=True):
-                for name, saved in state_dict["state"].get(place, {}).items():
-                    held = self.state[parameter].get(name)
-                    if isinstance(saved, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != saved.dtype:
-                        self.state[parameter][name] = saved.to(held.device, copy=True)
-
-    Rounding.__name__ = f"Rounding{kind.__name__}"
-    return Rounding
+    return type(f"Rounding{kind.__name__}", (_Rounding, kind), {})

@@ -707,7 +707,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
         path = job.folder.model_path(adapter=is_adapter)
         native = prepared.blueprint.is_text_tower and not is_adapter
         dtype = None if is_adapter else prepared.blueprint.dtype
-        state = engine.whole_state(trainer, dtype)
+        state = engine.whole_state(trainer, in_fp32=dtype is torch.float32)
         if engine.is_first():
             model = trainer.accelerator.unwrap_model(trainer.model)
             if prepared.tokenizer.own_template is not None:

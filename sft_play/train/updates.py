@@ -63,6 +63,17 @@ class Found:
         return f"{text}; a step moves {self.moved_share:.1%} of what trains{self._how}"
 
     @property
+    def warning(self) -> str:
+        """What is said where they are lost, with what to set."""
+        stepped = self.masters or self.adapters or self.weights
+        wish = "tuning.lora.dtype=auto" if self.adapters else "train.weight_updates=auto"
+        way = "" if stepped == ("float32",) else f"{wish}, or "
+        return (
+            f"Most updates are lost: a step moves {self.moved_share or 0.0:.1%} of what trains, since "
+            f"{' and '.join(stepped)} holds too few digits for them; set {way}a higher train.learning_rate"
+        )
+
+    @property
     def _how(self) -> str:
         return " (rounded stochastically: small updates arrive on average)" if self.rounding == "stochastic" else ""
 
@@ -122,12 +133,7 @@ class UpdateCheck(TrainerCallback):
         )
         logger.info("%s", self.found.line)
         if self.found.lost:
-            logger.warning(
-                "Most updates are lost: a step moves %.1f%% of what trains, since %s holds too few digits for them; "
-                "set %s, or a higher train.learning_rate",
-                100 * (self.found.moved_share or 0.0), " and ".join(self.found.adapters or self.found.weights),
-                "tuning.lora.dtype=auto" if self.found.adapters else "train.weight_updates=auto",
-            )  # fmt: skip
+            logger.warning("%s", self.found.warning)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
