@@ -63,7 +63,7 @@ class Machine(NamedTuple):
 
     system: str  # as sys.platform says
     arch: str
-    driver: str = ""  # NVIDIA's; empty: there is none
+    driver: str = ""  # version of NVIDIA's; empty without one
     gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where nobody tells
     amd: Tuple[str, ...] = ()  # AMD's, as gfx942
 
@@ -102,7 +102,7 @@ def output(command: Sequence[str]) -> str:
 
 
 def text_of(path: str) -> str:
-    """A file's text, empty where there is none."""
+    """A file's text; empty where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -117,7 +117,7 @@ def read_smi(text: str) -> Tuple[str, Tuple[Tuple[str, Capability], ...]]:
 
 
 def read_kernel(text: str) -> str:
-    """The driver's version as its kernel module names it, empty where there is none."""
+    """The driver's version as its kernel module reports it; empty where no module is loaded."""
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
     return match.group(1) if match else ""
 

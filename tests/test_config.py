@@ -317,3 +317,12 @@ def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
     layout = make_plan(config, shape_of(config.model.name), named(machine[1])).layout if machine else "single"
     target = "train" if layout == "single" else "train-distributed"
     assert command == f"make {target} CONFIG=configs/{file.name}"
+
+
+def test_gpu_is_not_taken_for_a_misspelt_cpu():
+    with pytest.raises(ConfigError) as caught:
+        config_from_text("model: {name: x}\ntrain: {device: gpu}", name="run.yaml")
+    assert 'train.device: expected auto or cpu, found "gpu"' in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"did you mean cpu\?"):
+        config_from_text("model: {name: x}\ntrain: {device: cpuu}", name="run.yaml")

@@ -508,7 +508,8 @@ def _hint(value: Plain, raw: str | None, expected: str) -> str:
             return "; a number has no leading zero"
         if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators"
-        near = difflib.get_close_matches(value, expected.replace(",", " ").split(), n=1, cutoff=0.6)
+        cutoff = 0.6 if len(value) > 3 else 0.7  # gpu is no slip of the pen for cpu
+        near = difflib.get_close_matches(value, expected.replace(",", " ").split(), n=1, cutoff=cutoff)
         return f"; did you mean {near[0]}?" if near else ""
     if isinstance(value, (bool, int, float)) and "text" in expected and "list" not in expected:
         return f'; put it in quotes: "{raw if raw is not None else value}"'

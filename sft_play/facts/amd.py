@@ -48,7 +48,7 @@ def visible(there: tuple[int, ...], environment: Mapping[str, str]) -> tuple[tup
 
 
 def numbered(variable: str, there: tuple[int, ...]) -> tuple[int, ...]:
-    """The GPUs that a list of numbers leaves; the first entry that is none of them ends the list, as for CUDA."""
+    """The GPUs that a list of numbers names; as in CUDA, it is read up to the first entry that names no GPU."""
     chosen: list[int] = []
     for entry in (part.strip() for part in variable.split(",")):
         if not re.fullmatch(r"[0-9]{1,9}", entry) or int(entry) not in there or int(entry) in chosen:

@@ -533,18 +533,24 @@ def _trainer(
             sources=prepared.splits.sources.names if prepared.splits.sources else SOURCES,
         ),
     )
+    _fit_model(job, blueprint, trainer)
+    return trainer
+
+
+def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop) -> None:
+    """What is done to a model that has its adapters: filled, frozen, and divided last, since only whole tensors can be
+    filled."""
     if job.begins_from is not None and blueprint.peft_config is not None:
         fill_adapter(trainer.model, job.begins_from)
-    train_only(trainer.model, config.tuning.trainable)
-    if blueprint.tensor_plan:  # last: whole tensors are filled and frozen, and parts are wrapped
+    train_only(trainer.model, job.loaded.config.tuning.trainable)
+    if blueprint.tensor_plan:
         tensor_parallel.divide(
             trainer.model,
             blueprint.tensor_plan,
             trainer.accelerator.torch_device_mesh["tp"],
-            device=arguments.device,
-            masters=plan.precision.compute != "float32",
+            device=trainer.args.device,
+            masters=job.plan.precision.compute != "float32",
         )
-    return trainer
 
 
 def _model(job: Job, blueprint: Blueprint) -> Any:

@@ -657,11 +657,7 @@ def build_trainer(
         DataError: `sources` whose weights leave one of them without a row of an epoch.
     """
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
-    more: list[TrainerCallback] = []
-    if plan.gradient_checkpointing == "selective":
-        more.append(_CheckpointFirstLayers(plan.checkpointed_layers))
-    if "tensorboard" in config.train.report_to and engine_module.is_first():
-        more += _boards(config, plan, folder, resume_step=resume_step, answers=lambda: trainer.last_answers)
+    more = _own_callbacks(config, plan, folder, resume_step=resume_step, answers=lambda: trainer.last_answers)
     window = window_of(config, plan, folder.path / "profile")
     more += [window] if window is not None else []
     rows = to_dataset(train.rows)
@@ -696,6 +692,18 @@ def build_trainer(
     engine_module.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _own_callbacks(
+    config: RunConfig, plan: Plan, folder: RunFolder, *, resume_step: int, answers: Callable[[], Sequence[Answer]]
+) -> list[TrainerCallback]:
+    """Those that follow from plan and config alone."""
+    found: list[TrainerCallback] = []
+    if plan.gradient_checkpointing == "selective":
+        found.append(_CheckpointFirstLayers(plan.checkpointed_layers))
+    if "tensorboard" in config.train.report_to and engine_module.is_first():
+        found += _boards(config, plan, folder, resume_step=resume_step, answers=answers)
+    return found
 
 
 def _boards(
