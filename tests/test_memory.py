@@ -244,17 +244,22 @@ def test_tensor_parallel_divides_matrices_and_heads():
 
 def test_margins_are_one_table_and_the_largest_class_counts():
     assert {name: row.share for name, row in MARGINS.items()} == {
-        "measured": 0.03, "quantised": 0.06, "padded": 0.06, "eager": 0.10, "foreach": 0.10, "several_gpus": 0.10,
+        "measured": 0.03, "quantised": 0.06, "autocast": 0.06, "padded": 0.06, "eager": 0.10, "foreach": 0.10,
+        "several_gpus": 0.10,
         "shared_rows": 0.10, "unseen": 0.15, "measured_shape": 0.15,
     }  # fmt: skip
     assert all(row.reason for row in MARGINS.values())
 
-    def share(mode="lora", padded=False, attention="sdpa", optim="adamw_torch_fused", layout=SINGLE, experts=False):
-        found = margin_of(mode=mode, padded=padded, attention=attention, optim=optim, layout=layout, experts=experts)
+    def share(
+        mode="lora", padded=False, attention="sdpa", optim="adamw_torch_fused", layout=SINGLE, experts=False, **more
+    ):
+        found = margin_of(
+            mode=mode, padded=padded, attention=attention, optim=optim, layout=layout, experts=experts, **more
+        )
         return found.share
 
-    assert share() == share(mode="full") == 0.03
-    assert share(mode="qlora") == share(padded=True) == 0.06
+    assert share() == share(mode="full") == share(autocast=True) == 0.03
+    assert share(mode="full", autocast=True) == share(mode="qlora") == share(padded=True) == 0.06
     assert share(attention="eager", mode="qlora") == share(layout=Layout("ddp", 2)) == 0.10
     assert share(experts=True) == share(layout=Layout("zero2", 2, 2)) == share(layout=Layout("tp", 1, 1, 2)) == 0.15
 

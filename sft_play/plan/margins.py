@@ -23,7 +23,8 @@ MARGIN_BYTES = int(0.3 * GIB)
 """Kept free in every class, beside the share."""
 
 MarginClass = Literal[
-    "measured", "quantised", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen", "measured_shape"
+    "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
+    "measured_shape",
 ]  # fmt: skip
 
 
@@ -38,6 +39,9 @@ class Margin:
 MARGINS: dict[MarginClass, Margin] = {
     "measured": Margin(0.03, "LoRA and full on one GPU with flash or efficient attention: measured within 1%"),
     "quantised": Margin(0.06, "QLoRA: 2 of 48 measured rows reserved more than 6% above their trace"),
+    "autocast": Margin(
+        0.06, "fp32 weights that train under autocast: their casts come and go; simulated up to 5% above"
+    ),
     "padded": Margin(0.06, "padded rows give attention a mask: sizes change from batch to batch"),
     "eager": Margin(0.10, "eager attention: reserved memory of measured rows was up to 9% above the prediction"),
     "foreach": Margin(0.10, "AdamW one list at a time: reserved memory jumps with the row length (simulated)"),
@@ -64,11 +68,21 @@ def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout) 
 
 
 def margin_of(
-    *, mode: str, padded: bool, attention: str, optim: str, layout: Layout, experts: bool, approximate: bool = False
+    *,
+    mode: str,
+    padded: bool,
+    attention: str,
+    optim: str,
+    layout: Layout,
+    experts: bool,
+    approximate: bool = False,
+    autocast: bool = False,
 ) -> Margin:
-    """The margin of a setting: the largest of its classes."""
+    """The margin of a setting: the largest of its classes. `autocast`: weights that train are wider than the compute
+    dtype."""
     classes: list[MarginClass] = ["measured"]
     classes += ["quantised"] if mode == "qlora" else []
+    classes += ["autocast"] if autocast and mode == "full" else []
     classes += ["padded"] if padded else []
     classes += ["eager"] if attention == "eager" else []
     classes += ["foreach"] if optim == "adamw_torch" and mode == "full" else []

@@ -109,6 +109,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         layout=layout,
         experts=shape.num_experts > 0,
         approximate=bool(shape.note),
+        autocast=precision.load != precision.compute,
     )
     paged = paged_bytes(config.train.optim, walk.trained)
     written = _written(walk) if step.saves else 0
