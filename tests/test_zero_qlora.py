@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from sft_play.plan.moments import Walk
 from sft_play.plan.plan import job_of, make_plan, plan_from_json
 from sft_play.plan.precision import Precision
 from sft_play.plan.show import plan_lines
-from sft_play.plan.states import nf4_bytes, weight_bytes
+from sft_play.plan.states import large_tensors, nf4_bytes, weight_bytes
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 from tests.test_going_on import tensors
@@ -57,44 +58,77 @@ def test_a_rank_keeps_its_part_of_packed_weights_and_tables_and_all_constants():
         assert offloaded.host == pytest.approx((packed + tables + 18 * trained) / ranks, rel=0.001)
 
 
-def test_loading_holds_all_weights_on_every_rank_whatever_the_layout():
+def test_loading_holds_all_weights_on_every_rank_but_under_fsdp():
     shape = shape_of(LLAMA_8B)
     whole = weight_bytes(shape, width=2, nf4=True)
     adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
     for ranks in (2, 8):
         for name in ("ddp", "zero2", "zero3", "zero3_offload"):
             assert sum(walk(name, ranks).loading().values()) == whole + adapters, name
-        fsdp = walk("fsdp", ranks)  # accelerate keeps the whole weights until all parts are made
+        fsdp = walk("fsdp", ranks)  # its parts, the largest unit (the table), and a tensor that arrives
         part = fsdp.resident.weights + fsdp.resident.adapters
-        assert sum(fsdp.loading().values()) == whole + adapters + part
+        assert sum(fsdp.loading().values()) == part + 2 * (2 * WORDS * H)
     plain = walk("zero3", 8, mode="lora")  # read and divided tensor by tensor: its part, and the largest table
     assert sum(plain.loading().values()) == plain.resident.weights + plain.resident.adapters + 2 * WORDS * H
 
 
-def test_zero3_is_proposed_where_it_wins_and_both_peaks_are_said():
-    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
-    shape, machine = shape_of("meta-llama/Llama-3.1-70B"), named("4xL40S,ram=512GiB")
-    plan = make_plan(config, shape, machine)
-    assert (plan.layout, plan.fits) == ("zero3", True)
+LLAMA_70B = "meta-llama/Llama-3.1-70B"
+
+
+def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
+    """All of the 4-bit weights would be 38 GiB on every GPU."""
+    config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
+    plan = make_plan(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=64GiB"))
+    assert (plan.layout, plan.fits) == ("fsdp", True)
     by_layout = {candidate.layout.name: candidate for candidate in plan.candidates}
-    assert not by_layout["ddp"].fits  # the weights and a step's activations
-    assert not by_layout["fsdp"].fits  # the weights and, until it has them all, its parts
-    assert "while loading" in str(by_layout["fsdp"].rejected_because)
+    assert not by_layout["zero3"].fits
+    assert "while loading" in str(by_layout["zero3"].rejected_because)
     told = "\n".join(plan_lines(plan, config, command="make train"))
-    load, step = f"{plan.memory.load_bytes / 2**30:.2f}", f"{plan.memory.allocated / 2**30:.2f}"
-    assert f"Predicted peak: {step} GiB" in told
-    assert f"; {load} GiB while loading" in told
-    assert "zero3 divides NF4 weights once they are loaded: until then each rank holds all of them" in told
-    assert plan.as_json()["peak_bytes"]["load"] == plan.memory.load_bytes > plan.memory.allocated
+    memory = plan.memory
+    load, step, ram = (size / 2**30 for size in (memory.load_bytes, memory.allocated, memory.host_load_bytes))
+    assert f"Predicted peak: {step:.2f} GiB" in told
+    assert f"; {load:.2f} GiB and {ram:.2f} GiB of RAM while loading" in told
+    assert "until then each rank holds all of them" not in told
+    assert plan.as_json()["peak_bytes"]["load"] == memory.load_bytes < memory.allocated
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
 def test_loading_that_does_not_fit_is_refused_and_named():
-    config = run("train: {optim: adamw_torch_fused}", name="meta-llama/Llama-3.1-70B")
-    plan = make_plan(config, shape_of("meta-llama/Llama-3.1-70B"), named("8xRTX4090,ram=512GiB"))
+    config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
+    plan = make_plan(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=512GiB"), only=("zero3",))
     assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
     assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
     assert any("while loading" in reason for reason in plan.reasons)
+    assert any("zero3 divides NF4 weights once they are loaded: until then each" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
+    """Never more than its parts, the largest unit and a tensor; less with every doubling of the ranks; in RAM only
+    copies of what is cast or stacked, on the first rank."""
+    draw = random.Random(seed)
+    mode = draw.choice(["full", "lora", "qlora"])
+    model = draw.choice([LLAMA_8B, LLAMA_70B, "gpt2", "Qwen/Qwen3-30B-A3B"])
+    shape = replace(shape_of(model), stored_dtype=draw.choice(["bfloat16", "float32", None]))
+    precision = draw.choice([BF16, Precision("float32", "float32", "")])
+
+    def loaded(name: str, ranks: int) -> Walk:
+        step = Step(1, 2, 512, layout=Layout(name, ranks, ranks))
+        return Walk(run(mode=mode, name=model), shape, precision, step)
+
+    found = [sum(loaded("fsdp", ranks).loading().values()) for ranks in (2, 4, 8, 16)]
+    assert sorted(found, reverse=True) == found
+    width = 4 if precision.load == "float32" else 2
+    units = [shape.vocab_size * shape.hidden_size, *(kind.params for kind in shape.layers)]
+    unit = max(units) * (4 if mode == "full" else width) * 1.1  # with adapters
+    largest = width * max(elements for elements, _, _ in large_tensors(shape))
+    one = loaded("fsdp", 2)
+    parts = one.resident.weights + one.resident.adapters
+    assert parts + largest < found[0] <= parts + unit + largest
+    same = shape.stored_dtype == precision.load
+    assert one.copied_in_ram() == width * (shape.expert_params if same else shape.params)
+    assert one.read_in_ram() == one.copied_in_ram() + largest
+    assert loaded("ddp", 2).read_in_ram() == largest  # each tensor goes straight to its GPU
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -114,7 +148,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
     for one in candidates:
         memory = one.memory
-        assert memory.load_bytes >= whole
+        assert one.layout.is_fsdp or memory.load_bytes >= whole
         step = memory.reserved + memory.margin + memory.outside_allocator
         assert memory.required == max(step, memory.required_to_load)
         assert memory.loading_decides == (memory.required > step)

@@ -41,7 +41,17 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     refuse_what_is_none(config, name=name)
     fields = Fields.of_language_model(config, name)
     family, fields = _special(FAMILIES[fields.kind], fields)
-    return _Builder(family, fields).shape()
+    return replace(_Builder(family, fields).shape(), stored_dtype=_stored_dtype(config))
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """`dtype` of a config.json (`torch_dtype` before transformers 5), or of the language model inside of it."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        found = part.get("dtype") or part.get("torch_dtype")
+        if isinstance(found, str):
+            return found.removeprefix("torch.")
+    return None
 
 
 def _special(family: Family, fields: Fields) -> tuple[Family, Fields]:

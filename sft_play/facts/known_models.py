@@ -420,9 +420,15 @@ _ROWS: tuple[Row, ...] = (
 # fmt: on
 
 
+_STORED = {"gpt2": "float32", "opt": "float16", "gpt_neox": "float16", "phi": "float16"}
+"""Dtype of the published files by model type; bfloat16 for the others. A config.json of one's own says its own."""
+
+
 def _by_name() -> Iterator[tuple[str, KnownModel]]:
     for names, config, source, params in _ROWS:
-        known = KnownModel(config, source, params)
+        is_half = names.startswith("meta-llama/Llama-2")
+        stored = "float16" if is_half else _STORED.get(config["model_type"], "bfloat16")
+        known = KnownModel({**config, "dtype": stored}, source, params)
         for name in names.split():
             yield name, known
 

@@ -166,6 +166,8 @@ class ModelShape:
     """Linear layers outside the blocks, the output head left out."""
     outer_params: int = 0
     """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    stored_dtype: str | None = None
+    """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""
     """What is only approximate about this description; empty where nothing is."""
 

@@ -21,6 +21,7 @@ from sft_play.plan.layout import SIMPLICITY, Layout
 from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision, with_updates
 from sft_play.plan.record import Correction, Raw
+from sft_play.plan.states import loads_by_unit
 from sft_play.plan.throughput import Rates, Speed, predict_speed
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
@@ -308,11 +309,14 @@ def _capability(hardware: Hardware) -> tuple[int, int] | None:
 
 
 def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write."""
+    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write; or to load
+    the weights, where that is more."""
     if not job.hardware.gpus:
         return 0
+    ranks = min(layout.ranks, job.hardware.gpus_per_node)
     offloaded = memory.host_bytes - memory.host_save_bytes
-    return offloaded * min(layout.ranks, job.hardware.gpus_per_node) + memory.host_save_bytes
+    readers = 1 if loads_by_unit(job.config, layout) else ranks
+    return max(offloaded * ranks + memory.host_save_bytes, memory.host_load_bytes * readers)
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:

@@ -60,6 +60,9 @@ class MemoryEstimate:
     """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
     host_save_bytes: int = 0
     """Of those, what writing a checkpoint takes: only the first rank writes."""
+    host_load_bytes: int = 0
+    """RAM for loading the weights, of a rank that reads them (under FSDP2 the first alone), pages of the files left
+    out: those can be dropped."""
     margin_reason: str = ""
 
     @property
@@ -123,6 +126,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         load_bytes=sum(walk.loading().values()),
         host_bytes=walk.resident.host + walk.offloaded() + written,
         host_save_bytes=written,
+        host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
         margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
     )
 

@@ -14,7 +14,17 @@ from sft_play.plan.gradients import gradients_of
 from sft_play.plan.head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import BYTES, DtypeName, Precision
-from sft_play.plan.states import large_tensors, optimizer_transient, part_of_trained, resident, trained, weight_bytes
+from sft_play.plan.states import (
+    kind_adapters,
+    large_tensors,
+    loads_by_unit,
+    nf4_bytes,
+    optimizer_transient,
+    part_of_trained,
+    resident,
+    trained,
+    weight_bytes,
+)
 from sft_play.plan.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
@@ -71,7 +81,7 @@ class Walk:
 
     def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
         layout = step.layout
-        self.config, self.shape, self.step = config, shape, step
+        self.config, self.shape, self.step, self.precision = config, shape, step, precision
         self.full, self.nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
         loaded = numbers(config, precision, layout)
         self.trained = trained(config, shape, loaded)
@@ -224,27 +234,60 @@ class Walk:
     def loading(self) -> Terms:
         """What a rank holds of its device at most until the model is there, wrapped.
 
-        NF4 weights are made on each rank's own device, all of them: transformers reads and quantises one layer after
-        the other (core_model_loading.py; ZeRO-3's reading in parts is for plain weights alone), PEFT adds adapters in
-        fp32, and only then does an engine cut. DeepSpeed lets go of a tensor once it is cut; accelerate keeps all of
-        them until FSDP has its parts (fsdp_utils.py, `original_sd`). Plain weights are cut as they come.
+        Under FSDP2 a rank has its parts, a unit whole, and the tensor that has just arrived (train/sharding.py). Under
+        ZeRO-3 NF4 weights are made on each rank's own device, all of them: transformers reads and quantises one layer
+        after the other (core_model_loading.py; ZeRO-3's reading in parts is for plain weights alone), PEFT adds
+        adapters in fp32, and only then does DeepSpeed cut, tensor by tensor. Plain weights are cut as they come.
         """
         parts, layout = self.resident, self.step.layout
+        if loads_by_unit(self.config, layout):
+            own = {} if self.step.on_gpu else {"host_copies": self.copied_in_ram()}
+            passing = self._largest_unit() + self.loaded.weights * self._largest_tensor()
+            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing, **own}
         if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 cuts what is there already
             whole = resident(self.config, self.shape, self.loaded, replace(layout, shard=1))
             cut = parts.weights + parts.adapters
             return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
         if not self.nf4:
-            largest_one = max((elements for elements, _, _ in large_tensors(self.shape)), default=0)
-            passing = self.loaded.weights * largest_one if layout.shards_params else 0
+            passing = self.loaded.weights * self._largest_tensor() if layout.shards_params else 0
             return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
         made = [linear.weights for linear, _ in self.shape.linears]
         made += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
         adapters = 4 * self.trained.params
-        cut = parts.weights + parts.adapters if layout.is_fsdp else 0
+        cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
         weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
         beside = max(cut, self.loaded.weights * max(made, default=0) - adapters)
         return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
+
+    def _largest_tensor(self) -> int:
+        """Elements of the largest tensor of the weights."""
+        return max((elements for elements, _, _ in large_tensors(self.shape)), default=0)
+
+    def _largest_unit(self) -> int:
+        """Bytes of the largest unit of FSDP2 as it is divided: what trains in full in its own dtype, fp32 under mixed
+        precision, packed matrices with their constants."""
+        width = 4 if self.full and self.loaded.autocast is not None else self.loaded.weights
+        adapters = 4 if self.loaded.autocast is not None and not self.nf4 else self.loaded.adapters
+        lora, words = self.config.tuning.lora, self.shape.vocab_size
+        found = [width * words * (self.shape.embedding_width or self.shape.hidden_size)]
+        for kind in self.shape.layers:
+            packed = sum(nf4_bytes(linear.weights) for linear in kind.linears) if self.nf4 else 0
+            plain = width * (kind.params - (kind.linear_weights if self.nf4 else 0))
+            beside = 0 if self.full else kind_adapters(kind, lora.r, targets=lora.target_modules, dora=False)
+            found.append(packed + plain + adapters * beside)
+        return max(found)
+
+    def read_in_ram(self) -> int:
+        """Bytes of RAM that a rank takes to load the weights, beside pages of their files."""
+        layout = self.step.layout
+        reads_into_ram = layout.is_fsdp or (layout.is_zero and layout.shards_params and not self.nf4)
+        return self.loaded.weights * self._largest_tensor() + (self.copied_in_ram() if reads_into_ram else 0)
+
+    def copied_in_ram(self) -> int:
+        """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
+        copies what is cast from another dtype (DeepSpeed: each tensor on its way) or stacked (experts)."""
+        as_stored = self.shape.stored_dtype == self.precision.load or self.step.layout.is_zero
+        return self.loaded.weights * (self.shape.expert_params if as_stored else self.shape.params)
 
     def offloaded(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""

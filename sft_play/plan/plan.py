@@ -35,6 +35,7 @@ from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, 
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.moments import Walk
 from sft_play.plan.precision import SHORT, Precision, choose_precision
+from sft_play.plan.states import loads_by_unit
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
 TRACE_TOLERANCE = 0.03
@@ -428,7 +429,8 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
     padding = ", shorter rows padded to it with a mask" if chosen.step.padded else ""
     padding = ", several chats to a row, with a mask between them" if job.packed else padding
     found.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
-    if job.config.tuning.mode == "qlora" and chosen.layout.shards_params:
+    is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
+    if job.config.tuning.mode == "qlora" and is_cut_after_loading:
         memory = chosen.memory
         where = ", the packed ones in RAM" if chosen.layout.offloads_params else ""
         found.append(

@@ -102,7 +102,8 @@ def loading_words(candidate: Candidate) -> str:
     more than any step; else empty."""
     memory = candidate.memory
     said = candidate.layout.shards_params or memory.loading_decides
-    return f"; {memory.load_bytes / GIB:.2f} GiB while loading" if said else ""
+    ram = f" and {memory.host_load_bytes / GIB:.2f} GiB of RAM" if memory.host_load_bytes else ""
+    return f"; {memory.load_bytes / GIB:.2f} GiB{ram} while loading" if said else ""
 
 
 def _terms(memory: MemoryEstimate) -> str:

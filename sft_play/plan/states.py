@@ -18,6 +18,17 @@ NF4_BLOCK = 64
 """Weights that share one absmax in bitsandbytes' NF4."""
 STATE_BLOCK = 256
 """Elements that share one absmax in bitsandbytes' 8-bit optimizers."""
+
+
+def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
+    """Whether a layout's ranks get the weights from the first one a unit at a time, and keep their parts only.
+
+    DoRA's magnitudes are made of whole weights before they are divided; tensor parallelism divides in another way.
+    """
+    dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
+    return layout.is_fsdp and layout.tensor_parallel == 1 and not dora
+
+
 Targets = tuple[str, ...] | Literal["auto"]
 
 

@@ -11,7 +11,7 @@ import datetime
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
 from sft_play.plan.gradients import gradients_of
 from sft_play.plan.layout import Layout
-from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import SHORT, DtypeName
 from sft_play.train import checkpoints
@@ -258,7 +257,7 @@ def prove(trainer: Any, plan: Plan) -> Proof:
         raise TrainingError(f"the plan says {layout.name}, and DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
     frozen, kept_whole = frozen_bytes(wrapped)
-    sizes, frozen_sizes = _of_all(mine), _of_all((frozen.here, frozen.device))
+    sizes, frozen_sizes = of_all(mine), of_all((frozen.here, frozen.device))
     proof = Proof(
         layout.name, type(wrapped).__name__, world_size(), whole, tuple(sizes), frozen.whole,
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
@@ -390,8 +389,9 @@ def masters(engine: Any) -> list[torch.Tensor]:
 class ProveEngine(TrainerCallback):
     """Proves the engine once the Trainer has wrapped the model, before the first step."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, loaded: Callable[[], None] = lambda: None) -> None:
+        """`loaded` is called once the model is there as it trains."""
+        self._plan, self._loaded = plan, loaded
         self.trainer: Any = None
         self.proof: Proof | None = None
 
@@ -399,19 +399,7 @@ class ProveEngine(TrainerCallback):
         """Look, say and stop where it is not what the plan says."""
         self.proof = prove(self.trainer, self._plan)
         logger.info("%s", self.proof.line)
-        if self._plan.hardware.device == "cuda" and self._plan.choice.layout.shards_params:
-            _forget_loading(self._plan)
-
-
-def _forget_loading(plan: Plan) -> None:
-    """Say what loading held, and count from here: the figures of a run are those of its steps, and what the allocator
-    keeps of weights that are divided now is in the way of a step's tensors."""
-    logger.info(
-        "Loading held %.2f GiB at its peak (%.2f predicted)",
-        torch.cuda.max_memory_allocated() / GIB, plan.memory.load_bytes / GIB,
-    )  # fmt: skip
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+        self._loaded()
 
 
 def release(trainer: Any) -> None:
@@ -589,7 +577,7 @@ def of_first(value: Any) -> Any:
     return box[0]
 
 
-def _of_all(value: Any) -> list[Any]:
+def of_all(value: Any) -> list[Any]:
     """The value (plain data) of every rank, on all ranks."""
     if world_size() == 1:
         return [value]
@@ -600,14 +588,14 @@ def _of_all(value: Any) -> list[Any]:
 
 def require_all(holds: bool, otherwise: str) -> None:
     """Raises RunFolderError on every rank, naming those where it does not hold."""
-    lacking = [f"rank {rank} on {host}" for rank, (host, fine) in enumerate(_of_all((_HOST, holds))) if not fine]
+    lacking = [f"rank {rank} on {host}" for rank, (host, fine) in enumerate(of_all((_HOST, holds))) if not fine]
     if lacking:
         raise RunFolderError(f"{', '.join(lacking)}: {otherwise}")
 
 
 def require_alike(facts: Mapping[str, str]) -> None:
     """Raises ConfigError on every rank where what each rank read for itself differs from what rank 0 read."""
-    (first_host, first), *others = _of_all((_HOST, dict(facts)))
+    (first_host, first), *others = of_all((_HOST, dict(facts)))
     for rank, (host, theirs) in enumerate(others, start=1):
         differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
         if differing:
@@ -634,7 +622,7 @@ def require_disk(written: Path, plan: Plan) -> None:
             f"{written.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
             "of each checkpoint there: set output.dir to a shared disk, or take STRATEGY=ddp or fsdp",
         )
-    if not all(_of_all(shared)):
+    if not all(of_all(shared)):
         logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to go on "
                     "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
 

@@ -185,14 +185,15 @@ def _skeleton(hf_config: Any, config: RunConfig) -> Any:
         ) from error
 
 
-def _where(config: RunConfig) -> str:
+def location(config: RunConfig) -> str:
+    """The model's folder, or its name on the hub."""
     folder = local_folder(config.model.name)
     return str(folder) if folder is not None else config.model.name
 
 
 def _whole_config(config: RunConfig) -> Any:
     """The config as it was published: an image-text model's holds the language model's as its text config."""
-    model, where = config.model, _where(config)
+    model, where = config.model, location(config)
     try:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
@@ -362,7 +363,30 @@ def load_model(
     Raises:
         ModelError: the weights cannot be fetched, are no safetensors, or some are missing.
     """
-    options: dict[str, Any] = {
+    options: dict[str, Any] = {}
+    if config.tuning.mode == "qlora":
+        options["quantization_config"] = quantization(precision, storage)
+    on_gpu = device is not None and device.startswith("cuda")
+    if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
+        options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+    model = read_model(config, precision, blueprint, options)
+    keep_4bit_trainable(model)
+    model.config.use_cache = False
+    if on_gpu:
+        torch.cuda.empty_cache()  # blocks that loading left over would count in every later peak
+    return model
+
+
+def read_model(
+    config: RunConfig, precision: Precision, blueprint: Blueprint, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The model with its weights and the embeddings that its tokenizer needs; in the host's memory, where the `options`
+    of `from_pretrained` say nothing else.
+
+    Raises:
+        ModelError: the weights cannot be fetched, are no safetensors, or some are missing.
+    """
+    chosen: dict[str, Any] = {
         "config": blueprint.hf_config,
         "revision": config.model.revision,
         "trust_remote_code": config.model.trust_remote_code,
@@ -370,18 +394,14 @@ def load_model(
         "attn_implementation": blueprint.attention.name,
         "use_safetensors": True,
         "output_loading_info": True,
+        **(options or {}),
     }
     if blueprint.is_text_tower:
-        options["key_mapping"] = TEXT_TOWER_KEYS
-    if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization(precision, storage)
-    on_gpu = device is not None and device.startswith("cuda")
-    if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
-        options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
-    where = _where(config)
+        chosen["key_mapping"] = TEXT_TOWER_KEYS
+    where = location(config)
     try:
         with _no_load_report():
-            model, info = AutoModelForCausalLM.from_pretrained(where, **options)
+            model, info = AutoModelForCausalLM.from_pretrained(where, **chosen)
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
@@ -392,10 +412,6 @@ def load_model(
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
     if blueprint.resize_to is not None:
         model.resize_token_embeddings(blueprint.resize_to)
-    keep_4bit_trainable(model)
-    model.config.use_cache = False
-    if on_gpu:
-        torch.cuda.empty_cache()  # blocks that loading left over would count in every later peak
     return model
 
 

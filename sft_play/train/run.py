@@ -36,12 +36,14 @@ from sft_play.facts.unseen import ON_CPU, torch_is_blind
 from sft_play.log import escape_control, one_line, write_log_to
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
+from sft_play.plan.states import loads_by_unit
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, context_parallel, engine, tensor_parallel
+from sft_play.train import checkpoints, context_parallel, engine, sharding, tensor_parallel
 from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
+from sft_play.train.load_memory import LoadMemory, LoadMeter
 from sft_play.train.model import (
     Backend,
     Blueprint,
@@ -50,6 +52,7 @@ from sft_play.train.model import (
     fall_back,
     grown,
     load_model,
+    read_model,
     save_model,
     weights_facts,
 )
@@ -441,16 +444,19 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         runs.keep_metrics_until(job.folder.metrics_path, kept, stage=job.folder.stage)
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
-    proof = engine.ProveEngine(job.plan) if job.plan.layout != "single" or job.deepspeed else None
+    loading = LoadMeter(job.plan)
+    proof = engine.ProveEngine(job.plan, loading.stop) if job.plan.layout != "single" or job.deepspeed else None
     judging = _JudgeBefore(lambda: _before(job, trainer, exam, resumed=checkpoint is not None))
     updates = UpdateCheck(job.plan.precision.updates)
     watching = [GradientCheck(), LossScaleCheck(), updates, _metrics_of(job, watch), progress, stop]
     if proof is not None:
         watching = [proof, judging, *watching]  # judged before the clock starts
-    trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
+    with loading:
+        trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
     _say_parameters(trainer.model)
     updates.trainer = trainer
     if proof is None:
+        loading.stop()
         judging.judge()
     else:  # what an engine makes of the model is there once training has begun
         proof.trainer = trainer
@@ -466,7 +472,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
     watch.beat.note(trainer.state.global_step, "saving what was trained")
     result = _Result(
         judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
-        proof.proof if proof else engine.proof_of_one(trainer), updates.found,
+        proof.proof if proof else engine.proof_of_one(trainer), updates.found, loading.found,
     )  # fmt: skip
     summary = _finish(job, prepared, trainer, result)
     if job.folder.stage is not None:  # another model is loaded into this process
@@ -505,7 +511,7 @@ def _trainer(
     )
     engine.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
-    model = _model(job, blueprint)
+    model, source = _model(job, blueprint)
     asks = bool(exam.asked or exam.asked_while_training)
     trainer = build_trainer(
         config,
@@ -533,13 +539,14 @@ def _trainer(
             sources=prepared.splits.sources.names if prepared.splits.sources else SOURCES,
         ),
     )
-    _fit_model(job, blueprint, trainer)
+    _fit_model(job, blueprint, trainer, source)
     return trainer
 
 
-def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop) -> None:
+def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop, source: sharding.Source | None) -> None:
     """What is done to a model that has its adapters: filled, frozen, and divided last, since only whole tensors can be
     filled."""
+    widens = job.plan.precision.compute != "float32"
     if job.begins_from is not None and blueprint.peft_config is not None:
         fill_adapter(trainer.model, job.begins_from)
     train_only(trainer.model, job.loaded.config.tuning.trainable)
@@ -549,12 +556,16 @@ def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop) -> None:
             blueprint.tensor_plan,
             trainer.accelerator.torch_device_mesh["tp"],
             device=trainer.args.device,
-            masters=job.plan.precision.compute != "float32",
+            masters=widens,
         )
+    if source is not None:
+        in_fp32 = widens and job.loaded.config.tuning.mode != "qlora"
+        sharding.shard(trainer, source, layer_class=blueprint.layer_class, in_fp32=in_fp32)
 
 
-def _model(job: Job, blueprint: Blueprint) -> Any:
-    """The model with its weights: the base, or every weight as the stage before has left it."""
+def _model(job: Job, blueprint: Blueprint) -> tuple[Any, sharding.Source | None]:
+    """The model with its weights, or without them and their source, where it is divided as they arrive: the base, or
+    every weight as the stage before has left it."""
     config, plan = job.loaded.config, job.plan
     if job.begins_from is not None and blueprint.peft_config is None:
         config = config.model_copy(
@@ -562,7 +573,12 @@ def _model(job: Job, blueprint: Blueprint) -> Any:
         )
         blueprint = grown(blueprint)
     device, storage = engine.device_of(plan, config), engine.quant_storage(plan, config)
-    return load_model(config, plan.precision, blueprint, device=device, storage=storage)
+    if loads_by_unit(config, plan.choice.layout) and getattr(blueprint.hf_config, "quantization_config", None) is None:
+        return sharding.load_for_sharding(
+            config, plan.precision, blueprint, storage=storage,
+            read=lambda: read_model(config, plan.precision, blueprint),
+        )  # fmt: skip
+    return load_model(config, plan.precision, blueprint, device=device, storage=storage), None
 
 
 def _checkpoint(job: Job) -> Path | None:
@@ -687,6 +703,7 @@ class _Result:
     split: str
     proof: engine.Proof | None = None
     updates: Found | None = None
+    loading: LoadMemory | None = None
 
     @property
     def exit_code(self) -> int:
@@ -704,6 +721,7 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
     summary["updates"] = result.updates.as_json() if result.updates else None
+    summary["loading"] = result.loading.as_json() if result.loading else None
     summary["evaluations"] = []
     if engine.is_first():
         summary["evaluations"] = runs.evaluations(job.folder.metrics_path, stage=job.folder.stage)

@@ -1,0 +1,111 @@
+"""What loading takes of each rank's memory, against the plan: real ranks on this machine's CPU.
+
+    python -m benchmarks.loading --out loading.json
+
+Each row is a run of one step under FSDP2 over CPU ranks, of a model whose weights outweigh everything else: about
+0.15 billion parameters stored in bf16 (`stored`: in another dtype; `experts`: a mixture of experts, whose tensors are
+stacked when they are read). A rank's own memory is counted from before the weights are read until they are divided;
+pages of files are left out. `files` are the bytes of the weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sft_play.runs import versions, write_json
+from sft_play.verify.small import make_small_run
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run: `mode` of tuning, ranks, dtype of the files, and whether the model has experts."""
+
+    mode: str
+    ranks: int = 2
+    stored: str = "bfloat16"
+    experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its row's name."""
+        return f"{self.mode} x{self.ranks} {self.stored}{' experts' if self.experts else ''}"
+
+
+SETTINGS = (
+    *(Setting(mode, ranks) for mode in ("full", "lora", "qlora") for ranks in (2, 4)),
+    Setting("lora", stored="float32"),
+    Setting("lora", experts=True),
+)
+
+
+def make_run(folder: Path, setting: Setting) -> Path:
+    """The small run's rows and tokenizer with a larger model; returns its YAML."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
+
+    path = make_small_run(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    sizes: dict[str, Any] = {
+        "vocab_size": 16_000, "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+    }  # fmt: skip
+    config = Qwen2Config(**sizes, intermediate_size=4096)
+    if setting.experts:
+        experts = {"moe_intermediate_size": 512, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+        config = Qwen3MoeConfig(**sizes, intermediate_size=1024, **experts)
+    config.dtype = setting.stored
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.stored)).save_pretrained(folder / "model")
+    return path
+
+
+def measure(folder: Path, setting: Setting) -> dict[str, Any]:
+    """`loading` of the summary of one run, and the bytes of the stored weights.
+
+    Raises:
+        RuntimeError: the run failed; the message is the end of what it printed.
+    """
+    path = make_run(folder, setting)
+    words = [
+        "train.max_steps=1", "train.bf16=true", "model.max_seq_len=128", "train.batch_size=1", "train.grad_accum=1",
+        f"train.effective_batch_size={setting.ranks}", "data.val_fraction=0.0", "eval.steps=0", "plan.trace=false",
+        "eval.before_training=false", "eval.generate_rows=0", "train.report_to=[]", f"output.dir={folder}",
+        "output.name=run", f"tuning.mode={setting.mode}",
+    ]  # fmt: skip
+    spread = ["--strategy", "fsdp", "--nproc", str(setting.ranks)]
+    command = [sys.executable, "-m", "sft_play", "train-distributed", *spread, "--config", str(path), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{setting.name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
+    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    files = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
+    return {**summary["loading"], "files": files}
+
+
+def main() -> None:
+    """Run every setting and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    runs: dict[str, Any] = {}
+    for setting in SETTINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            runs[setting.name] = found = measure(Path(folder), setting)
+        shown = ", ".join(f"{size / 2**20:.0f}" for size in found["device_by_rank"])
+        print(f"{setting.name:28} {shown} MiB, predicted {found['predicted_device'] / 2**20:.0f} MiB", flush=True)
+        date = datetime.now(UTC).date().isoformat()
+        write_json(out, {"date": date, "versions": versions(), "cpus": os.cpu_count(), "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
