@@ -34,6 +34,7 @@ from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.train import checkpoints, context_parallel, portable, sharded
@@ -199,7 +200,7 @@ class _OwnDropout(TrainerCallback):
 class PlannedLoop(Trainer):
     """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the ranks.
 
-    Its checkpoints are whole or absent, and those of one process, DDP and FSDP are the same files.
+    Its checkpoints are whole or absent, and one process, DDP and FSDP read each other's.
     """
 
     def __init__(
@@ -536,8 +537,8 @@ class PlannedLoop(Trainer):
             )  # fmt: skip
         size, seconds = engine_module.total(mine), time.monotonic() - began
         logger.info(
-            "Checkpoint of step %d: %.1f MiB in %d parts, %.0f s",
-            step, size / 2**20, engine_module.world_size(), seconds,
+            "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
+            step, size / GIB, engine_module.world_size(), seconds,
         )  # fmt: skip
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
