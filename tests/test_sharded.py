@@ -1,4 +1,4 @@
-"""Checkpoints in parts: written by every rank, resumed over other numbers of ranks, put together, and seen getting on."""
+"""Checkpoints in parts: written by every rank, resumed over other numbers of ranks, put together, watched."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_table_of_contents_runs_nothing(tmp_path):
     (tmp_path / sharded.FOLDER).mkdir()
     for content in (pickle.dumps(Bad()), b"", b"\x80\x04garbage", pickle.dumps({"a": 1})):
         (tmp_path / sharded.CONTENTS).write_bytes(content)
-        with pytest.raises(TrainingError, match="shards/.metadata"):
+        with pytest.raises(TrainingError, match=r"shards/\.metadata"):
             sharded.stored_weights(tmp_path)
     assert not (tmp_path / "ran").exists()
 
