@@ -30,7 +30,6 @@ from sft_play.train import checkpoints, sharded
 from sft_play.train.model import Blueprint, check_saved_weights, draw_blueprint, whole_shapes, write_weights
 from sft_play.train.portable import adapter_names, read_weights
 from sft_play.train.run import quiet_libraries
-from sft_play.train.stream import keeps_names
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     native = blueprint.is_text_tower and not is_adapter
     weights: dict[str, torch.Tensor] | None = None
     tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-    if sharded.is_sharded(source) and (native or keeps_names(model, whole_shapes(model))):
+    if sharded.is_sharded(source):
         tensors = _one_by_one(source, model)
     else:
         weights = _weights(source, model)
@@ -165,10 +164,8 @@ def _kind(source: Path) -> str:
 
 
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights by the names that saving takes."""
-    if sharded.is_sharded(source):
-        found = sharded.read_weights(source, _require(source, model, sharded.stored_weights(source)))
-    elif _kind(source) == "DeepSpeed's parts":
+    """The trained weights of a checkpoint that is not in parts, by the names that saving takes."""
+    if _kind(source) == "DeepSpeed's parts":
         found = _deepspeed_weights(source)
     else:
         found = _fsdp_weights(source) if (source / _FSDP_PARTS).is_dir() else read_weights(source, model)

@@ -496,7 +496,8 @@ def save_model(
         native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
             image-text model that it came from could not be loaded as what its config says.
         state_dict: the weights, where the model itself has a part of them only.
-        tensors: the same one after the other, for a model whose tensors keep their names (`stream.keeps_names`).
+        tensors: the same one after the other, of which no more than a file is there at once where the model's tensors
+            keep their names (`stream.keeps_names`).
         dtype: that of whole weights in the files (None: as they are). The model has it from then on.
         steps: optimizer steps that were taken; after more than one (the first may have a learning rate of zero) an
             adapter whose every lora_B is still zero has learned nothing.
@@ -534,11 +535,13 @@ def write_weights(
     """Write a model's config and weights, as `save_model` says, into a folder."""
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
     dtype_of = _saved_dtypes(model, dtype)
-    if tensors is not None:
+    shapes = whole_shapes(model)
+    given = tensors if tensors is not None or state_dict is None else state_dict.items()
+    if tensors is not None and (native_names or stream.keeps_names(model, shapes)):
         model.save_pretrained(folder, state_dict={}, save_original_format=False)
-        stream.write(folder, tensors, shapes=whole_shapes(model), dtype_of=dtype_of)
-    elif state_dict is not None:
-        cast = {name: tensor.to(dtype_of(name, tensor)) for name, tensor in state_dict.items()}
+        stream.write(folder, tensors, shapes=shapes, dtype_of=dtype_of)
+    elif given is not None:
+        cast = {name: tensor.to(dtype_of(name, tensor)) for name, tensor in given if tensor is not None}
         model.save_pretrained(folder, **options, state_dict=cast)
     else:  # the model's own are changed, so that no second copy is made
         for name, parameter in model.named_parameters() if dtype is not None else ():

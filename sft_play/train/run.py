@@ -52,12 +52,10 @@ from sft_play.train.model import (
     load_model,
     save_model,
     weights_facts,
-    whole_shapes,
 )
 from sft_play.train.monitor import Monitor, expected_of
 from sft_play.train.portable import fill_adapter
 from sft_play.train.rows import SOURCES, to_dataset
-from sft_play.train.stream import keeps_names
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.train.trainable import train_only, trainable_note
 from sft_play.train.trainer import (
@@ -736,9 +734,9 @@ def _save_trained(prepared: Prepared, trainer: PlannedLoop, path: Path, *, steps
     dtype = None if is_adapter else prepared.blueprint.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
     with trainer.writing(path.parent):
-        streamed = trainer.is_fsdp_enabled and not is_adapter and (native or keeps_names(model, whole_shapes(model)))
-        tensors = engine.whole_tensors(trainer.model) if streamed else None
-        state = None if streamed else engine.whole_state(trainer, in_fp32=dtype is torch.float32)
+        one_by_one = trainer.is_fsdp_enabled and not is_adapter
+        tensors = engine.whole_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else engine.whole_state(trainer, in_fp32=dtype is torch.float32)
         if engine.is_first():
             if prepared.tokenizer.own_template is not None:
                 prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
