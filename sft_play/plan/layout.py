@@ -132,8 +132,8 @@ class Stopped:
     def cannot_become(self, layout: LayoutName, ranks: int) -> str | None:
         """Why the run's checkpoint cannot be resumed in another layout or over other ranks; None where it can.
 
-        One process, DDP and FSDP write the same whole files. DeepSpeed writes each rank's part of its own layout, and
-        its ZeRO optimizers read only as many parts as there are ranks.
+        One process, DDP and FSDP read each other's files, whole ones and those in parts. DeepSpeed writes each rank's
+        part of its own layout, and its ZeRO optimizers read only as many parts as there are ranks.
         """
         if self.layout == layout and self.processes == ranks:
             return None

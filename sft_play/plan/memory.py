@@ -16,6 +16,7 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
 from sft_play.plan.moments import Step, Terms, Walk, largest
 from sft_play.plan.precision import Precision
+from sft_play.plan.saving import Form, Saving, saving_of
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
 
 __all__ = ["GIB", "MemoryEstimate", "Step", "adapter_params", "estimate", "nf4_bytes"]
@@ -24,9 +25,6 @@ CUDA_CONTEXT_BYTES = GIB // 2
 """CUDA context and kernels, outside the allocator: 141 MiB seen on a T4, 0.4 to 0.6 GiB said of H100s."""
 NCCL_BYTES = 688 * 2**20
 """NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB)."""
-SAVE_SHARD_BYTES = 50 * 10**9
-"""Largest file that transformers writes at once (`max_shard_size` of `save_pretrained`), whole in the host's RAM."""
-
 LOAD_MARGIN = MARGINS["quantised"].share
 """Share of the bytes of loading that is kept free beside them. Not measured on a GPU yet; a step's margin is for what
 activations may do, and there are none."""
@@ -59,7 +57,15 @@ class MemoryEstimate:
     host_bytes: int = 0
     """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
     host_save_bytes: int = 0
-    """Of those, what writing a checkpoint takes: only the first rank writes."""
+    """Of those, what the first rank alone takes to write a checkpoint or the final weights."""
+    host_save_each_bytes: int = 0
+    """Of those, what each rank takes to write its part of a checkpoint."""
+    host_gather_bytes: int = 0
+    """RAM that the first rank would take for a checkpoint that it writes whole."""
+    checkpoint: Form = "whole"
+    """How a checkpoint is written: whole by the first rank, sharded by all, or by DeepSpeed."""
+    checkpoint_bytes: int = 0
+    """Weights and optimizer states of one checkpoint."""
     host_load_bytes: int = 0
     """RAM for loading the weights, of a rank that reads them (under FSDP2 the first alone), pages of the files left
     out: those can be dropped."""
@@ -115,7 +121,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         autocast=precision.load != precision.compute,
     )
     paged = paged_bytes(config.train.optim, walk.trained)
-    written = _written(walk) if step.saves else 0
+    saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
@@ -124,8 +130,12 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         moment=peak,
         moments=sums,
         load_bytes=sum(walk.loading().values()),
-        host_bytes=walk.resident.host + walk.offloaded() + written,
-        host_save_bytes=written,
+        host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
+        host_save_bytes=saving.first,
+        host_save_each_bytes=saving.each,
+        host_gather_bytes=saving.gathered,
+        checkpoint=saving.form,
+        checkpoint_bytes=saving.total,
         host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
         margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
     )
@@ -136,13 +146,6 @@ def _outside(layout: Layout, *, on_gpu: bool) -> int:
         return 0
     communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
     return CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators
-
-
-def _written(walk: Walk) -> int:
-    """RAM for a checkpoint: the largest file of what trains, collected in the host's memory before it is written."""
-    what = walk.trained
-    width = 4 if walk.step.layout.is_fsdp and walk.full else what.width
-    return min(what.params * width, SAVE_SHARD_BYTES)
 
 
 def _resident_on_cpu(terms: Terms) -> int:

@@ -35,6 +35,7 @@ from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, 
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.moments import Walk
 from sft_play.plan.precision import SHORT, Precision, choose_precision
+from sft_play.plan.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.plan.states import loads_by_unit
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
@@ -437,11 +438,25 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"{chosen.layout.name} divides NF4 weights once they are loaded: until then each rank holds all of them "
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
+    found += _saving_words(chosen)
     found += effects(
         job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
         whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
     )  # fmt: skip
     return [*found, *([learned] if learned else [])]
+
+
+def _saving_words(chosen: Candidate) -> list[str]:
+    """How checkpoints are written where each rank writes a part, and what that saves."""
+    memory = chosen.memory
+    if memory.checkpoint != "sharded":
+        return []
+    return [
+        f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
+        f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "
+        f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
+        f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
+    ]
 
 
 def require_fit(plan: Plan, config: RunConfig) -> None:

@@ -15,6 +15,8 @@ COMPLETE = "complete.json"
 STAGING = ".writing"
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which training cannot go on exactly."""
+WEIGHTS = (".safetensors", ".distcp")
+"""Ends of the names of files that hold weights: whole ones, and parts of torch's distributed checkpoint."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -48,8 +50,8 @@ def commit(written: Path, folder: Path, *, needed: Sequence[str] = NEEDED) -> Pa
     """
     sizes = _sizes(written)
     lacking = [name for name in needed if not sizes.get(name)]
-    if not any(name.endswith(".safetensors") and size > 0 for name, size in sizes.items()):
-        lacking.append("weights (*.safetensors)")
+    if not any(name.endswith(WEIGHTS) and size > 0 for name, size in sizes.items()):
+        lacking.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if lacking:
         raise TrainingError(f"the checkpoint {written} was written without {', '.join(lacking)}; is the disk full?")
     (written / COMPLETE).write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
+import math
 import shutil
 import tempfile
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.plan.precision import Precision
 from sft_play.runs import RunFolder, lock
-from sft_play.train import checkpoints
-from sft_play.train.model import check_saved_weights, draw_blueprint, whole_shapes
+from sft_play.train import checkpoints, sharded
+from sft_play.train.model import Blueprint, check_saved_weights, draw_blueprint, whole_shapes, write_weights
 from sft_play.train.portable import adapter_names, read_weights
 from sft_play.train.run import quiet_libraries
 
 logger = logging.getLogger(__name__)
 
+_READ_BYTES = 2**30
+"""Weights that are read at once: the table of contents is read anew each time."""
 _FSDP_PARTS = "pytorch_model_fsdp_0"
 
 
@@ -65,8 +68,15 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
-    model, tokenizer = _skeleton(config, source)
-    weights = _weights(source, model)
+    model, tokenizer, blueprint = _skeleton(config, source)
+    is_adapter = blueprint.peft_config is not None
+    native = blueprint.is_text_tower and not is_adapter
+    weights: dict[str, torch.Tensor] | None = None
+    tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+    if sharded.is_sharded(source):
+        tensors = _one_by_one(source, model)
+    else:
+        weights = _weights(source, model)
     logger.info("Checkpoint: %s (%s)", source, _kind(source))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +84,8 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
     try:
-        model.save_pretrained(building, state_dict=weights)
+        dtype = None if is_adapter else blueprint.dtype
+        write_weights(model, building, native_names=native, state_dict=weights, tensors=tensors, dtype=dtype)
         tokenizer.save_pretrained(building)
         size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=_has_stepped(source))
         building.chmod(0o755)
@@ -103,8 +114,8 @@ def _config_of(run: RunFolder) -> RunConfig:
     return config_from_text(text, name=str(run.path / "resolved.json"))
 
 
-def _skeleton(config: RunConfig, source: Path) -> tuple[Any, Any]:
-    """The model with its adapter on the meta device, and the tokenizer that lies beside the checkpoint."""
+def _skeleton(config: RunConfig, source: Path) -> tuple[Any, Any, Blueprint]:
+    """The model with its adapter on the meta device, the tokenizer that lies beside the checkpoint, the blueprint."""
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,37 +128,48 @@ def _skeleton(config: RunConfig, source: Path) -> tuple[Any, Any]:
         if blueprint.peft_config is not None:
             blueprint.peft_config.base_model_name_or_path = config.model.name
             model = get_peft_model(model, blueprint.peft_config)
-    return model, tokenizer
+    return model, tokenizer, blueprint
+
+
+def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a checkpoint in parts, some of them read at a time."""
+    stored = sharded.stored_weights(source)
+    names: list[str] = []
+    size = 0
+    for name in _require(source, model, stored):
+        shape, dtype = stored[name]
+        names.append(name)
+        size += math.prod(shape) * dtype.itemsize
+        if size >= _READ_BYTES:
+            yield from sharded.read_weights(source, names).items()
+            names, size = [], 0
+    yield from sharded.read_weights(source, names).items()
+
+
+def _require(source: Path, model: Any, found: Container[str]) -> list[str]:
+    """The names that saving takes; raises ModelError where the checkpoint lacks one."""
+    wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
+    missing = sorted(name for name in wanted if name not in found)
+    if missing:
+        raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
+    return wanted
 
 
 def _kind(source: Path) -> str:
+    if sharded.is_sharded(source):
+        return "parts, one of each rank"
     if (source / "latest").is_file():
         return "DeepSpeed's parts"
     return "FSDP's parts" if (source / _FSDP_PARTS).is_dir() else "whole files"
 
 
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights by the names that saving takes, in the dtype that the run saves."""
-    kind = _kind(source)
-    if kind == "whole files":
-        found = read_weights(source, model)
+    """The trained weights of a checkpoint that is not in parts, by the names that saving takes."""
+    if _kind(source) == "DeepSpeed's parts":
+        found = _deepspeed_weights(source)
     else:
-        found = _deepspeed_weights(source) if kind == "DeepSpeed's parts" else _fsdp_weights(source)
-    is_adapter = hasattr(model, "peft_config")
-    wanted = set(adapter_names(model).values()) if is_adapter else set(whole_shapes(model))
-    missing = sorted(wanted - set(found))
-    if missing:
-        raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
-    dtype = None if is_adapter else _saved_dtype(source)
-    return {name: tensor.to(dtype) if dtype else tensor for name, tensor in found.items() if name in wanted}
-
-
-def _saved_dtype(source: Path) -> torch.dtype | None:
-    """The dtype that the checkpoint's config.json says the model is saved in."""
-    path = source / "config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = getattr(torch, str(settings.get("dtype") or settings.get("torch_dtype")), None)
-    return found if isinstance(found, torch.dtype) else None
+        found = _fsdp_weights(source) if (source / _FSDP_PARTS).is_dir() else read_weights(source, model)
+    return {name: found[name] for name in _require(source, model, found)}
 
 
 def _deepspeed_weights(source: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import datetime
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, RunFolderError, TrainingError
 from sft_play.plan.gradients import gradients_of
 from sft_play.plan.layout import Layout
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import SHORT, DtypeName
-from sft_play.train import checkpoints
+from sft_play.train import checkpoints, sharded
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ WRAPPED_CLASS = {
     "zero3_offload": "DeepSpeedEngine",
 }
 """The class that a layout's wrapped model is an instance of."""
+PATIENCE = datetime.timedelta(days=7)
+"""How long ranks wait for a disk at most: the heartbeat ends a wait for one that hangs, since it sees bytes move."""
 SHARD_SLACK = 0.10
 """How much more than its share of the bytes a rank may hold: padding of uneven parts."""
 
@@ -62,10 +65,25 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def barrier() -> None:
+def barrier(group: Any = None) -> None:
     """Wait for all ranks; nothing for one."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(group)
+
+
+_patient: dict[Any, Any] = {}
+
+
+def patient() -> Any:
+    """A process group of all ranks on the CPU that waits as long as a disk takes, where the run's own would give up
+    after `distributed.timeout_s`; None for one process. All ranks call it."""
+    if world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _patient:
+        _patient.clear()
+        _patient[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _patient[world]
 
 
 def engine_arguments(
@@ -444,6 +462,16 @@ def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None
     return {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
 
 
+def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Names and whole tensors of an FSDP model, tied ones once, gathered one at a time: on the first rank in the host's
+    RAM, None on the others. All ranks go through all of it."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for name, tensor in model.state_dict().items():  # its hooks cut units that a forward pass has left whole
+        if name not in tied:
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, whole.detach().cpu() if is_first() else None
+
+
 def _state_of_zero(engine: Any, *, is_adapter: bool) -> dict[str, Any]:
     """What is saved of DeepSpeed's model as it computes, on rank 0."""
     if _zero_stage(engine) != 3:
@@ -526,6 +554,7 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
     try:
         yield
     finally:
+        _patient.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -554,6 +583,8 @@ def checkpoint_files(trainer: Any) -> tuple[str, ...]:
     """Files without which a checkpoint of this engine cannot be resumed."""
     if getattr(trainer, "is_deepspeed_enabled", False):
         return ("trainer_state.json", "latest")
+    if trainer.in_parts:
+        return ("trainer_state.json", "scheduler.pt", sharded.CONTENTS, sharded.GROUPS)
     return checkpoints.NEEDED
 
 
@@ -606,14 +637,14 @@ def require_alike(facts: Mapping[str, str]) -> None:
             )
 
 
-def require_disk(written: Path, plan: Plan) -> None:
-    """Look whether all ranks see what rank 0 has just written; say so where they do not.
+def require_disk(written: Path, plan: Plan) -> bool:
+    """Whether all ranks see what rank 0 has just written; said where they do not.
 
     Raises:
         RunFolderError: DeepSpeed runs it, whose ranks each write a part of every checkpoint.
     """
     if plan.hardware.nodes == 1:
-        return
+        return True
     seen = written.read_bytes() if written.is_file() else b""
     shared = seen == of_first(seen)
     if plan.choice.layout.is_zero:
@@ -622,9 +653,17 @@ def require_disk(written: Path, plan: Plan) -> None:
             f"{written.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
             "of each checkpoint there: set output.dir to a shared disk, or take STRATEGY=ddp or fsdp",
         )
-    if not all(of_all(shared)):
-        logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to go on "
-                    "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
+    if all(of_all(shared)):
+        return True
+    logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to go on "
+                "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
+    if plan.memory.checkpoint == "sharded" and is_first():
+        logger.warning(
+            "Checkpoints: each rank was to write its part, which needs a disk that all nodes share; rank 0 gathers and "
+            "writes all %.1f GiB instead, with %.1f GiB of its RAM: set output.dir to a shared disk",
+            plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB,
+        )  # fmt: skip
+    return False
 
 
 def gathered(files: Mapping[str, bytes]) -> list[tuple[str, bytes]]:

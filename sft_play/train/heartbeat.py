@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,8 @@ class Beat:
     number: int
     where: str = ""
     file: str = ""
+    moved: int = 0
+    """Bytes that it wrote or read so far."""
 
     @property
     def place(self) -> str:
@@ -65,13 +67,17 @@ class Beat:
 def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
     """Those that the others wait for: ranks without a sign of life, else those that began the fewest things.
 
-    None where all are equal: each of them waits, or the one that hangs does so between two notes.
+    Of those that write, the ones whose bytes get on are not waited for. None where all are equal: each of them waits,
+    or the one that hangs does so between two notes.
     """
     without = [beat for beat in beats if beat.rank in silent]
     if without:
         return without
     least = min((beat.count for beat in beats), default=0)
     behind = [beat for beat in beats if beat.count == least]
+    longest = max((beat.since_s for beat in behind), default=0.0)
+    if any(beat.moved for beat in behind):
+        behind = [beat for beat in behind if beat.since_s > longest / 2]
     return behind if len(behind) < len(beats) else []
 
 
@@ -124,11 +130,22 @@ def _freshened(beat: Beat) -> Beat:
     return replace(beat, step=last[0], count=last[1], what=last[2]) if last is not None else beat
 
 
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files under a folder; files that go away meanwhile count as none."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(place) / name).stat().st_size
+    return total
+
+
 class Heartbeat:
     """While open, watches that this rank gets on; a rank that does not for `timeout_s` is ended with what is known.
 
-    It counts from the first `note`, so that loading a model may take what it takes. An exception that passes through
-    is written down at once, before the ranks' connections are taken down. Nothing for one process.
+    It counts from the first `note`, so that loading a model may take what it takes, and anew from every byte that is
+    `moved`, so that a disk may take what it takes. An exception that passes through is written down at once, before the
+    ranks' connections are taken down. Nothing for one process.
     """
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
@@ -136,6 +153,10 @@ class Heartbeat:
         self._interval_s = min(interval_s, timeout_s / 4)
         self._step, self._what, self._count = 0, "starting", 0
         self._noted: float | None = None
+        self._moved = self._moved_said = 0
+        self._growing: Path | None = None
+        self._size = 0
+        self._waits, self._others = False, 0
         self._number = 0
         self._rank = self._world = 0
         self._store: Any = None
@@ -172,6 +193,36 @@ class Heartbeat:
             # into the page cache, where it outlives this process however it ends
             os.pwrite(self._file, f"{step} {self._count} {what}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
 
+    def moved(self, count: int) -> None:
+        """Say that bytes were written or read: whatever began last gets on."""
+        if self._thread is None or count <= 0:
+            return
+        self._moved += count
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Count anew, where it counts yet."""
+        if self._noted is not None:
+            self._noted = time.monotonic()
+
+    @contextlib.contextmanager
+    def watching(self, folder: Path) -> Iterator[None]:
+        """While open, bytes by which the files in a folder grow are moved: for what libraries write."""
+        self._size, self._growing = _bytes_in(folder), folder
+        try:
+            yield
+        finally:
+            self._growing = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While open, this rank waits for others that write or read, and gets on as long as any of them does."""
+        before, self._waits = self._waits, True
+        try:
+            yield
+        finally:
+            self._waits = before
+
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end.set()
         if self._thread is None:
@@ -199,13 +250,36 @@ class Heartbeat:
     def _watch(self) -> None:
         self._publish()
         while not self._end.wait(self._wait_s()):
+            self._look_at_files()
             self._publish()
+            self._look_at_others()
             if self._still_s() >= self.timeout_s:
                 with self._telling:
                     if not self._end.is_set():
                         self._tell()
                         logging.shutdown()
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
+
+    def _look_at_files(self) -> None:
+        folder = self._growing
+        if folder is not None:
+            size = _bytes_in(folder)
+            self.moved(size - self._size)
+            self._size = size
+
+    def _look_at_others(self) -> None:
+        """Whether any rank has moved bytes since the last look: all add to one number, so that a look is one answer."""
+        if self._store is None or (not self._waits and self._moved == self._moved_said):
+            return
+        moved = self._moved
+        try:
+            total = int(self._store.add("moved", moved - self._moved_said))
+        except RuntimeError:
+            self._store = None
+            return
+        if self._waits and total > self._others:
+            self._go_on()
+        self._moved_said, self._others = moved, total
 
     def _wait_s(self) -> float:
         """Until the next sign of life, or until this rank has waited too long."""
@@ -223,7 +297,7 @@ class Heartbeat:
         where = self._where() if still >= 2 * self._interval_s else ""
         beat = Beat(
             self._rank, socket.gethostname(), os.getpid(), self._step, self._what, self._count, round(still, 1),
-            time.time(), self._number, where, str(self._path or ""),
+            time.time(), self._number, where, str(self._path or ""), self._moved,
         )  # fmt: skip
         try:
             self._store.set(str(self._rank), json.dumps(asdict(beat)))

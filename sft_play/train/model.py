@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import DtypeName, Precision
-from sft_play.train import tensor_parallel
+from sft_play.train import stream, tensor_parallel
 from sft_play.train.attention import Attention, choose_attention
 from sft_play.train.packable import require_packable
 from sft_play.train.portable import adapter_names
@@ -501,8 +501,10 @@ def save_model(
     *,
     native_names: bool = False,
     state_dict: dict[str, Any] | None = None,
+    tensors: stream.Tensors | None = None,
     dtype: torch.dtype | None = None,
     steps: int = 0,
+    moved: Callable[[int], None] | None = None,
 ) -> None:
     """Save the adapter, or the whole model, with its tokenizer, aside and renamed; then look that it is whole.
 
@@ -510,9 +512,12 @@ def save_model(
         native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
             image-text model that it came from could not be loaded as what its config says.
         state_dict: the weights, where the model itself has a part of them only.
+        tensors: the same one after the other, of which no more than a file is there at once where the model's tensors
+            keep their names (`stream.keeps_names`).
         dtype: that of whole weights in the files (None: as they are). The model has it from then on.
         steps: optimizer steps that were taken; after more than one (the first may have a learning rate of zero) an
             adapter whose every lora_B is still zero has learned nothing.
+        moved: is told the bytes of each tensor that is read back.
 
     Raises:
         ModelError: what was written is empty, not finite, or not what the model holds.
@@ -521,32 +526,59 @@ def save_model(
 
     building = path.with_name(f".{path.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    options: dict[str, Any] = {"save_original_format": False} if native_names else {}
-    if dtype is not None:
-        state_dict = _in_dtype(model, state_dict, dtype)
-    model.save_pretrained(building, **options, **({"state_dict": state_dict} if state_dict is not None else {}))
-    if dtype is not None:
-        _write_dtype(building / "config.json", dtype)
-    tokenizer.save_pretrained(building)
-    check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1)
+    try:
+        write_weights(
+            model, building, native_names=native_names, state_dict=state_dict, tensors=tensors, dtype=dtype
+        )  # fmt: skip
+        tokenizer.save_pretrained(building)
+        check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
 
 
-def _in_dtype(model: Any, state_dict: dict[str, Any] | None, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The weights to save in a dtype, but for those that the class keeps in fp32 whatever it is loaded in; the model's
-    own are changed where it has them whole (None), so that no second copy is made."""
-    wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+def write_weights(
+    model: Any,
+    folder: Path,
+    *,
+    native_names: bool = False,
+    state_dict: dict[str, Any] | None = None,
+    tensors: stream.Tensors | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's config and weights, as `save_model` says, into a folder."""
+    options: dict[str, Any] = {"save_original_format": False} if native_names else {}
+    dtype_of = _saved_dtypes(model, dtype)
+    shapes = whole_shapes(model)
+    given = tensors if tensors is not None or state_dict is None else state_dict.items()
+    if tensors is not None and (native_names or stream.keeps_names(model, shapes)):
+        model.save_pretrained(folder, state_dict={}, save_original_format=False)
+        stream.write(folder, tensors, shapes=shapes, dtype_of=dtype_of)
+    elif given is not None:
+        cast = {name: tensor.to(dtype_of(name, tensor)) for name, tensor in given if tensor is not None}
+        model.save_pretrained(folder, **options, state_dict=cast)
+    else:  # the model's own are changed, so that no second copy is made
+        for name, parameter in model.named_parameters() if dtype is not None else ():
+            parameter.data = parameter.data.to(dtype_of(name, parameter))
+        model.save_pretrained(folder, **options)
+    if dtype is not None:
+        _write_dtype(folder / "config.json", dtype)
 
-    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = not tensor.is_floating_point() or any(part in name for part in wide)
-        return tensor if is_kept else tensor.to(dtype)
 
-    if state_dict is not None:
-        return {name: cast(name, tensor) for name, tensor in state_dict.items()}
-    for name, parameter in model.named_parameters():
-        parameter.data = cast(name, parameter.data)
-    return None
+def _saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype that each tensor is saved in: the one given, but for those that the class keeps in fp32 whatever it is
+    loaded in."""
+    wide = set()
+    if dtype is not None:
+        wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        is_kept = dtype is None or not tensor.is_floating_point() or any(part in name for part in wide)
+        return tensor.dtype if is_kept or dtype is None else dtype
+
+    return of
 
 
 def _write_dtype(path: Path, dtype: torch.dtype) -> None:
@@ -572,9 +604,13 @@ def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check_saved_weights(
-    folder: Path, *, expected: dict[str, tuple[int, ...]] | None = None, must_have_learned: bool = False
+    folder: Path,
+    *,
+    expected: dict[str, tuple[int, ...]] | None = None,
+    must_have_learned: bool = False,
+    moved: Callable[[int], None] | None = None,
 ) -> int:
-    """Bytes of the tensors saved in a folder, each read back.
+    """Bytes of the tensors saved in a folder, each read back; `moved` is told those of each.
 
     Raises:
         ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
@@ -585,6 +621,8 @@ def check_saved_weights(
     for name, tensor in _saved_tensors(folder):
         shapes[name] = tuple(tensor.shape)
         size += tensor.numel() * tensor.element_size()
+        if moved is not None:
+            moved(tensor.numel() * tensor.element_size())
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ModelError(f"{folder}: {name} was saved with values that are not finite")
         learned = learned or ("lora_B" in name and bool(torch.count_nonzero(tensor)))

@@ -1,4 +1,4 @@
-"""Checkpoints that one process, DDP and FSDP share: whole weights as safetensors, whole optimizer states by number.
+"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number.
 
 FSDP's own files hold the optimizer's states by name; here they are written as the optimizer of one process writes
 them (`optimizer.pt`: parameters numbered in the order of the groups), and read again whatever the number of ranks.

@@ -436,7 +436,7 @@ class _Exam:
 
 def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, Any]:
     checkpoint = _checkpoint(job)
-    engine.require_disk(job.folder.manifest_path, job.plan)
+    shared = engine.require_disk(job.folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
     exam = prepared.exam or _exam(job, prepared)
     if engine.is_first():
@@ -453,6 +453,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         watching = [proof, judging, *watching]  # judged before the clock starts
     with loading:
         trainer = (prepared.build or _trainer)(job, prepared, exam, watch, callbacks=watching, checkpoint=checkpoint)
+    trainer.in_parts = shared and job.plan.memory.checkpoint == "sharded"
     _say_parameters(trainer.model)
     updates.trainer = trainer
     if proof is None:
@@ -727,19 +728,8 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
         summary["evaluations"] = runs.evaluations(job.folder.metrics_path, stage=job.folder.stage)
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
-        is_adapter = prepared.blueprint.peft_config is not None
-        path = job.folder.model_path(adapter=is_adapter)
-        native = prepared.blueprint.is_text_tower and not is_adapter
-        dtype = None if is_adapter else prepared.blueprint.dtype
-        state = engine.whole_state(trainer, in_fp32=dtype is torch.float32)
-        if engine.is_first():
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            if prepared.tokenizer.own_template is not None:
-                prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
-            learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
-            save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
-                       dtype=dtype, steps=result.steps if learns else 0)  # fmt: skip
-        engine.barrier()
+        path = job.folder.model_path(adapter=prepared.blueprint.peft_config is not None)
+        _save_trained(prepared, trainer, path, steps=result.steps)
         summary["model_path"] = str(path)
     if not engine.is_first():
         engine.barrier()  # rank 0 has written how the run ended: an early leave would have the launcher end it
@@ -753,6 +743,30 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     if result.exit_code:
         raise Interrupted(f"stopped at step {result.steps}, state saved; go on with: {resume_command(job)}")
     return summary
+
+
+def _save_trained(prepared: Prepared, trainer: PlannedLoop, path: Path, *, steps: int) -> None:
+    """Save the adapter or the whole model on the first rank; the others help to gather it, and wait for the disk."""
+    is_adapter = prepared.blueprint.peft_config is not None
+    native = prepared.blueprint.is_text_tower and not is_adapter
+    dtype = None if is_adapter else prepared.blueprint.dtype
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with trainer.writing(path.parent):
+        one_by_one = trainer.is_fsdp_enabled and not is_adapter
+        tensors = engine.whole_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else engine.whole_state(trainer, in_fp32=dtype is torch.float32)
+        if engine.is_first():
+            if prepared.tokenizer.own_template is not None:
+                prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
+            learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+            save_model(
+                model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state, tensors=tensors,
+                dtype=dtype, steps=steps if learns else 0, moved=trainer.beat.moved,
+            )  # fmt: skip
+        else:
+            for _ in tensors or ():
+                pass
+    trainer.wait_for_disk()
 
 
 def _summary(result: _Result) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints, context_parallel, portable
+from sft_play.train import checkpoints, context_parallel, portable, sharded
 from sft_play.train import engine as engine_module
 from sft_play.train.board import Board, hparams_of
 from sft_play.train.collate import COUNTS, SOURCE, Collator
@@ -198,7 +200,7 @@ class _OwnDropout(TrainerCallback):
 class PlannedLoop(Trainer):
     """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the ranks.
 
-    Its checkpoints are whole or absent, and those of one process, DDP and FSDP are the same files.
+    Its checkpoints are whole or absent, and one process, DDP and FSDP read each other's.
     """
 
     def __init__(
@@ -237,6 +239,8 @@ class PlannedLoop(Trainer):
         self._mix = mix
         self._eval_sources: torch.Tensor | None = None
         self.order: EpochOrder | None = None
+        self.in_parts = False
+        """Whether every rank writes its own part of a checkpoint (FSDP alone)."""
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
@@ -431,10 +435,11 @@ class PlannedLoop(Trainer):
             checkpoints.staging(folder)
         engine_module.barrier()
         with self._monitor.part("checkpoint"), self._writing_to(checkpoints.staging_path(folder)) as aside:
-            super()._save_checkpoint(model, trial)
-            engine_module.barrier()
+            with contextlib.nullcontext() if self.in_parts else self.writing(aside):
+                super()._save_checkpoint(model, trial)
+            self.wait_for_disk()
         if not engine_module.is_first():
-            engine_module.barrier()
+            self.wait_for_disk()
             return
         written = checkpoints.path_of(aside, step)
         state = {"loss_sum": loss_sum, "last_logged": self._globalstep_last_logged}
@@ -447,14 +452,33 @@ class PlannedLoop(Trainer):
         checkpoints.commit(written, folder, needed=engine_module.checkpoint_files(self))
         best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
-        engine_module.barrier()
+        self.wait_for_disk()
+
+    @contextlib.contextmanager
+    def writing(self, folder: Path) -> Iterator[None]:
+        """While open, the heartbeat sees that what libraries write into a folder gets on, and that the other ranks wait
+        for the first to write it. Parts are counted by their own writer: one that hangs is told from others that
+        write."""
+        with self.beat.watching(folder), contextlib.ExitStack() as waiting:
+            if not engine_module.is_first():
+                waiting.enter_context(self.beat.waiting())
+            yield
+
+    def wait_for_disk(self) -> None:
+        """Wait for all ranks, as long as bytes move on any of them; nothing for one process."""
+        with self.beat.waiting():
+            engine_module.barrier(engine_module.patient())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights; of an adapter over ranks what trains is gathered, and nothing of its base."""
-        if is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        """Write the weights; of an adapter over ranks what trains is gathered, and nothing of its base. Weights in
+        parts are written with the optimizer's states."""
+        if self.in_parts and self._staging is not None:
+            self._save(output_dir, state_dict={})
+        elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             self._save(output_dir, state_dict=engine_module.whole_state(self))
         else:
             super().save_model(output_dir, _internal_call)
+        self.wait_for_disk()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the weights under the names that the model has in memory.
@@ -486,33 +510,67 @@ class PlannedLoop(Trainer):
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        states = portable.whole_optimizer(self.model, self.optimizer.optimizer)
+        path = Path(output_dir)
+        if self.in_parts:
+            self._save_parts(path)
+        else:
+            states = portable.whole_optimizer(self.model, self.optimizer.optimizer)
+            if engine_module.is_first():
+                torch.save(states, path / "optimizer.pt")
         if engine_module.is_first():
-            torch.save(states, Path(output_dir) / "optimizer.pt")
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
+        self.wait_for_disk()
+
+    def _save_parts(self, path: Path) -> None:
+        """Write weights and optimizer states, every rank its part; all are there when it returns."""
+        step, began = self.state.global_step, time.monotonic()
+        with contextlib.ExitStack() as waiting:
+
+            def done() -> None:
+                self.beat.note(step, "waiting for the parts of a checkpoint")
+                waiting.enter_context(self.beat.waiting())
+
+            self.beat.note(step, "writing its part of a checkpoint")
+            mine = sharded.save(
+                self.model, self.optimizer.optimizer, path,
+                group=engine_module.patient(), moved=self.beat.moved, done=done,
+            )  # fmt: skip
+        size, seconds = engine_module.total(mine), time.monotonic() - began
+        logger.info(
+            "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
+            step, size / GIB, engine_module.world_size(), seconds,
+        )  # fmt: skip
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self.is_fsdp_enabled:
+        path = Path(checkpoint) if checkpoint is not None else None
+        if path is not None and sharded.is_sharded(path):
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            group = engine_module.patient()
+            sharded.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
+        elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        path = Path(checkpoint)
-        states = torch.load(path / "optimizer.pt", weights_only=True) if engine_module.is_first() else None
-        portable.fill_optimizer(self.model, self.optimizer.optimizer, states)
+        else:
+            states = torch.load(path / "optimizer.pt", weights_only=True) if engine_module.is_first() else None
+            portable.fill_optimizer(self.model, self.optimizer.optimizer, states)
         self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
         path = Path(resume_from_checkpoint)
-        weights = portable.read_weights(path, self.model) if engine_module.is_first() else {}
-        portable.fill_weights(self.model, weights)
+        if sharded.is_sharded(path):
+            sharded.load_weights(self.model, path, group=engine_module.patient(), moved=self.beat.moved)
+        elif not self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            weights = portable.read_weights(path, self.model) if engine_module.is_first() else {}
+            portable.fill_weights(self.model, weights)
 
     def _load_best_model(self) -> None:
-        if not self.is_fsdp_enabled:
+        best = self.state.best_model_checkpoint
+        if self.is_fsdp_enabled or sharded.is_sharded(Path(best)):
+            self._load_from_checkpoint(best)
+        else:
             super()._load_best_model()
-            return
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""

@@ -1,0 +1,339 @@
+"""Checkpoints in parts: written by every rank, resumed over other numbers of ranks, put together, watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ModelError, TrainingError
+from sft_play.facts.architecture import shape_of
+from sft_play.plan import saving
+from sft_play.plan.layout import Layout
+from sft_play.plan.memory import estimate
+from sft_play.plan.moments import Step, Walk
+from sft_play.plan.precision import Precision
+from tests.conftest import ROOT, VARIABLES
+from tests.conftest import shared as material
+from tests.models import make_llama, uneven_run
+from tests.test_distributed import losses
+from tests.test_failures import start as launch  # noqa: F401  (a fixture)
+from tests.test_going_on import logits
+
+pytestmark = pytest.mark.build
+
+SMALL = """
+from sft_play.plan import saving
+saving.WHOLE_BYTES = 0
+from sft_play.entry import main
+raise SystemExit(main())
+"""
+"""A command whose plans write every checkpoint of full states in parts: the plan is what ranks are handed."""
+
+DISK = """
+import os, time
+from pathlib import Path
+
+if os.environ.get("RANK") == "1":
+    from sft_play.train import sharded
+
+    write = sharded._Counted.write
+
+    def instead(file, data):
+        if os.environ["DISK_OF_RANK_1"] == "slow":
+            time.sleep(0.2)
+        elif "checkpoint-2" in str(file.name):
+            time.sleep(1000)
+        return write(file, data)
+
+    sharded._Counted.write = instead
+"""
+"""sitecustomize.py: a disk under rank 1 that is slow, or that stops for ever at the second checkpoint."""
+
+
+def start(*words: str, limit_s: float = 280, path: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{path}", **environ}
+    command = [sys.executable, "-c", SMALL, *words]
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
+
+
+def done(*words: str, **options) -> str:
+    answer = start(*words, **options)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def tensors(folder: Path):
+    """Every tensor of the whole files in a folder, by name."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(world) -> Path:
+    """A run of two ranks that was stopped after two of five steps."""
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=stopped", "train.stop_after_steps=2"]
+    said = done("train-distributed", *words, STRATEGY="fsdp", NPROC="2")
+    assert "are written in parts, one by each of 2 ranks" in said
+    assert "Checkpoint of step 2: " in said
+    checkpoint = world / "outputs" / "stopped" / "checkpoints" / "checkpoint-2"
+    assert len(list((checkpoint / "shards").glob("*.distcp"))) == 2
+    assert not list(checkpoint.glob("*.safetensors")) + list(checkpoint.glob("optimizer.pt"))  # nothing gathered
+    return world / "outputs" / "stopped"
+
+
+@pytest.fixture(scope="module")
+def unbroken(world) -> Path:
+    """The same run in one process, never stopped."""
+    done("train", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=unbroken")
+    return world / "outputs" / "unbroken"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_parts_of_two_ranks_go_on_over_others(world, stopped, unbroken, tiny_llama, command, ranks):
+    run = world / "outputs" / f"over-{ranks}"
+    shutil.copytree(stopped, run)
+    given = {"NPROC": str(ranks)} | ({"STRATEGY": "fsdp"} if ranks > 1 else {})
+    done("resume", "--config", f"{world}/run.yaml", "tuning.mode=full", RUN=run.name, **given)
+    assert losses(run) == pytest.approx(losses(unbroken), rel=1e-5)
+    models = [logits(folder, "full", tiny_llama) for folder in (run, unbroken)]
+    assert (models[0] - models[1]).abs().max() < 1e-4
+    if ranks == 1:
+        return
+    last = run / "checkpoints" / "checkpoint-5"
+    assert len(list((last / "shards").glob("*.distcp"))) == 4
+    code, printed = command("consolidate", "--run", str(run))
+    assert code == 0, printed
+    made, saved = tensors(run / "consolidated-5"), tensors(run / "model")  # read from parts, gathered: the same
+    assert set(made) == set(saved)
+    assert all((made[name] - saved[name]).abs().max() == 0 for name in made)
+    (last / "shards" / "__2_0.distcp").unlink()
+    code, printed = command("consolidate", "--run", str(last), "--out", str(run / "other"))
+    assert code == 2
+    assert printed.count("error:") == 1
+    assert "shards/__2_0.distcp has 0 of " in printed
+
+
+@pytest.mark.slow
+def test_parts_in_bf16_go_on_over_fewer_ranks_and_are_put_together_in_the_bases_dtype(world, tmp_path, command):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = make_llama(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16).save_pretrained(base)
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=full", "train.bf16=true", f"model.name={base}"]
+    done("train-distributed", *words, "output.name=bf16-whole", STRATEGY="fsdp", NPROC="2")
+    given = {"STRATEGY": "fsdp", "NPROC": "4"}
+    done("train-distributed", *words, "output.name=bf16", "train.stop_after_steps=2", **given)
+    done("resume", *words, RUN="bf16", STRATEGY="fsdp", NPROC="2")
+    run, whole = (world / "outputs" / name for name in ("bf16", "bf16-whole"))
+    assert losses(run) == pytest.approx(losses(whole), rel=2**-6)
+    code, printed = command("consolidate", "--run", str(run))
+    assert code == 0, printed
+    made, saved = tensors(run / "consolidated-5"), tensors(run / "model")
+    assert {tensor.dtype for tensor in made.values()} == {torch.bfloat16}
+    assert json.loads((run / "consolidated-5" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert set(made) == set(saved)
+    assert all((made[name] - saved[name]).abs().max() == 0 for name in made)
+
+
+@pytest.mark.slow
+def test_parts_of_a_tensor_parallel_mesh_go_on_under_fsdp(world, unbroken):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=full"]
+    done("train", *words, "output.name=mesh", "model.mesh_shape=[[2,2],[fsdp,tp]]", "train.stop_after_steps=2")
+    done("resume", *words, RUN="mesh", NPROC="2", STRATEGY="fsdp")
+    assert losses(world / "outputs" / "mesh") == pytest.approx(losses(unbroken), rel=1e-5)
+
+
+@pytest.fixture
+def disk(world, tmp_path, launch):  # noqa: F811
+    """Starts two ranks, the second of which has the disk of DISK."""
+    (tmp_path / "sitecustomize.py").write_text(DISK)
+
+    def begin(kind: str, *more: str):
+        words = ["train-distributed", "--config", f"{world}/run.yaml", "tuning.mode=full", *more, f"output.name={kind}"]
+        environ = {"STRATEGY": "fsdp", "NPROC": "2", "DISK_OF_RANK_1": kind}
+        return launch(sys.executable, "-c", SMALL, *words, "distributed.timeout_s=8", path=tmp_path, **environ)
+
+    return begin
+
+
+def test_a_save_that_is_slow_is_no_hang(world, disk):
+    started = disk("slow", "train.max_steps=1")
+    assert started.end(150) == 0, started.printed
+    line = next(line for line in started.printed.splitlines() if "Checkpoint of step 1: " in line)
+    assert int(line.rpartition(", ")[2].removesuffix(" s")) > 12  # the run's limit for a rank that hangs is 8
+
+
+def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, disk):
+    from sft_play.train import checkpoints
+
+    started = disk("stuck", "train.save_steps=1", "train.max_steps=3")
+    assert started.end(150) == 1, started.printed
+    assert "no progress for 8 s (distributed.timeout_s): rank 1 (host " in started.printed
+    assert "stopped at step 2 (writing its part of a checkpoint)" in started.printed
+    assert "rank 0 waits for it at step 2 (waiting for the parts of a checkpoint)" in started.printed
+    folder = world / "outputs" / "stuck" / "checkpoints"
+    assert (folder / ".writing" / "checkpoint-2" / "shards").is_dir()  # rank 1 was killed in the midst
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert checkpoints.is_complete(folder / "checkpoint-1")
+    assert checkpoints.damage(folder) == []
+
+
+WAITS = """
+import datetime, os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from sft_play.train import engine
+from sft_play.train.heartbeat import Heartbeat
+
+kind, folder = sys.argv[1], Path(sys.argv[2])
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+with Heartbeat(timeout_s=4) as beat:
+    beat.note(7, "saving")
+    if rank == 0:
+        with beat.watching(folder):
+            for _ in range(20):
+                if kind == "grows":
+                    with (folder / "file").open("ab") as file:
+                        file.write(b"x")
+                time.sleep(0.5)
+    with beat.waiting():
+        engine.barrier(engine.patient())
+print("all went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["grows", "still"])
+def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, launch, kind):  # noqa: F811
+    (tmp_path / "waits.py").write_text(WAITS)
+    words = [sys.executable, "-m", "sft_play.train.agent", "--standalone", "--nproc-per-node", "2", "--module", "waits"]
+    started = launch(*words, kind, str(tmp_path), path=tmp_path)
+    assert started.end(60) == (0 if kind == "grows" else 1), started.printed
+    if kind == "grows":  # for ten seconds, where four would be a hang
+        assert started.printed.count("all went on") == 2
+    else:
+        assert "no progress for 4 s (distributed.timeout_s)" in started.printed
+        assert "(saving)" in started.printed
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
+    from sft_play.train.heartbeat import laggards
+    from tests.test_failures import beat
+
+    slow, stuck = beat(0, 4, 9, moved=10**9, since_s=0.4), beat(1, 4, 9, moved=10**6, since_s=30.0)
+    through = beat(2, 4, 10, moved=10**9, since_s=1.0)
+    assert laggards([slow, stuck, through], set()) == [stuck]
+    assert laggards([slow, stuck], set()) == [stuck]
+    assert laggards([beat(0, 4, 9, moved=5), beat(1, 4, 9, moved=5)], set()) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
+    draw = random.Random(seed)
+    name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B", "Mixtral-8x7B-v0.1"])
+    folder = material("model_configs") / name
+    if not folder.is_dir():
+        pytest.skip(f"{name} is not there")
+    shape = shape_of(str(folder))
+    mode = draw.choice(["full", "full", "lora"])
+    ranks = draw.choice([2, 4, 8])
+    layout = draw.choice([Layout("fsdp", ranks, ranks), Layout("ddp", ranks), Layout("zero3", ranks, ranks)])
+    config = config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}}}\n", name="run")
+    step = Step(1, 1, 512, layout=layout)
+    precision = Precision("bfloat16", "float32" if mode == "full" else "bfloat16", "")
+    found = estimate(config, shape, precision, step)
+    trained = Walk(config, shape, precision, step).trained.params
+    if layout.is_fsdp and mode == "full":
+        assert found.checkpoint_bytes == pytest.approx(12 * trained, rel=0.01)  # fp32: weights and two states
+        assert (found.checkpoint == "sharded") == (found.checkpoint_bytes > saving.WHOLE_BYTES)
+        assert found.host_gather_bytes == pytest.approx(8 * trained, rel=0.01)  # both states of every parameter
+    else:
+        assert found.checkpoint == ("deepspeed" if layout.is_zero else "whole")
+    if found.checkpoint == "sharded":
+        assert found.host_save_bytes + found.host_save_each_bytes < found.host_gather_bytes
+    assert (found.host_save_each_bytes > 0) == (found.checkpoint == "sharded")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_of_contents_runs_nothing(tmp_path):
+    from sft_play.train import sharded
+
+    class Bad:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / sharded.FOLDER).mkdir()
+    for content in (pickle.dumps(Bad()), b"", b"\x80\x04garbage", pickle.dumps({"a": 1})):
+        (tmp_path / sharded.CONTENTS).write_bytes(content)
+        with pytest.raises(TrainingError, match=r"shards/\.metadata"):
+            sharded.stored_weights(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_llama):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.train import stream
+    from sft_play.train.model import whole_shapes
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    shapes = whole_shapes(model)
+    assert stream.keeps_names(model, shapes)
+    given = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
+    model.save_pretrained(tmp_path, state_dict={})
+    options = {"shapes": shapes, "dtype_of": lambda _, tensor: tensor.dtype, "file_bytes": 100_000}
+    stream.write(tmp_path, given.items(), **options)
+    sizes = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
+    assert len(sizes) > 1
+    assert max(sizes) < 100_000 + 10_000  # no tensor of this model is larger
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in given.items())
+    with pytest.raises(ModelError, match="1 tensors were not gathered"):
+        stream.write(tmp_path, list(given.items())[1:], **options)
+    name = next(iter(given))
+    with pytest.raises(ModelError, match=f"{name} was to be saved with shape"):
+        stream.write(tmp_path, [(name, torch.zeros(3))], **options)
+
+
+def test_experts_that_are_saved_apart_are_not_written_one_by_one():
+    import torch
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from sft_play.train import stream
+    from sft_play.train.model import whole_shapes
+
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, num_local_experts=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert not stream.keeps_names(model, whole_shapes(model))
