@@ -91,6 +91,7 @@ class Plan:
     precision: Precision
     max_seq_len: int
     eval_batch: int
+    """Rows that a rank evaluates at once."""
     answer_tokens: int
     """Tokens of prompts and answers that are generated from at once."""
     budget_bytes: int
@@ -239,7 +240,7 @@ def make_plan(
         choice=chosen,
         precision=chosen.precision,
         max_seq_len=job.seq_len,
-        eval_batch=eval_batch(config, chosen.batch),
+        eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
         model_params=shape.params,
@@ -435,11 +436,24 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"{chosen.layout.name} divides NF4 weights once they are loaded: until then each rank holds all of them "
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
+    if chosen.step.eval_batch:
+        found.append(_evaluation_words(job.config, chosen))
     found += effects(
         job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
         whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
     )  # fmt: skip
     return [*found, *([learned] if learned else [])]
+
+
+def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
+    """How many rows are evaluated at once, with the memory of it beside that of a step."""
+    rows, moments = chosen.step.eval_batch, chosen.memory.moments
+    given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
+    step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
+    return (
+        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of like length together; "
+        f"{moments['evaluation'] / GIB:.2f} GiB, a training step {step / GIB:.2f}"
+    )
 
 
 def require_fit(plan: Plan, config: RunConfig) -> None:

@@ -94,6 +94,8 @@ class StepSettings:
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
+    eval_mask: Literal["none", "ones", "padded", "packed"] | None = None
+    """The evaluation's mask where it is not the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = "single"
     """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran."""

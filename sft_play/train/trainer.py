@@ -47,9 +47,11 @@ from sft_play.train.rounding import rounding
 from sft_play.train.rows import (
     MASKED,
     EpochOrder,
+    LongestFirst,
     SharedOrder,
     TellEpoch,
     TrainingRows,
+    evened,
     filled,
     lengths_of,
     to_dataset,
@@ -228,7 +230,7 @@ class PlannedLoop(Trainer):
         self._checkpoint_limit = checkpoint_limit
         self._patience = patience
         self._staging: Path | None = None
-        self._tokens_per_eval_row = 1.0
+        self._tokens_per_eval_row = self._tokens_per_eval_pass = 1.0
         self._tokens_seen: torch.Tensor | int = 0
         self._monitor = monitor or Monitor()
         self._logged_step = 0
@@ -276,8 +278,7 @@ class PlannedLoop(Trainer):
         return self._shared(self.order, batch=self.args.per_device_train_batch_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        order = torch.utils.data.SequentialSampler(eval_dataset)
-        return self._shared(order, batch=self.args.per_device_eval_batch_size)
+        return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
 
     def _get_dataloader(self, *args: Any, **options: Any) -> Any:
         """Its worker processes end with this one, also where it is killed in the midst of a step."""
@@ -370,21 +371,38 @@ class PlannedLoop(Trainer):
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a rank's last batch may be masked whole
+            self._weigh_figures(tokens)
         return loss, logits, labels
+
+    def _weigh_figures(self, tokens: torch.Tensor) -> None:
+        """Weight TRL's own figures of an evaluation batch by its tokens: it logs their mean over batches, and those of
+        rows of like length have tokens of their own number."""
+        found = getattr(self, "_metrics", {}).get("eval", {})
+        everywhere = self.accelerator.gather(tokens.reshape(1)).sum().item() / self._layout.tensor_parallel
+        for name in ("entropy", "mean_token_accuracy"):
+            if found.get(name):
+                found[name][-1] *= everywhere / self._tokens_per_eval_pass
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
         """Loss over trained tokens and, where rows are given for it, generated exact match; every row counts once.
 
-        The random state is left as it was, so that evaluating changes no number of the training.
+        Batches have rows of like length, and no more rows than make the ranks' work even. The random state is left as
+        it was, so that evaluating changes no number of the training.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        unit = self._unit(self.args.per_device_eval_batch_size, ranks=self.args.world_size)
-        dataset = filled(dataset, unit=unit)
+        most = self.args.per_device_eval_batch_size
+        batch = evened(len(dataset), most=most, ranks=self.args.world_size)
+        dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
         prefix = str(options.get("metric_key_prefix", "eval"))
-        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        tokens, passes = max(1, trained_tokens(dataset)), -(-len(dataset) // (batch * self._layout.data_parallel))
+        self._tokens_per_eval_row, self._tokens_per_eval_pass = tokens / max(1, len(dataset)), tokens / max(1, passes)
         self._eval_sources = None
         with torch.random.fork_rng(), self._monitor.part("evaluation"):
-            metrics = super().evaluate(dataset, *args, **options)
+            self.args.per_device_eval_batch_size = batch
+            try:
+                metrics = super().evaluate(dataset, *args, **options)
+            finally:
+                self.args.per_device_eval_batch_size = most
             if self._questions:
                 metrics |= self._exact_match(prefix)
         if eval_dataset is None:
