@@ -411,7 +411,7 @@ class PlannedLoop(Trainer):
         return metrics
 
     def _exact_match(self, prefix: str) -> dict[str, float]:
-        with context_parallel.whole_rows(self.model):
+        with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
                 self.model,
                 self.processing_class,
