@@ -50,6 +50,8 @@ class Step:
     """Rows are padded or packed, so that attention is given a mask of S x S a sequence."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
+    repeats_kv: bool = True
+    """Keys and values are repeated to all heads where grouped ones would meet PyTorch's math kernel, as in training."""
     offloads: bool = False
     """What checkpointed blocks need for their second pass is kept in RAM."""
     saves: bool = True
@@ -110,6 +112,7 @@ class Walk:
             capability=step.capability,
             on_gpu=step.on_gpu,
             gathers=padded and not packed,
+            repeats=step.repeats_kv,
         )
         spec = block_spec(
             kind,

@@ -35,6 +35,7 @@ from sft_play.plan.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, 
 from sft_play.plan.memory import GIB, MemoryEstimate
 from sft_play.plan.moments import Walk
 from sft_play.plan.precision import SHORT, Precision, choose_precision
+from sft_play.plan.structure import repeats_kv
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
 TRACE_TOLERANCE = 0.03
@@ -90,6 +91,8 @@ class Plan:
     choice: Candidate
     precision: Precision
     max_seq_len: int
+    repeats_kv: bool
+    """Whether sdpa repeats keys and values to all heads, since grouped ones would meet PyTorch's math kernel."""
     eval_batch: int
     """Rows that a rank evaluates at once."""
     answer_tokens: int
@@ -156,6 +159,7 @@ class Plan:
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             "speed_known": self.speed_known,
+            "repeats_kv": self.repeats_kv,
             "eval_batch": self.eval_batch,
             "answer_tokens": self.answer_tokens,
             "max_seq_len": self.max_seq_len,
@@ -240,6 +244,7 @@ def make_plan(
         choice=chosen,
         precision=chosen.precision,
         max_seq_len=job.seq_len,
+        repeats_kv=_repeats_kv(job, chosen),
         eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
@@ -314,6 +319,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         choice=choice,
         precision=Precision(**data["precision"]),
         max_seq_len=data["max_seq_len"],
+        repeats_kv=data["repeats_kv"],
         eval_batch=data["eval_batch"],
         answer_tokens=data["answer_tokens"],
         budget_bytes=choice.room.device,
@@ -436,6 +442,11 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"{chosen.layout.name} divides NF4 weights once they are loaded: until then each rank holds all of them "
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
+    if _repeats_kv(job, chosen):
+        found.append(
+            "attention: keys and values are repeated to all heads, since flash attention, which alone takes grouped "
+            "ones, does not run on this GPU in this precision"
+        )
     if chosen.step.eval_batch:
         found.append(_evaluation_words(job.config, chosen))
     found += effects(
@@ -443,6 +454,13 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
         whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
     )  # fmt: skip
     return [*found, *([learned] if learned else [])]
+
+
+def _repeats_kv(job: Job, chosen: Candidate) -> bool:
+    """Whether the run's sdpa repeats keys and values."""
+    step, half = chosen.step, chosen.precision.compute != "float32"
+    repeats = repeats_kv(job.shape, attention=step.attention, half=half, capability=step.capability)
+    return repeats and step.repeats_kv and step.on_gpu
 
 
 def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:

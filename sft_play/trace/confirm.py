@@ -13,6 +13,7 @@ from sft_play.plan.gradients import adapter_dtype, gradients_of
 from sft_play.plan.moments import is_padded
 from sft_play.plan.plan import Traced
 from sft_play.plan.precision import Precision
+from sft_play.plan.structure import repeats_kv
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def settings_of(
         checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
         loss=step.loss,
         attention=step.attention,
+        repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         mask=_mask(config, padded=step.padded),
         optimizer=OPTIMIZERS[config.train.optim],
         clip=config.train.max_grad_norm > 0,

@@ -81,6 +81,7 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         stack.enter_context(_library_faults())
         situation = shims.Situation(settings, log)
         stack.enter_context(shims.installed(situation))
+        stack.enter_context(_sdpa_of(settings))
         model = build.skeleton(settings)
         if settings.strategy in SHARDED and mesh is None:
             from sft_play.trace import ranks
@@ -90,6 +91,13 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
         return log, _Run(situation, mesh).whole(model)
+
+
+def _sdpa_of(settings: StepSettings) -> contextlib.AbstractContextManager[None]:
+    """transformers' sdpa, or the one that repeats keys and values."""
+    from sft_play.train import repeated_keys
+
+    return repeated_keys.using(repeated=settings.repeats_kv)
 
 
 class _Run:

@@ -32,7 +32,7 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import DtypeName, Precision
-from sft_play.train import tensor_parallel
+from sft_play.train import repeated_keys, tensor_parallel
 from sft_play.train.attention import Attention, choose_attention
 from sft_play.train.packable import require_packable
 from sft_play.train.portable import adapter_names
@@ -125,9 +125,11 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
 
 
 def draw_blueprint(
-    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE
+    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE, repeats_kv: bool = False
 ) -> Blueprint:
     """Everything about the model that can be checked without its weights, on the meta device.
+
+    `repeats_kv`: sdpa is to repeat keys and values (`Plan.repeats_kv`).
 
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
@@ -144,6 +146,7 @@ def draw_blueprint(
     notes = notes if is_text_tower else []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
+    attention = attention.repeating if repeats_kv else attention
     skeleton = _skeleton(hf_config, config)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
@@ -378,6 +381,7 @@ def load_model(
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+    repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     where = _where(config)
     try:
         with _no_load_report():

@@ -263,8 +263,9 @@ def prepare(job: Job) -> Prepared:
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(
-        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout
-    )
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
+        repeats_kv=plan.repeats_kv,
+    )  # fmt: skip
     backend = _for_model(backend, blueprint, job)
     splits = build_splits(
         config,
