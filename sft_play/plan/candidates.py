@@ -278,6 +278,7 @@ def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, 
         saves=True,
         on_gpu=bool(job.hardware.gpus),
         capability=_capability(job.hardware),
+        pages=job.hardware.pages and bool(job.hardware.gpus),
     )
     learned, precision = job.learned(layout), job.precision_of(layout)
     walk = Walk(job.config, job.shape, precision, step)

@@ -25,6 +25,10 @@ GRADIENT_SLACK = 0.125
 MARGIN_BYTES = int(0.3 * GIB)
 """Kept free in every class, beside the share."""
 
+DESKTOP_BYTES = GIB
+"""Kept free beside them under WSL: the desktop takes and gives back GPU memory while a run goes on, and what is missing
+is then moved to the host's memory. Not measured: what a browser and a few windows more may take."""
+
 MarginClass = Literal[
     "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
     "measured_shape",

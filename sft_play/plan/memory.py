@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
+from sft_play.plan.margins import DESKTOP_BYTES, GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
 from sft_play.plan.moments import Step, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
@@ -67,6 +67,8 @@ class MemoryEstimate:
     host_save_bytes: int = 0
     """Of those, what writing a checkpoint takes: only the first rank writes."""
     margin_reason: str = ""
+    kept_free: int = MARGIN_BYTES
+    """Of the margin: what is kept free whatever the run's size."""
 
     @property
     def allocated(self) -> int:
@@ -82,7 +84,7 @@ class MemoryEstimate:
     def required_to_load(self) -> int:
         """Bytes that must be free for loading: tensors whose sizes are known, with a margin for what quantising them
         one by one leaves in the allocator."""
-        return int(self.load_bytes * (1 + LOAD_MARGIN)) + MARGIN_BYTES + self.outside_allocator
+        return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
 
     @property
     def loading_decides(self) -> bool:
@@ -119,19 +121,22 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         approximate=bool(shape.note),
         autocast=precision.load != precision.compute,
     )
+    free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
+    desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
     paged = paged_bytes(config.train.optim, walk.trained)
     written = _written(walk) if step.saves else 0
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
-        margin=int(reserved * margin.share) + MARGIN_BYTES,
+        margin=int(reserved * margin.share) + free,
         outside_allocator=paged + _outside(layout, on_gpu=step.on_gpu),
         moment=peak,
         moments=sums,
         load_bytes=sum(walk.loading().values()),
         host_bytes=walk.resident.host + walk.offloaded() + written,
         host_save_bytes=written,
-        margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
+        margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
+        kept_free=free,
     )
 
 

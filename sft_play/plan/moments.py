@@ -57,6 +57,8 @@ class Step:
     saves: bool = True
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
+    pages: bool = False
+    """The driver pages GPU memory out instead of running out of it, beside a desktop (WSL)."""
 
     @property
     def length(self) -> int:

@@ -33,6 +33,7 @@ from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError
 from sft_play.facts.architecture import check_available
 from sft_play.facts.unseen import ON_CPU, torch_is_blind
 from sft_play.log import escape_control, one_line, write_log_to
+from sft_play.plan.margins import DESKTOP_BYTES
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.runs import Lock, RunFolder
@@ -929,9 +930,11 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     if plan.hardware.device != "cuda":
         return
     torch.zeros(1, device="cuda")  # makes the context
-    free, _ = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info()
     need = plan.memory.reserved + plan.memory.margin
     logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    if plan.hardware.pages:
+        _stop_at(min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES, total)
     if need <= free:
         return
     message = (
@@ -941,6 +944,18 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)
     logger.warning("%s; going on because the batch was given", message)
+
+
+def _stop_at(limit: int, total: int) -> None:
+    """Have torch raise its out-of-memory error at so many bytes of `total`: Windows' driver would move GPU memory to
+    the host's, where a step takes many times as long, and say nothing."""
+    limit = max(0, min(limit, total))
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    logger.info(
+        "WSL: this process may take %.1f GiB of the GPU and runs out of memory there; beyond it Windows' driver would "
+        "go on in the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
+        limit / GIB, DESKTOP_BYTES / GIB,
+    )  # fmt: skip
 
 
 def quiet_libraries() -> None:

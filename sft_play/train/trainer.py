@@ -31,6 +31,7 @@ from sft_play.data.mixing import Mix, Sources, mix_table
 from sft_play.data.packing import Packs, best_fit, joined, wants_packing
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
+from sft_play.log import one_line
 from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.plan import Plan
@@ -134,7 +135,7 @@ def training_arguments(
         seed=train.seed,
         report_to=[name for name in train.report_to if name != "tensorboard"],
         dataloader_num_workers=train.dataloader_num_workers,
-        dataloader_pin_memory=train.dataloader_pin_memory and plan.hardware.device == "cuda",
+        dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),
         dataloader_persistent_workers=False,  # kept workers draw no seed at an epoch's start; resumed ones do
         disable_tqdm=True,
         label_names=["labels"],
@@ -142,6 +143,29 @@ def training_arguments(
         **own,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
+
+
+PIN_TRIED = 64 * 2**20
+"""Bytes that are page-locked for a try: more than the batches that wait."""
+
+
+def _pins(plan: Plan) -> bool:
+    """Whether batches are page-locked on their way to a GPU; under WSL where the driver still gives a little.
+
+    Windows' driver gives WSL so little in all that others ran out of it in their loaders
+    (https://github.com/microsoft/WSL/issues/8447; 500 MB in a container: /issues/14078).
+    """
+    if plan.hardware.device != "cuda" or not plan.hardware.pages:
+        return plan.hardware.device == "cuda"
+    try:
+        torch.empty(PIN_TRIED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # CUDA's errors are of this kind
+        logger.info(
+            "WSL: memory cannot be page-locked (%s): batches go to the GPU without (train.dataloader_pin_memory=false)",
+            one_line(str(error), limit=120),
+        )
+        return False
+    return True
 
 
 def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
