@@ -21,6 +21,8 @@ from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.plan.batching import splits
 from sft_play.plan.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
 from sft_play.plan.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
+from sft_play.plan.memory import evaluation_rows
+from sft_play.plan.moments import Walk
 from sft_play.plan.plan import Traced, budget_bytes, job_of, make_plan
 
 GIB = 2**30
@@ -166,7 +168,8 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
     plan = make_plan(run, shape, machine(79), with_ways_out=False)
     assert plan.max_seq_len == (wish if wish < shape.max_positions else shape.max_positions)
-    assert plan.eval_batch == (plan.batch.micro_batch if eval_wish == "auto" else eval_wish)
+    most = evaluation_rows(Walk(run, shape, plan.precision, plan.choice.step))  # test_evaluation.py counts it
+    assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
     assert plan.choice.step.eval_batch == plan.eval_batch
     assert plan.choice.step.seq_len == plan.max_seq_len
     unjudged = make_plan(run, shape, machine(79), has_eval=False, with_ways_out=False)

@@ -476,7 +476,7 @@ class EvalConfig(Section):
     """Steps between two evaluations; null evaluates at the end of each epoch, 0 never while training."""
 
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="plan.plan")
-    """Sequences per GPU in evaluation; auto takes the training micro-batch."""
+    """Sequences per GPU in evaluation; auto takes as many as need no more memory than a training step, 64 at most."""
 
     generate_rows: int = leaf(0, owner="train.exact_match", ge=0)
     """Held-out rows whose answers are generated and compared word for word; 0 compares none."""

@@ -99,6 +99,9 @@ class Hardware:
     """Processes that share the CPUs of all nodes where there are no GPUs."""
     shared_gpu: str | None = None
     """A GPU without memory of its own (Apple's), which one process can use; then the host's memory is what counts."""
+    pages: bool = False
+    """Whether the driver moves GPU memory to the host's instead of running out, as Windows' does below WSL, and a
+    desktop shares the GPU."""
 
     @property
     def device(self) -> str:
@@ -161,10 +164,12 @@ class Hardware:
         return replace(self, gpus=(), link_bytes_per_s=None, shared_gpu=None, notes=notes)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for `plan.json` and the manifest; what only AMD's and Apple's GPUs have, with those alone."""
+        """Plain data for `plan.json` and the manifest; what only AMD's, Apple's or WSL's GPUs have, with them alone."""
         data = asdict(self)
         if self.shared_gpu is None:
             del data["shared_gpu"]
+        if not self.pages:
+            del data["pages"]
         for gpu in data["gpus"]:
             if gpu["architecture"] is None:
                 del gpu["architecture"]
@@ -296,9 +301,25 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(found, entries, strict=True))
     ram_total, ram_free = _memory()
     link = _link(found, entries)
-    hardware = Hardware(gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes)
-    hardware = replace(hardware, notes=(*notes, *_mixed(hardware)))
+    pages = bool(gpus) and on_wsl()
+    hardware = Hardware(
+        gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes, pages=pages
+    )
+    shared = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
+    hardware = replace(hardware, notes=(*notes, *shared, *_mixed(hardware)))
     return hardware if gpus else _with_apple(hardware)
+
+
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
+"""The kernel's release; WSL's own kernel has Microsoft's name in it."""
+
+
+def on_wsl(osrelease: Path | None = None) -> bool:
+    """Whether this Linux runs in Windows (WSL), by the kernel's release."""
+    try:
+        return "microsoft" in (osrelease or OSRELEASE).read_text(encoding="utf-8").lower()
+    except OSError:
+        return False
 
 
 def _mixed(hardware: Hardware) -> list[str]:

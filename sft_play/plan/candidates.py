@@ -18,7 +18,8 @@ from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 from sft_play.plan.batching import BatchPlan, splits
 from sft_play.plan.layout import SIMPLICITY, Layout
-from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate
+from sft_play.plan.memory import GIB, MemoryEstimate, Step, estimate_of, evaluation_rows
+from sft_play.plan.moments import Walk, is_padded
 from sft_play.plan.precision import Precision, with_updates
 from sft_play.plan.record import Correction, Raw
 from sft_play.plan.states import loads_by_unit
@@ -264,7 +265,7 @@ def wished_layers(config: RunConfig, layers: int) -> int | None:
 
 def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any = "chunked") -> Candidate:
     """One candidate with its predictions."""
-    padded = job.config.task_mode != "cpt" and (batch.micro_batch > 1 or job.packed) and layout.context_parallel == 1
+    padded = is_padded(job.config, layout, rows=2 if job.packed else batch.micro_batch)
     step = Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
@@ -275,13 +276,16 @@ def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, 
         loss=loss,
         attention=job.attention,
         padded=padded,
-        eval_batch=eval_batch(job.config, batch) if job.has_eval else 0,
         saves=True,
         on_gpu=bool(job.hardware.gpus),
         capability=_capability(job.hardware),
+        pages=job.hardware.pages and bool(job.hardware.gpus),
     )
     learned, precision = job.learned(layout), job.precision_of(layout)
-    memory = estimate(job.config, job.shape, precision, step)
+    walk = Walk(job.config, job.shape, precision, step)
+    if job.has_eval:
+        walk.evaluates(eval_batch(walk))
+    step, memory = walk.step, estimate_of(walk, precision)
     speed = predict_speed(job.config, job.shape, precision, step, job.rates)
     raw = Raw(memory.reserved, speed.tokens_per_s)
     return Candidate(
@@ -298,9 +302,10 @@ def candidate_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, 
     )
 
 
-def eval_batch(config: RunConfig, batch: BatchPlan) -> int:
-    """Rows of an evaluation batch."""
-    return batch.micro_batch if config.eval.batch_size == "auto" else config.eval.batch_size
+def eval_batch(walk: Walk) -> int:
+    """Rows of an evaluation batch of one rank: as given, or as many as need no more memory than the step itself."""
+    given = walk.config.eval.batch_size
+    return evaluation_rows(walk) if given == "auto" else given
 
 
 def _capability(hardware: Hardware) -> tuple[int, int] | None:

@@ -17,10 +17,17 @@ PASSING_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
 size and asked for another (forward, backward, evaluation, the next batch's length). By attention's S x S matrices and
 by gathered units, the largest of all, more. From replays, not from measured rows: benchmarks/reserved.json (rows of one
 length and of changing ones) and closed_form.json; docs/memory-model.md scores it on measured ones."""
+EVALUATION_SLACK = 0.6
+"""The same for an evaluation's batch, whose tensors are few and large: each that comes is another cut. In replays of 9
+settings on a card without end 0.28 to 0.55 (docs/memory-model.md)."""
 GRADIENT_SLACK = 0.125
 """The same for gradients: their sizes are the weights' own in every step."""
 MARGIN_BYTES = int(0.3 * GIB)
 """Kept free in every class, beside the share."""
+
+DESKTOP_BYTES = GIB
+"""Kept free beside them under WSL: the desktop takes and gives back GPU memory while a run goes on, and what is missing
+is then moved to the host's memory. Not measured: what a browser and a few windows more may take."""
 
 MarginClass = Literal[
     "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
@@ -58,12 +65,14 @@ def stays(terms: Mapping[str, int]) -> int:
     return sum(terms.get(name, 0) for name in STAYS)
 
 
-def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout) -> int:
-    """Bytes that the allocator has reserved when a moment's terms are alive: a bound, where no trace says more."""
+def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, evaluates: bool = False) -> int:
+    """Bytes that the allocator has reserved when a moment's terms are alive: a bound, where no trace says more;
+    `evaluates`: the moment is an evaluation's."""
     gradients = terms.get("gradients", 0)
     passing = sum(terms.values()) - stays(terms) - gradients
     is_spread = layout.ranks > 1 and layout.context_parallel == 1  # beside rows that are shared, units are small
     slack = PASSING_SLACK["several_gpus" if is_spread else "eager" if attention == "eager" else "fused"]
+    slack = max(slack, EVALUATION_SLACK) if evaluates else slack
     return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
 
 

@@ -8,13 +8,15 @@ largest is the peak. What stays between steps comes from `plan.states`, what a b
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
-from sft_play.plan.moments import Step, Terms, Walk, largest
+from sft_play.plan.margins import DESKTOP_BYTES, GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
+from sft_play.plan.moments import Step, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.saving import Form, Saving, saving_of
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
@@ -28,6 +30,10 @@ NCCL_BYTES = 688 * 2**20
 LOAD_MARGIN = MARGINS["quantised"].share
 """Share of the bytes of loading that is kept free beside them. Not measured on a GPU yet; a step's margin is for what
 activations may do, and there are none."""
+
+MOST_EVALUATION_ROWS = 64
+"""Rows of an evaluation batch that a plan takes at most: a device that computes so many at once has no more to gain,
+and each rank's last batch is filled up."""
 
 CPU_ACTIVATION_SLACK = 3.0
 """What a CPU process keeps of freed activations, times their size. With it and CPU_LATE_BYTES the prediction is 0.95
@@ -70,6 +76,8 @@ class MemoryEstimate:
     """RAM for loading the weights, of a rank that reads them (under FSDP2 the first alone), pages of the files left
     out: those can be dropped."""
     margin_reason: str = ""
+    kept_free: int = MARGIN_BYTES
+    """Of the margin: what is kept free whatever the run's size."""
 
     @property
     def allocated(self) -> int:
@@ -85,7 +93,7 @@ class MemoryEstimate:
     def required_to_load(self) -> int:
         """Bytes that must be free for loading: tensors whose sizes are known, with a margin for what quantising them
         one by one leaves in the allocator."""
-        return int(self.load_bytes * (1 + LOAD_MARGIN)) + MARGIN_BYTES + self.outside_allocator
+        return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
 
     @property
     def loading_decides(self) -> bool:
@@ -101,15 +109,17 @@ class MemoryEstimate:
 
 def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
     """The predicted peak of a step on one rank: the largest of its moments, and what must be free for it."""
-    walk = Walk(config, shape, precision, step)
+    return estimate_of(Walk(config, shape, precision, step), precision)
+
+
+def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
+    """The same of a step whose way is known."""
+    config, shape, step = walk.config, walk.shape, walk.step
     found = largest(walk.moments())
     sums = {str(name): sum(terms.values()) for name, terms in found.items()}
     peak = max(found, key=lambda name: sums[name])
     terms, mode, layout = found[peak], config.tuning.mode, step.layout
-    if step.on_gpu:
-        reserved = max(reserved_bytes(one, attention=step.attention, layout=layout) for one in found.values())
-    else:
-        reserved = _resident_on_cpu(terms)
+    reserved = max(_held(name, one, step) for name, one in found.items() if step.on_gpu or name == peak)
     margin = margin_of(
         mode=mode,
         padded=step.padded,
@@ -120,12 +130,14 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         approximate=bool(shape.note),
         autocast=precision.load != precision.compute,
     )
+    free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
+    desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
     paged = paged_bytes(config.train.optim, walk.trained)
     saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
     return MemoryEstimate(
         terms=terms,
         reserved=reserved,
-        margin=int(reserved * margin.share) + MARGIN_BYTES,
+        margin=int(reserved * margin.share) + free,
         outside_allocator=paged + _outside(layout, on_gpu=step.on_gpu),
         moment=peak,
         moments=sums,
@@ -137,8 +149,34 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
         checkpoint=saving.form,
         checkpoint_bytes=saving.total,
         host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
-        margin_reason=f"{margin.share:.0%} + {MARGIN_BYTES / GIB:.1f} GiB: {margin.reason}",
+        margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
+        kept_free=free,
     )
+
+
+def evaluation_rows(walk: Walk) -> int:
+    """Rows of the largest evaluation batch of one rank that is never the run's peak: what is reserved for it is at most
+    what the training step's own tensors take. One row at least, MOST_EVALUATION_ROWS at most."""
+    step, training = walk.step, walk.training
+    if step.on_gpu:
+        room = max(sum(terms.values()) for terms in training.values())
+    else:
+        room = max(_held(name, terms, step) for name, terms in training.items())
+
+    def is_beyond(rows: int) -> bool:
+        return any(_held(name, terms, step) > room for name, terms in walk.evaluation(rows))
+
+    if not is_beyond(MOST_EVALUATION_ROWS):
+        return MOST_EVALUATION_ROWS
+    return max(1, bisect.bisect_left(range(1, MOST_EVALUATION_ROWS), True, key=is_beyond))
+
+
+def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
+    """Bytes reserved, or resident on a CPU, when a moment's terms are alive."""
+    if not step.on_gpu:
+        return _resident_on_cpu(terms)
+    evaluates = moment == "evaluation"
+    return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
 
 
 def _outside(layout: Layout, *, on_gpu: bool) -> int:
@@ -148,7 +186,7 @@ def _outside(layout: Layout, *, on_gpu: bool) -> int:
     return CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators
 
 
-def _resident_on_cpu(terms: Terms) -> int:
+def _resident_on_cpu(terms: Mapping[str, int]) -> int:
     """Resident memory of a CPU process above the level after its imports: tensors, and what malloc does not return."""
     passing = terms["activations"] + terms["loss_head"]
     return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
@@ -58,12 +59,16 @@ class Step:
     padded: bool = False
     """Rows are padded or packed, so that attention is given a mask of S x S a sequence."""
     eval_batch: int = 0
-    """Rows of an evaluation batch; 0: no evaluation."""
+    """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
+    repeats_kv: bool = True
+    """Keys and values are repeated to all heads where grouped ones would meet PyTorch's math kernel, as in training."""
     offloads: bool = False
     """What checkpointed blocks need for their second pass is kept in RAM."""
     saves: bool = True
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
+    pages: bool = False
+    """The driver pages GPU memory out instead of running out of it, beside a desktop (WSL)."""
 
     @property
     def length(self) -> int:
@@ -74,6 +79,11 @@ class Step:
     def tokens(self) -> int:
         """T = B * S of this rank."""
         return self.micro_batch * self.length
+
+
+def is_padded(config: RunConfig, layout: Layout, *, rows: int) -> bool:
+    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of text never are."""
+    return config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
 
 class Walk:
@@ -93,14 +103,18 @@ class Walk:
         self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
         self.adds_up = step.grad_accum > 1
         self.whole_gradients = self._whole_gradients()
-        self.specs = tuple(self._spec(place) for place in range(len(shape.layers)))
+        self.specs = self._specs(padded=step.padded, packed=config.data.packing != "none")
         self.gathering = self._gathering() if layout.shards_params else None
         self.blocks, self.widths = self._blocks()
 
     # --- what the step is made of -------------------------------------------------------------------------------------
-    def _spec(self, place: int) -> BlockSpec:
+    def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
+        """The kinds of blocks, for rows of a batch that are padded or packed so."""
+        return tuple(self._spec(place, padded=padded, packed=packed) for place in range(len(self.shape.layers)))
+
+    def _spec(self, place: int, *, padded: bool, packed: bool) -> BlockSpec:
         kind, step, tuning = self.shape.layers[place], self.step, self.config.tuning
-        masked = sees_mask(kind, self.shape, length=step.seq_len, padded=step.padded)
+        masked = sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
         kernel = kernel_of(
             kind,
             self.shape,
@@ -109,7 +123,8 @@ class Walk:
             half=self.numbers.autocast is not None or self.width == 2,
             capability=step.capability,
             on_gpu=step.on_gpu,
-            gathers=step.padded and self.config.data.packing == "none",
+            gathers=padded and not packed,
+            repeats=step.repeats_kv,
         )
         spec = block_spec(
             kind,
@@ -163,8 +178,8 @@ class Walk:
             widths.append(block.width)
         return found, widths
 
-    def _forward_alone(self, layer: int, batch: int, *, training: bool) -> int:
-        spec, width = self.specs[self.shape.layer_order[layer]], self.widths[layer]
+    def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
+        spec, width = specs[self.shape.layer_order[layer]], self.widths[layer]
         return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
 
     def _head(self, batch: int, *, grad: bool) -> HeadBytes:
@@ -194,14 +209,14 @@ class Walk:
         whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
         return self.resident.gradients * gradients // max(1, whole)
 
-    def _batch(self, batch: int) -> int:
+    def _batch(self, batch: int, specs: Sequence[BlockSpec]) -> int:
         """Token numbers, labels and mask of a batch, and the masks of S x S that all blocks share: one for each kind
         of attention, booleans for sdpa, numbers for eager."""
         step, squares = self.step, batch * self.step.length**2
         own = TOKEN_BYTES * batch * step.length
         if step.attention == "flash_attention_2":
             return own
-        pairs = zip(self.shape.layers, self.specs, strict=True)
+        pairs = zip(self.shape.layers, specs, strict=True)
         kinds = {kind.attention for kind, spec in pairs if spec.masked or step.attention == "eager"}
         return own + len(kinds) * squares * (self.width if step.attention == "eager" else 1)
 
@@ -295,8 +310,24 @@ class Walk:
         return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
-        """Every moment that can be the peak, with its terms."""
-        held = [self._batch(self.step.micro_batch)]
+        """Every moment that can be the peak, with its terms: of each part of the step the highest, then the others."""
+        yield from self.training.items()
+        if self.step.eval_batch:
+            yield from self.evaluation(self.step.eval_batch)
+        if self.step.saves:
+            yield self._at("saving", self._between(), 0, gather_buffers=self._gathered_to_save())
+
+    def evaluates(self, rows: int) -> None:
+        """Take batches of so many rows to the evaluation."""
+        self.step = replace(self.step, eval_batch=rows)
+
+    @cached_property
+    def training(self) -> Mapping[Moment, Terms]:
+        """The step itself: of the visits of each of its moments the one with the most bytes."""
+        return largest(self._training())
+
+    def _training(self) -> Iterator[tuple[Moment, Terms]]:
+        held = [self._batch(self.step.micro_batch, self.specs)]
         if self.shape.embedding_dropout:
             held[0] += self.step.tokens * self.shape.hidden_size  # its mask
         yield from self._forward(held)
@@ -305,10 +336,6 @@ class Walk:
         if self.step.layout.shards_states:
             passing //= self.step.layout.shard
         yield self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
-        if self.step.eval_batch:
-            yield from self._evaluation()
-        if self.step.saves:
-            yield self._at("saving", 0, 0, gather_buffers=self._gathered_to_save())
 
     def _gathered_to_save(self) -> int:
         """A cut tensor is gathered whole, one at a time, and once more on its way to the host."""
@@ -318,6 +345,11 @@ class Walk:
     def _hidden(self, batch: int, layer: int) -> int:
         """Hidden states before a block, or after the last."""
         return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
+
+    def _between(self) -> int:
+        """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others let them go."""
+        layout = self.step.layout
+        return self.resident.gradients if layout.is_zero and layout.shards_params else 0
 
     def _there(self) -> int:
         return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
@@ -333,7 +365,7 @@ class Walk:
         for layer, block in enumerate(self.blocks):
             checkpointed = layer < self.layers
             cast += block.cast_weights if checkpointed else 0
-            alone = self._forward_alone(layer, batch, training=True)
+            alone = self._forward_alone(layer, batch, self.specs, training=True)
             embedded = self._hidden(batch, 0) if layer and not self.layers else 0
             live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
             yield self._at("forward", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
@@ -386,19 +418,28 @@ class Walk:
         beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
         yield self._at("backward", done, live + (dense if beside else 0))
 
-    def _evaluation(self) -> Iterator[tuple[Moment, Terms]]:
-        """Rows of the evaluation, block after block; nothing is held, no gradient is there."""
-        batch, gathering = self._batch(self.step.eval_batch), self.gathering
-        for layer in {self.shape.layer_order.index(place) for place in set(self.shape.layer_order)}:
-            live = batch + self._forward_alone(layer, self.step.eval_batch, training=False)
-            yield self._at("evaluation", 0, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-        head = self._head(self.step.eval_batch, grad=False)
-        live = batch + 2 * self._hidden(self.step.eval_batch, -1)
-        if gathering:
-            yield self._at("evaluation", 0, live, gather_buffers=gathering.before_tail())
-        yield self._at(
-            "evaluation", 0, batch, loss_head=head.forward, gather_buffers=gathering.tail if gathering else 0
-        )
+    def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:
+        """A batch of the evaluation: of each kind of block the last, then the head; nothing is held for a backward
+        pass but, as in training, the embedding's output until the model's forward returns, and autocast's
+        half-precision copies of fp32 parameters until the pass ends.
+
+        Rows are not packed there, so that their mask is not the training's.
+        """
+        specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows))
+        batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
+        last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
+        for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):
+            if last[place] == layer:
+                embedded = self._hidden(rows, 0) if layer else 0
+                live = batch + cast + embedded + self._forward_alone(layer, rows, specs, training=False)
+                yield self._at("evaluation", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
+            cast += block.cast_weights
+        head = self._head(rows, grad=False)
+        live = batch + cast + self._hidden(rows, 0) + 2 * self._hidden(rows, -1)
+        before = gathering.before_tail() if gathering else 0
+        yield self._at("evaluation", there, live, gather_buffers=before)
+        gathered = gathering.tail if gathering else 0
+        yield self._at("evaluation", there, batch + cast, loss_head=head.forward, gather_buffers=gathered)
 
 
 def _gathered_numbers(loaded: Numbers, layout: Layout, gathered: DtypeName) -> Numbers:

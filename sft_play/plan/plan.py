@@ -37,6 +37,7 @@ from sft_play.plan.moments import Walk
 from sft_play.plan.precision import SHORT, Precision, choose_precision
 from sft_play.plan.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.plan.states import loads_by_unit
+from sft_play.plan.structure import repeats_kv
 from sft_play.plan.throughput import Speed, rates_of, utilisation
 
 TRACE_TOLERANCE = 0.03
@@ -92,7 +93,10 @@ class Plan:
     choice: Candidate
     precision: Precision
     max_seq_len: int
+    repeats_kv: bool
+    """Whether sdpa repeats keys and values to all heads, since grouped ones would meet PyTorch's math kernel."""
     eval_batch: int
+    """Rows that a rank evaluates at once."""
     answer_tokens: int
     """Tokens of prompts and answers that are generated from at once."""
     budget_bytes: int
@@ -157,6 +161,7 @@ class Plan:
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             "speed_known": self.speed_known,
+            "repeats_kv": self.repeats_kv,
             "eval_batch": self.eval_batch,
             "answer_tokens": self.answer_tokens,
             "max_seq_len": self.max_seq_len,
@@ -241,7 +246,8 @@ def make_plan(
         choice=chosen,
         precision=chosen.precision,
         max_seq_len=job.seq_len,
-        eval_batch=eval_batch(config, chosen.batch),
+        repeats_kv=_repeats_kv(job, chosen),
+        eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
         model_params=shape.params,
@@ -315,6 +321,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         choice=choice,
         precision=Precision(**data["precision"]),
         max_seq_len=data["max_seq_len"],
+        repeats_kv=data["repeats_kv"],
         eval_batch=data["eval_batch"],
         answer_tokens=data["answer_tokens"],
         budget_bytes=choice.room.device,
@@ -439,6 +446,13 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
         )
     found += _saving_words(chosen)
+    if _repeats_kv(job, chosen):
+        found.append(
+            "attention: keys and values are repeated to all heads, since flash attention, which alone takes grouped "
+            "ones, does not run on this GPU in this precision"
+        )
+    if chosen.step.eval_batch:
+        found.append(_evaluation_words(job.config, chosen))
     found += effects(
         job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
         whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
@@ -457,6 +471,24 @@ def _saving_words(chosen: Candidate) -> list[str]:
         f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
         f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     ]
+
+
+def _repeats_kv(job: Job, chosen: Candidate) -> bool:
+    """Whether the run's sdpa repeats keys and values."""
+    step, half = chosen.step, chosen.precision.compute != "float32"
+    repeats = repeats_kv(job.shape, attention=step.attention, half=half, capability=step.capability)
+    return repeats and step.repeats_kv and step.on_gpu
+
+
+def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
+    """How many rows are evaluated at once, with the memory of it beside that of a step."""
+    rows, moments = chosen.step.eval_batch, chosen.memory.moments
+    given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
+    step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
+    return (
+        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of like length together; "
+        f"{moments['evaluation'] / GIB:.2f} GiB, a training step {step / GIB:.2f}"
+    )
 
 
 def require_fit(plan: Plan, config: RunConfig) -> None:
@@ -532,6 +564,9 @@ def _seq_reason(config: RunConfig, shape: ModelShape) -> list[str]:
 
 def _advice(chosen: Candidate) -> list[str]:
     reasons = []
+    if chosen.step.pages and (chosen.offloads or chosen.step.offloads):
+        need = f"{chosen.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
+        reasons.append(f"{need}, and WSL was seen to give 0.5 to 4 GiB: this may fail at its start")
     if chosen.fits and chosen.hangs_on_ram:
         need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
         reasons.append(f"{need}; the machine's was not given (ram=512GiB)")

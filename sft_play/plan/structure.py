@@ -57,21 +57,40 @@ def kernel_of(
     capability: tuple[int, int] | None,
     on_gpu: bool,
     gathers: bool = False,
+    repeats: bool = True,
 ) -> AttentionKernel:
     """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for.
 
-    `gathers`: rows are padded, which flash-attn 2 takes without their padding.
+    `gathers`: rows are padded, which flash-attn 2 takes without their padding; `repeats`: keys and values are repeated
+    where `repeats_kv` says so, as training does and other scripts do not.
     """
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
-    same = shape.mla is None
-    able = (capability or FLASH_SINCE) >= FLASH_SINCE and half and shape.head_dim <= FLASH_HEAD and same
+    able = _flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
     if able and not masked:
         return "flash"
-    grouped = shape.num_heads != shape.num_kv_heads and same
-    return "math" if grouped and not masked and shape.head_dim <= FLASH_HEAD else "efficient"
+    return "math" if _grouped(shape) and not masked and not repeats else "efficient"
+
+
+def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether a run on GPUs of this capability (None: not known) repeats keys and values to all heads for sdpa.
+
+    transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Flash attention alone knows
+    them; where it does not run, PyTorch would take its math kernel, with S x S scores in fp32.
+    """
+    return attention == "sdpa" and _grouped(shape) and not _flash_runs(half=half, capability=capability)
+
+
+def _flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch's flash kernel runs for these numbers on this GPU."""
+    return half and (capability or FLASH_SINCE) >= FLASH_SINCE
+
+
+def _grouped(shape: ModelShape) -> bool:
+    """Whether heads are grouped in a way that transformers would leave to PyTorch."""
+    return shape.num_heads != shape.num_kv_heads and shape.mla is None and shape.head_dim <= FLASH_HEAD
 
 
 @lru_cache(maxsize=4096)

@@ -172,7 +172,7 @@ def _changes(config: RunConfig, choice: Callable[[RunConfig], Candidate | None])
     if config.tuning.mode == "full" and config.model.dtype == "float32":
         wishes.append("model.dtype=auto")
     if config.eval.batch_size not in ("auto", 1):
-        wishes.append("eval.batch_size=1")
+        wishes.append("eval.batch_size=auto")
     if config.model.attn_implementation == "eager":
         wishes.append("model.attn_implementation=auto")
     length = _longest(config, choice)

@@ -99,6 +99,7 @@ def _step(settings: StepSettings) -> Step:
         attention=settings.attention,
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
+        repeats_kv=False,
         saves=False,
         capability=settings.device.capability,
     )

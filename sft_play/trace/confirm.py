@@ -10,8 +10,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.candidates import Candidate
 from sft_play.plan.gradients import adapter_dtype, gradients_of
+from sft_play.plan.moments import is_padded
 from sft_play.plan.plan import Traced
 from sft_play.plan.precision import Precision
+from sft_play.plan.structure import repeats_kv
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -74,10 +76,12 @@ def settings_of(
         checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
         loss=step.loss,
         attention=step.attention,
+        repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         mask=_mask(config, padded=step.padded),
         optimizer=OPTIMIZERS[config.train.optim],
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
+        eval_mask="padded" if is_padded(config, step.layout, rows=step.eval_batch) else "ones",
         strategy=STRATEGIES[candidate.layout.name],
         world=candidate.layout.ranks,
         sync_each_batch=is_fsdp and chosen.every == "micro_batch",

@@ -69,6 +69,9 @@ class StepSettings:
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids."""
     expand_kv: bool = False
     """The script repeats K and V to all heads before attention."""
+    repeats_kv: bool = False
+    """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
+    attention does not run (train/repeated_keys.py)."""
     optimizer: str = "adamw_fused"
     """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
 
@@ -94,6 +97,8 @@ class StepSettings:
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
+    eval_mask: Literal["none", "ones", "padded", "packed"] | None = None
+    """The evaluation's mask where it is not the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = "single"
     """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran."""

@@ -22,12 +22,18 @@ from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
 
-@dataclass(frozen=True)
+@dataclass
 class Situation:
     """What a shim may look at."""
 
     settings: StepSettings
     log: StorageLog
+    evaluating: bool = False
+
+    @property
+    def mask(self) -> str:
+        """How rows are told apart now (`StepSettings.mask`)."""
+        return (self.evaluating and self.settings.eval_mask) or self.settings.mask
 
 
 @dataclass(frozen=True)
@@ -126,14 +132,14 @@ def _cuda_softmax(original: Any, _: Situation) -> Any:
 
 def _packed_indices(original: Any, situation: Situation) -> Any:
     def indices(position_ids: Any) -> Any:
-        return torch.cumsum(torch.ones_like(position_ids), -1) if situation.settings.mask == "packed" else None
+        return torch.cumsum(torch.ones_like(position_ids), -1) if situation.mask == "packed" else None
 
     return indices
 
 
 def _flash_mask(original: Any, situation: Situation) -> Any:
     def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
-        is_read = attention_mask is not None and situation.settings.mask == "padded"
+        is_read = attention_mask is not None and situation.mask == "padded"
         return attention_mask[:, -kv_length:] if is_read else None
 
     return mask
@@ -164,7 +170,7 @@ def _full_rows(original: Any, _: Situation) -> Any:
 
 def _told_packs(original: Any, situation: Situation) -> Any:
     def is_packed(position_ids: Any, batch_size: int) -> bool:
-        return position_ids is not None and batch_size == 1 and situation.settings.mask == "packed"
+        return position_ids is not None and batch_size == 1 and situation.mask == "packed"
 
     return is_packed
 
@@ -320,7 +326,7 @@ SHIMS: tuple[Shim, ...] = (
         "transformers reads whether a mask is all ones; fake tensors have no values",
         "transformers.masking_utils:fast_all",
         ("tensor",),
-        lambda original, situation: lambda tensor: situation.settings.mask != "padded",
+        lambda original, situation: lambda tensor: situation.mask != "padded",
     ),
     Shim(
         "packing",

@@ -33,7 +33,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 """Part of the cache's key: raised whenever this room would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -79,7 +79,9 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
         stack.enter_context(_library_faults())
-        stack.enter_context(shims.installed(shims.Situation(settings, log)))
+        situation = shims.Situation(settings, log)
+        stack.enter_context(shims.installed(situation))
+        stack.enter_context(_sdpa_of(settings))
         model = build.skeleton(settings)
         if settings.strategy in SHARDED and mesh is None:
             from sft_play.trace import ranks
@@ -88,14 +90,21 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        return log, _Run(settings, log, mesh).whole(model)
+        return log, _Run(situation, mesh).whole(model)
+
+
+def _sdpa_of(settings: StepSettings) -> contextlib.AbstractContextManager[None]:
+    """transformers' sdpa, or the one that repeats keys and values."""
+    from sft_play.train import repeated_keys
+
+    return repeated_keys.using(repeated=settings.repeats_kv)
 
 
 class _Run:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
-    def __init__(self, settings: StepSettings, log: StorageLog, mesh: Any) -> None:
-        self.settings, self.log, self.mesh = settings, log, mesh
+    def __init__(self, situation: shims.Situation, mesh: Any) -> None:
+        self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
         self._held: Any = None
         self._passes = 0
 
@@ -126,6 +135,7 @@ class _Run:
             if settings.empty_cache_every_step:
                 log.empty_cache()
         if settings.eval_batch:
+            log.empty_cache()  # as the trainer does between the moments of a run
             log.mark("evaluation", settings.optimizer_steps - 1)
             self._evaluate(model)
         log.mark("end", settings.optimizer_steps - 1)
@@ -166,13 +176,13 @@ class _Run:
 
     def _batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their borders told."""
-        is_packed = self.settings.mask == "packed"
+        is_packed = self.situation.mask == "packed"
         is_flat = is_packed and self.settings.attention == "flash_attention_2"
         shape = (1, rows * length) if is_flat else (rows, length)
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
         if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
-        elif self.settings.mask != "none":
+        elif self.situation.mask != "none":
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if is_flat:
             ends = torch.zeros(rows + 1, dtype=torch.int32)
@@ -225,8 +235,10 @@ class _Run:
 
     def _evaluate(self, model: Any) -> None:
         model.eval()
+        self.situation.evaluating = True
         with torch.no_grad():
             self._loss(model, self._batch(self.settings.eval_batch or 1, self.settings.seq_len))
+        self.situation.evaluating = False
         model.train()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -13,10 +13,23 @@ from sft_play.train.context_parallel import ATTENTION
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention implementation by its name in transformers, and why it was taken."""
+    """An attention implementation by its name in transformers, and why it was taken; `repeats_kv`: keys and values are
+    repeated to all heads (`train.repeated_keys`)."""
 
     name: str
     reason: str
+    repeats_kv: bool = False
+
+    @property
+    def repeating(self) -> Attention:
+        """The same with keys and values repeated, where it is sdpa, and told."""
+        if self.name not in ("sdpa", ATTENTION):
+            return self
+        told = (
+            "; keys and values are repeated to all heads, since flash attention does not run on this GPU in this "
+            "precision and PyTorch's math kernel would hold S x S scores"
+        )
+        return replace(self, reason=self.reason + told, repeats_kv=True)
 
 
 def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:

@@ -166,11 +166,13 @@ def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> di
     last = stages[-1] if stages else {}
     same = _judged_on(configs[0]) == _judged_on(configs[-1])
     wall = sum(stage["wall_s"] for stage in stages)
+    highest = max(stages, key=lambda stage: _measured(stage["peak_bytes"]), default=None)
     return {
         "split": last.get("split"),
         "before": stages[0]["before"] if stages and same else None,
         "after": last.get("after") if len(stages) == len(configs) else None,
-        "peak_bytes": max((stage["peak_bytes"] for stage in stages), key=_measured, default=None),
+        "peak_bytes": highest["peak_bytes"] if highest else None,
+        "peak_bytes_by_moment": highest.get("peak_bytes_by_moment") if highest else None,
         "tokens_per_s": round(sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages) / wall, 2)
         if wall
         else 0,

@@ -125,9 +125,11 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
 
 
 def draw_blueprint(
-    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE
+    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE, repeats_kv: bool = False
 ) -> Blueprint:
     """Everything about the model that can be checked without its weights, on the meta device.
+
+    `repeats_kv`: sdpa is to repeat keys and values (`Plan.repeats_kv`).
 
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
@@ -144,6 +146,7 @@ def draw_blueprint(
     notes = notes if is_text_tower else []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
+    attention = attention.repeating if repeats_kv else attention
     skeleton = _skeleton(hf_config, config)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)

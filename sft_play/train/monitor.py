@@ -7,8 +7,6 @@ device, between events; on a CPU those of the clock.
 from __future__ import annotations
 
 import contextlib
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +17,15 @@ import torch
 
 from sft_play.plan.plan import Plan
 from sft_play.train import engine
+from sft_play.train.peaks import Peaks, RunMoment
 from sft_play.train.rows import SOURCES
 
 GIB = 2**30
 PARTS = ("data", "forward_backward", "optimizer")
 """Parts of a step: waiting for rows, the passes with their communication, the optimizer's step."""
-PAUSES = ("checkpoint", "evaluation")
-"""What stands between steps: its time is shown, and is no part of a step or of the speed."""
+PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluation"}
+"""What stands between steps, with the moment whose memory it takes: its time is shown, and is no part of a step or of
+the speed."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,12 @@ class Monitor:
         level_bytes: int = 0,
         copies: int = 1,
         sources: Sequence[str] = SOURCES,
+        peaks: Peaks | None = None,
     ) -> None:
         """`level_bytes`: resident memory before anything of the run was loaded; `copies`: ranks in a row that see the
-        same rows, and are counted once; `sources`: names of those whose losses are told apart."""
+        same rows, and are counted once; `sources`: names of those whose losses are told apart; `peaks`: those of the
+        run's moments, whose changes this tells."""
+        self._peaks = peaks or Peaks(on_gpu=on_gpu, level_bytes=level_bytes)
         self._copies = copies
         self.sources = tuple(sources)
         self._expected, self._on_gpu, self._level = expected, on_gpu, level_bytes
@@ -115,17 +118,23 @@ class Monitor:
 
     def start(self) -> None:
         """Count from here; memory above this level is the run's on a CPU."""
+        self._peaks.start("training")
         self._clock.take()
         self._paused, self._since = 0.0, time.perf_counter()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what is inside as one of PARTS, or as one of PAUSES."""
+        """Time what is inside as one of PARTS, or as one of PAUSES, whose peaks of memory are their own."""
         began, clock = self._clock.now(), time.perf_counter()
-        yield
+        with self._peaks.during(PAUSES[name]) if name in PAUSES else contextlib.nullcontext():
+            yield
         self._clock.add(name, began)
         if name in PAUSES:
             self._paused += time.perf_counter() - clock
+
+    def generating(self) -> contextlib.AbstractContextManager[None]:
+        """What is inside generates answers, which is no part of the evaluation's memory."""
+        return self._peaks.during("generation")
 
     def before_optimizer(self) -> None:
         """The optimizer's step begins."""
@@ -195,14 +204,14 @@ class Monitor:
         self._paused, self._since = 0.0, time.perf_counter()
 
     def _memory(self) -> list[float]:
-        """Allocated, reserved and highest bytes of this rank, in GiB; on a CPU resident ones."""
+        """Allocated and reserved bytes of this rank, and the highest of its training steps, in GiB; on a CPU resident
+        ones."""
         if self._on_gpu:
-            numbers = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
-            return [number / GIB for number in numbers]
-        now = psutil.Process().memory_info().rss
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return [max(0, now - self._level) / GIB, 0.0, max(0, highest - self._level) / GIB]
+            now, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        else:
+            now, reserved = max(0, psutil.Process().memory_info().rss - self._level), 0
+        highest = self._peaks.highest("training")
+        return [now / GIB, reserved / GIB, max(now, highest.allocated if highest else 0) / GIB]
 
     def _memory_figures(self, sums: list[list[float]]) -> dict[str, float]:
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")

@@ -97,6 +97,27 @@ def filled(dataset: Dataset, *, unit: int) -> Dataset:
     return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
 
 
+def evened(rows: int, *, most: int, ranks: int) -> int:
+    """Rows of a batch, `most` at most, with which `ranks` are through `rows` in as few passes and none is left with a
+    nearly empty one."""
+    passes = max(1, -(-rows // (most * ranks)))
+    return max(1, -(-rows // (passes * ranks)))
+
+
+class LongestFirst(torch.utils.data.Sampler[int]):
+    """Rows by their tokens, the longest first and equal ones in their order: a batch has rows of like length, and the
+    first needs the most memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._order = np.argsort(-lengths_of(dataset), kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order.tolist()
+
+
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
     """The training rows by number: rows of the data set or packs of them, then masked rows that fill up.
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import resource
 import shlex
 import sys
 import time
@@ -34,12 +33,13 @@ from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError
 from sft_play.facts.architecture import check_available
 from sft_play.facts.unseen import ON_CPU, torch_is_blind
 from sft_play.log import escape_control, one_line, write_log_to
+from sft_play.plan.margins import DESKTOP_BYTES
 from sft_play.plan.plan import Plan
 from sft_play.plan.show import precision_name
 from sft_play.plan.states import loads_by_unit
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, context_parallel, engine, sharding, tensor_parallel
+from sft_play.train import checkpoints, context_parallel, engine, repeated_keys, sharding, tensor_parallel
 from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
@@ -57,6 +57,7 @@ from sft_play.train.model import (
     weights_facts,
 )
 from sft_play.train.monitor import Monitor, expected_of
+from sft_play.train.peaks import Highest, Peaks
 from sft_play.train.portable import fill_adapter
 from sft_play.train.rows import SOURCES, to_dataset
 from sft_play.train.tokenizer import LoadedTokenizer, load_tokenizer
@@ -266,8 +267,9 @@ def prepare(job: Job) -> Prepared:
     tokenizer = load_tokenizer(config)
     _say(tokenizer.notes)
     blueprint = draw_blueprint(
-        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout
-    )
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
+        repeats_kv=plan.repeats_kv,
+    )  # fmt: skip
     backend = _for_model(backend, blueprint, job)
     splits = build_splits(
         config,
@@ -436,6 +438,7 @@ class _Exam:
 
 def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, Any]:
     checkpoint = _checkpoint(job)
+    watch.memory.peaks.forget()
     shared = engine.require_disk(job.folder.manifest_path, job.plan)
     _announce(job, prepared, checkpoint)
     exam = prepared.exam or _exam(job, prepared)
@@ -461,7 +464,6 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         judging.judge()
     else:  # what an engine makes of the model is there once training has begun
         proof.trainer = trainer
-    watch.memory.start()
     try:
         with stopping(stop):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -469,11 +471,13 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         progress.close()
     speed = engine.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel / progress.training_s
     measured = watch.memory.peak()
+    watch.memory.peaks.end()
     after = None if stop.stopped_early else _judge(trainer, exam.split, exam.name, exam.asked)
     watch.beat.note(trainer.state.global_step, "saving what was trained")
     result = _Result(
-        judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
-        proof.proof if proof else engine.proof_of_one(trainer), updates.found, loading.found,
+        judging.found, after, measured, watch.memory.by_moment(), speed, trainer.state.global_step,
+        time.time() - watch.started, stop, exam.name, proof.proof if proof else engine.proof_of_one(trainer),
+        updates.found, loading.found,
     )  # fmt: skip
     summary = _finish(job, prepared, trainer, result)
     if job.folder.stage is not None:  # another model is loaded into this process
@@ -538,6 +542,7 @@ def _trainer(
             level_bytes=watch.memory.level,
             copies=plan.choice.layout.tensor_parallel,
             sources=prepared.splits.sources.names if prepared.splits.sources else SOURCES,
+            peaks=watch.memory.peaks,
         ),
     )
     _fit_model(job, blueprint, trainer, source)
@@ -573,6 +578,7 @@ def _model(job: Job, blueprint: Blueprint) -> tuple[Any, sharding.Source | None]
             update={"model": config.model.model_copy(update={"name": str(job.begins_from), "revision": None})}
         )
         blueprint = grown(blueprint)
+    repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     device, storage = engine.device_of(plan, config), engine.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(blueprint.hf_config, "quantization_config", None) is None:
         return sharding.load_for_sharding(
@@ -697,6 +703,7 @@ class _Result:
     before: Judged | None
     after: Judged | None
     peak_bytes: dict[str, int | None]
+    by_moment: dict[str, dict[str, int | None]]
     tokens_per_s: float
     steps: int
     wall_s: float
@@ -776,6 +783,7 @@ def _summary(result: _Result) -> dict[str, Any]:
         "before": result.before.as_json() if result.before else None,
         "after": result.after.as_json() if result.after else None,
         "peak_bytes": result.peak_bytes,
+        "peak_bytes_by_moment": result.by_moment,
         "tokens_per_s": round(result.tokens_per_s, 2),
         "steps": result.steps,
         "wall_s": round(result.wall_s, 2),
@@ -791,7 +799,7 @@ def summary_lines(job: Job, result: _Result, summary: dict[str, Any]) -> list[st
     ]
     lines += _judged_lines(result)
     lines += _answer_lines(result.before, result.after)
-    lines.append(_memory_line(result.peak_bytes))
+    lines += [_memory_line(result.peak_bytes), _moments_line(result.by_moment)]
     lines.append(f"Written to: {job.folder.path}")
     if result.status == "stopped":
         return [*lines, f"Stopped early; go on with: {resume_command(job)}"]
@@ -838,6 +846,17 @@ def _memory_line(peak: dict[str, int | None]) -> str:
     )
 
 
+def _moments_line(found: Mapping[str, Mapping[str, int | None]]) -> str:
+    """The measured peak of each moment, beside its prediction where there is one of the same kind."""
+    said = []
+    for moment, peak in found.items():
+        measured, predicted = peak.get("measured_allocated"), peak["predicted_allocated"]
+        beside = f" ({predicted / GIB:.2f} predicted)" if measured is not None and predicted is not None else ""
+        measured = peak.get("measured_rss") if measured is None else measured
+        said.append(f"{moment} " + (f"{measured / GIB:.2f} GiB{beside}" if measured is not None else "not measured"))
+    return f"Peak memory by moment: {', '.join(said)}"
+
+
 def resume_command(job: Job) -> str:
     """The command that goes on with this run, with the settings that it was started with."""
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.whole.path.name}"]
@@ -870,33 +889,40 @@ def _record_failure(job: Job, error: BaseException) -> None:
 
 
 class MemoryMeter:
-    """Predicted and measured peak of the training: torch's counters on a GPU, resident memory on a CPU."""
+    """Predicted and measured peaks of a run: torch's counters on a GPU, resident memory on a CPU."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.level = psutil.Process().memory_info().rss
         """Resident bytes before anything of the run was loaded."""
-
-    def start(self) -> None:
-        """Count from here on a GPU; on a CPU the level after the imports is what counts."""
-        if self._plan.hardware.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        self.peaks = Peaks(on_gpu=plan.hardware.device == "cuda", level_bytes=self.level)
 
     def peak(self) -> dict[str, int | None]:
-        """`peak_bytes` of the summary."""
-        found: dict[str, int | None] = {
+        """`peak_bytes` of the summary: the training steps' own."""
+        return {
             "predicted_allocated": self._plan.memory.allocated,
             "measured_allocated": None,
             "predicted_reserved": self._plan.memory.reserved,
             "measured_reserved": None,
+            **self._measured(self.peaks.highest("training")),
         }
-        if self._plan.hardware.device == "cuda":
-            found["measured_allocated"] = torch.cuda.max_memory_allocated()
-            found["measured_reserved"] = torch.cuda.max_memory_reserved()
-            return found
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {**found, "measured_rss": max(0, highest - self.level)}
+
+    def by_moment(self) -> dict[str, dict[str, int | None]]:
+        """`peak_bytes_by_moment` of the summary: predicted bytes of tensors and measured ones of each moment."""
+        predicted = self._plan.memory.moments
+        steps = [size for name, size in predicted.items() if name not in ("evaluation", "saving")]
+        known = {**predicted, "training": max(steps, default=None)}
+        return {
+            moment: {"predicted_allocated": known.get(moment), **self._measured(highest)}
+            for moment, highest in self.peaks.by_moment().items()
+        }
+
+    def _measured(self, highest: Highest | None) -> dict[str, int | None]:
+        if not self.peaks.on_gpu:
+            return {"measured_rss": highest.allocated if highest else None}
+        if highest is None:
+            return {}
+        return {"measured_allocated": highest.allocated, "measured_reserved": highest.reserved}
 
 
 def check_device(plan: Plan, config: RunConfig) -> None:
@@ -937,9 +963,11 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     if plan.hardware.device != "cuda":
         return
     torch.zeros(1, device="cuda")  # makes the context
-    free, _ = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info()
     need = plan.memory.reserved + plan.memory.margin
     logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    if plan.hardware.pages:
+        _stop_at(min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES, total)
     if need <= free:
         return
     message = (
@@ -949,6 +977,18 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)
     logger.warning("%s; going on because the batch was given", message)
+
+
+def _stop_at(limit: int, total: int) -> None:
+    """Have torch raise its out-of-memory error at so many bytes of `total`: Windows' driver would move GPU memory to
+    the host's, where a step takes many times as long, and say nothing."""
+    limit = max(0, min(limit, total))
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    logger.info(
+        "WSL: this process may take %.1f GiB of the GPU and runs out of memory there; beyond it Windows' driver would "
+        "go on in the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
+        limit / GIB, DESKTOP_BYTES / GIB,
+    )  # fmt: skip
 
 
 def quiet_libraries() -> None:

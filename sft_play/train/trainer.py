@@ -32,6 +32,7 @@ from sft_play.data.mixing import Mix, Sources, mix_table
 from sft_play.data.packing import Packs, best_fit, joined, wants_packing
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError, TrainingError
+from sft_play.log import one_line
 from sft_play.plan.gradients import adapter_dtype
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.memory import GIB
@@ -49,9 +50,11 @@ from sft_play.train.rounding import rounding
 from sft_play.train.rows import (
     MASKED,
     EpochOrder,
+    LongestFirst,
     SharedOrder,
     TellEpoch,
     TrainingRows,
+    evened,
     filled,
     lengths_of,
     to_dataset,
@@ -134,7 +137,7 @@ def training_arguments(
         seed=train.seed,
         report_to=[name for name in train.report_to if name != "tensorboard"],
         dataloader_num_workers=train.dataloader_num_workers,
-        dataloader_pin_memory=train.dataloader_pin_memory and plan.hardware.device == "cuda",
+        dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),
         dataloader_persistent_workers=False,  # kept workers draw no seed at an epoch's start; resumed ones do
         disable_tqdm=True,
         label_names=["labels"],
@@ -142,6 +145,29 @@ def training_arguments(
         **own,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
+
+
+PIN_TRIED = 64 * 2**20
+"""Bytes that are page-locked for a try: more than the batches that wait."""
+
+
+def _pins(plan: Plan) -> bool:
+    """Whether batches are page-locked on their way to a GPU; under WSL where the driver still gives a little.
+
+    Windows' driver gives WSL so little in all that others ran out of it in their loaders
+    (https://github.com/microsoft/WSL/issues/8447; 500 MB in a container: /issues/14078).
+    """
+    if plan.hardware.device != "cuda" or not plan.hardware.pages:
+        return plan.hardware.device == "cuda"
+    try:
+        torch.empty(PIN_TRIED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # CUDA's errors are of this kind
+        logger.info(
+            "WSL: memory cannot be page-locked (%s): batches go to the GPU without (train.dataloader_pin_memory=false)",
+            one_line(str(error), limit=120),
+        )
+        return False
+    return True
 
 
 def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
@@ -230,7 +256,7 @@ class PlannedLoop(Trainer):
         self._checkpoint_limit = checkpoint_limit
         self._patience = patience
         self._staging: Path | None = None
-        self._tokens_per_eval_row = 1.0
+        self._tokens_per_eval_row = self._tokens_per_eval_pass = 1.0
         self._tokens_seen: torch.Tensor | int = 0
         self._monitor = monitor or Monitor()
         self._logged_step = 0
@@ -280,8 +306,7 @@ class PlannedLoop(Trainer):
         return self._shared(self.order, batch=self.args.per_device_train_batch_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        order = torch.utils.data.SequentialSampler(eval_dataset)
-        return self._shared(order, batch=self.args.per_device_eval_batch_size)
+        return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
 
     def _get_dataloader(self, *args: Any, **options: Any) -> Any:
         """Its worker processes end with this one, also where it is killed in the midst of a step."""
@@ -374,21 +399,38 @@ class PlannedLoop(Trainer):
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a rank's last batch may be masked whole
+            self._weigh_figures(tokens)
         return loss, logits, labels
+
+    def _weigh_figures(self, tokens: torch.Tensor) -> None:
+        """Weight TRL's own figures of an evaluation batch by its tokens: it logs their mean over batches, and those of
+        rows of like length have tokens of their own number."""
+        found = getattr(self, "_metrics", {}).get("eval", {})
+        everywhere = self.accelerator.gather(tokens.reshape(1)).sum().item() / self._layout.tensor_parallel
+        for name in ("entropy", "mean_token_accuracy"):
+            if found.get(name):
+                found[name][-1] *= everywhere / self._tokens_per_eval_pass
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **options: Any) -> dict[str, float]:
         """Loss over trained tokens and, where rows are given for it, generated exact match; every row counts once.
 
-        The random state is left as it was, so that evaluating changes no number of the training.
+        Batches have rows of like length, and no more rows than make the ranks' work even. The random state is left as
+        it was, so that evaluating changes no number of the training.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        unit = self._unit(self.args.per_device_eval_batch_size, ranks=self.args.world_size)
-        dataset = filled(dataset, unit=unit)
+        most = self.args.per_device_eval_batch_size
+        batch = evened(len(dataset), most=most, ranks=self.args.world_size)
+        dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
         prefix = str(options.get("metric_key_prefix", "eval"))
-        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        tokens, passes = max(1, trained_tokens(dataset)), -(-len(dataset) // (batch * self._layout.data_parallel))
+        self._tokens_per_eval_row, self._tokens_per_eval_pass = tokens / max(1, len(dataset)), tokens / max(1, passes)
         self._eval_sources = None
         with torch.random.fork_rng(), self._monitor.part("evaluation"):
-            metrics = super().evaluate(dataset, *args, **options)
+            self.args.per_device_eval_batch_size = batch
+            try:
+                metrics = super().evaluate(dataset, *args, **options)
+            finally:
+                self.args.per_device_eval_batch_size = most
             if self._questions:
                 metrics |= self._exact_match(prefix)
         if eval_dataset is None:
@@ -397,7 +439,7 @@ class PlannedLoop(Trainer):
         return metrics
 
     def _exact_match(self, prefix: str) -> dict[str, float]:
-        with context_parallel.whole_rows(self.model):
+        with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
                 self.model,
                 self.processing_class,

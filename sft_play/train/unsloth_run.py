@@ -157,7 +157,12 @@ class _Builder:
             max_new_tokens=config.eval.max_new_tokens,
             answer_tokens=plan.answer_tokens,
             beat=watch.beat,
-            monitor=Monitor(expected_of(plan), on_gpu=plan.hardware.device == "cuda", level_bytes=watch.memory.level),
+            monitor=Monitor(
+                expected_of(plan),
+                on_gpu=plan.hardware.device == "cuda",
+                level_bytes=watch.memory.level,
+                peaks=watch.memory.peaks,
+            ),
         )
 
 

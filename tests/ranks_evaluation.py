@@ -1,0 +1,88 @@
+"""Evaluations of one model in batches of several sizes, in this process or as one of two ranks: writes the figures.
+
+torchrun --standalone --nproc-per-node 2 --module tests.ranks_evaluation MODEL OUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.config.load import config_from_text
+from sft_play.data.dataset import Report, Split
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Hardware
+from sft_play.plan.plan import make_plan
+from sft_play.runs import RunFolder
+from sft_play.train.rows import MASKED
+from sft_play.train.trainer import build_trainer
+
+SIZES = (1, 3, 5, 11, 64)
+"""Rows of an evaluation batch; there are 11 rows."""
+LENGTHS = (9, 30, 2, 20, 12, 5, 40, 17, 3, 31, 8)
+
+
+def rows_of(count: int = len(LENGTHS)) -> Dataset:
+    """Rows of very different lengths, of which a random share is trained on; one has no trained token."""
+    draw = np.random.default_rng(1)
+    ids = [draw.integers(3, 300, size=length).tolist() for length in LENGTHS[:count]]
+    labels = [[token if draw.random() < 0.6 else MASKED for token in row] for row in ids]
+    labels[1] = [MASKED] * len(labels[1])
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, "source": [0] * len(ids)})
+
+
+def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows: Dataset | None = None) -> Any:
+    """A trainer of full weights on a CPU."""
+    text = (
+        f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
+    )
+    config = config_from_text(text, name="run.yaml", overrides=list(overrides))
+    plan = make_plan(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks))
+    split = Split(rows_of() if rows is None else rows, Report("rows", "rows"))
+    return build_trainer(
+        config, plan, RunFolder(folder / "run"), peft_config=None,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, plan.precision.load)),
+        tokenizer=AutoTokenizer.from_pretrained(model), train=split, evaluation=split, callbacks=[],
+    )  # fmt: skip
+
+
+def figures(model: Path, folder: Path, *, ranks: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Of each precision and size: loss, and TRL's own accuracy and entropy over trained tokens."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for precision in ("fp32", "bf16"):
+        trainer = trainer_of(model, folder, f"train.bf16={str(precision == 'bf16').lower()}", ranks=ranks)
+        assert trainer.args.bf16 == (precision == "bf16")
+        for size in SIZES:
+            trainer.args.per_device_eval_batch_size = size
+            metrics = trainer.evaluate()
+            logged = trainer.state.log_history[-1]
+            found.setdefault(precision, {})[str(size)] = {
+                "loss": metrics["eval_loss"],
+                "accuracy": logged["eval_mean_token_accuracy"],
+                "entropy": logged["eval_entropy"],
+            }
+            assert trainer.args.per_device_eval_batch_size == size
+    return found
+
+
+def main(model: Path, out: Path) -> None:
+    """Evaluate on all ranks, written by the first."""
+    found = figures(model, out.parent, ranks=int(os.environ["WORLD_SIZE"]))
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,275 @@
+"""Evaluation: a micro-batch of its own, rows of like length together, the same figures whatever the batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import named
+from sft_play.plan.layout import SINGLE, Layout
+from sft_play.plan.margins import GIB, STAYS
+from sft_play.plan.memory import MOST_EVALUATION_ROWS, Step, evaluation_rows
+from sft_play.plan.moments import Walk, is_padded
+from sft_play.plan.plan import make_plan
+from sft_play.plan.precision import Precision
+from tests.conftest import ROOT, VARIABLES
+from tests.test_decisions import QUICK
+
+BF16 = Precision("bfloat16", "bfloat16", "bf16 everywhere")
+MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "gpt2", "Qwen/Qwen3-30B-A3B")
+LAYOUTS = (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4))
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+def walk(model: str, mode: str, layout: Layout, *words: str, **step: Any) -> Walk:
+    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=[f"tuning.mode={mode}", *words])
+    step.setdefault("padded", is_padded(config, layout, rows=step["micro_batch"]))
+    return Walk(config, shape_of(model), BF16, Step(layout=layout, **step))
+
+
+@QUICK
+@given(
+    model=st.sampled_from(MODELS),
+    mode=st.sampled_from(["qlora", "lora", "full"]),
+    layout=st.sampled_from(LAYOUTS),
+    micro=st.sampled_from([1, 2, 4, 8]),
+    accum=st.sampled_from([1, 4]),
+    length=st.sampled_from([256, 1000, 4096]),
+    checkpointed=st.sampled_from([0, 6, None]),
+    attention=st.sampled_from(["sdpa", "eager", "flash_attention_2"]),
+    capability=st.sampled_from([(7, 5), (8, 0), (9, 0)]),
+    on_gpu=st.booleans(),
+)
+def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
+    model, mode, layout, micro, accum, length, checkpointed, attention, capability, on_gpu
+):
+    """What is reserved for it is within the step's tensors; one row more is beyond, or 64 were enough."""
+    made = walk(
+        model, mode, layout, micro_batch=micro, grad_accum=accum, seq_len=length, checkpointed_layers=checkpointed,
+        attention=attention, capability=capability, on_gpu=on_gpu,
+    )  # fmt: skip
+
+    def beyond(terms: Any) -> int:
+        """What is reserved beyond tensors: 60% of what passes; on a CPU, three times as much and a quarter of a GiB."""
+        resident = sum(terms.get(name, 0) for name in STAYS) + terms["gradients"]
+        passing = sum(terms.values()) - resident
+        if not on_gpu:
+            return int(3.0 * (terms["activations"] + terms["loss_head"]) + GIB // 4)
+        return int(0.6 * passing + 0.125 * terms["gradients"])
+
+    step = [sum(terms.values()) + (0 if on_gpu else beyond(terms)) for terms in made.training.values()]
+
+    def is_within(rows: int) -> bool:
+        return all(sum(terms.values()) + beyond(terms) <= max(step) + 1 for _, terms in made.evaluation(rows))
+
+    rows = evaluation_rows(made)
+    assert 1 <= rows <= MOST_EVALUATION_ROWS
+    assert rows == 1 or is_within(rows)
+    assert rows == MOST_EVALUATION_ROWS or not is_within(rows + 1)
+
+
+@pytest.mark.parametrize(("model", "machine"), [("meta-llama/Llama-3.1-8B", "RTX4090"), ("Qwen/Qwen2.5-0.5B", "T4")])
+def test_evaluation_never_raises_what_a_plan_needs(model, machine):
+    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora"])
+    judged, plain = (make_plan(config, shape_of(model), named(machine), has_eval=flag) for flag in (True, False))
+    assert judged.choice.step.eval_batch == judged.eval_batch > judged.batch.micro_batch
+    assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)
+    (said,) = [line for line in judged.reasons if line.startswith("evaluation: ")]
+    gib = judged.memory.moments["evaluation"] / 2**30
+    assert f"{judged.eval_batch} rows at a time per rank, rows of like length together; {gib:.2f} GiB" in said
+    assert judged.as_json()["eval_batch"] == judged.eval_batch
+    assert not [line for line in plain.reasons if line.startswith("evaluation: ")]
+    given = make_plan(
+        config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora", "eval.batch_size=3"]),
+        shape_of(model), named(machine),
+    )  # fmt: skip
+    assert given.eval_batch == 3
+    assert any("3 rows at a time per rank (eval.batch_size is given)" in line for line in given.reasons)
+
+
+def test_a_micro_batch_of_one_row_has_no_mask_and_its_evaluation_has_one():
+    """Two rows of 4,096 tokens beside one: the mask of S x S and the memory-efficient kernel count in evaluation."""
+    one = walk("meta-llama/Llama-3.1-8B", "lora", SINGLE, micro_batch=1, grad_accum=1, seq_len=4096)
+    assert not one.step.padded
+    alone, two = (max(sum(terms.values()) for _, terms in one.evaluation(rows)) for rows in (1, 2))
+    texts = walk("meta-llama/Llama-3.1-8B", "lora", SINGLE, "task_mode=cpt", micro_batch=1, grad_accum=1, seq_len=4096)
+    of_text = [max(sum(terms.values()) for _, terms in texts.evaluation(rows)) for rows in (1, 2)]
+    assert alone == of_text[0]
+    assert two - of_text[1] >= 2 * 4096**2  # booleans, one a pair of tokens
+
+
+def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
+    made = walk("meta-llama/Llama-3.1-8B", "full", Layout("zero3", 8, 8), micro_batch=1, grad_accum=2, seq_len=512)
+    of_zero2 = walk("meta-llama/Llama-3.1-8B", "full", Layout("zero2", 8, 8), micro_batch=1, grad_accum=2, seq_len=512)
+    assert {terms["gradients"] for _, terms in made.evaluation(1)} == {made.resident.gradients}
+    assert {terms["gradients"] for _, terms in of_zero2.evaluation(1)} == {0}
+
+
+# --- the order --------------------------------------------------------------------------------------------------------
+@QUICK
+@given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
+def test_batches_are_evened_without_another_pass(rows, most, ranks):
+    from sft_play.train.rows import evened
+
+    batch = evened(rows, most=most, ranks=ranks)
+    assert 1 <= batch <= most
+    passes = -(-rows // (batch * ranks))
+    assert passes == -(-rows // (most * ranks))
+    assert batch == 1 or -(-rows // ((batch - 1) * ranks)) > passes  # none smaller does it
+
+
+@pytest.mark.build
+def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
+    from datasets import Dataset
+
+    from sft_play.train.rows import LongestFirst, filled
+
+    draw = np.random.default_rng(3)
+    lengths = draw.integers(2, 6, size=40)
+    rows = Dataset.from_dict({
+        "input_ids": [[7] * length for length in lengths], "labels": [[7] * length for length in lengths],
+    })  # fmt: skip
+    order = list(LongestFirst(filled(rows, unit=16)))
+    assert sorted(order) == list(range(48))
+    wanted = sorted(range(48), key=lambda place: (-([*lengths, *[2] * 8][place]), place))
+    assert order == wanted == list(LongestFirst(filled(rows, unit=16)))
+
+
+# --- the figures ------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tiny_llama):
+    from tests.ranks_evaluation import figures
+
+    return figures(tiny_llama, tmp_path_factory.mktemp("alone"), ranks=1)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory, tiny_llama):
+    """What two ranks found (tests/ranks_evaluation.py)."""
+    out = tmp_path_factory.mktemp("together") / "found.json"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    answer = subprocess.run(
+        [*words, "--module", "tests.ranks_evaluation", str(tiny_llama), str(out)],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def by_hand(model: Any, dtype: Any) -> tuple[float, float]:
+    """Loss and accuracy over trained tokens, one row after the other."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.ranks_evaluation import rows_of
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    lost, right = [], []
+    for row in rows_of():
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            logits = whole(input_ids=ids).logits[0, :-1].float()
+        trained = labels >= 0
+        lost += torch.nn.functional.cross_entropy(logits[trained], labels[trained], reduction="none").tolist()
+        right += (logits.argmax(-1) == labels)[trained].tolist()
+    return sum(lost) / len(lost), sum(right) / len(right)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-3)])
+@pytest.mark.parametrize("world", ["alone", "together"])
+def test_the_loss_is_the_mean_over_trained_tokens_whatever_batches_and_ranks(
+    request, tiny_llama, world, precision, tolerance
+):
+    """bf16: products are rounded to 8 bits, in another order for another length of the padding."""
+    import torch
+
+    found = request.getfixturevalue(world)[precision]
+    loss, accuracy = by_hand(tiny_llama, torch.float32)
+    for size, figures in found.items():
+        assert figures["loss"] == pytest.approx(loss, rel=tolerance), size
+        assert figures["loss"] == pytest.approx(found["1"]["loss"], rel=tolerance), size
+        assert figures["entropy"] == pytest.approx(found["1"]["entropy"], rel=tolerance), size
+        if precision == "fp32":
+            assert figures["accuracy"] == pytest.approx(accuracy, rel=1e-5), size
+
+
+@pytest.mark.build
+def test_an_evaluation_is_the_same_to_the_last_bit_when_it_is_repeated(tmp_path, tiny_llama):
+    from tests.ranks_evaluation import trainer_of
+
+    trainer = trainer_of(tiny_llama, tmp_path, "eval.batch_size=4")
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.build
+def test_batches_of_the_evaluation_hold_rows_of_like_length(tmp_path, tiny_llama):
+    from tests.ranks_evaluation import LENGTHS, trainer_of
+
+    trainer = trainer_of(tiny_llama, tmp_path, "eval.batch_size=4")
+    seen = []
+    step = trainer.prediction_step
+
+    def watched(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        seen.append(inputs["attention_mask"].sum(1).tolist())
+        return step(model, inputs, *args, **options)
+
+    trainer.prediction_step = watched
+    trainer.evaluate()
+    assert [len(batch) for batch in seen] == [4, 4, 3]
+    assert [length for batch in seen for length in batch] == sorted(LENGTHS, reverse=True)
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+@pytest.mark.build
+def test_a_traced_evaluation_has_a_mask_of_its_own():
+    """Rows that are padded get the memory-efficient kernel with its mask, also where training has none."""
+    import dataclasses
+
+    from sft_play.trace.settings import Device
+    from sft_play.trace.step import trace_step
+    from tests.test_trace import SMALL
+
+    def at(**changes: Any) -> int:
+        base = dataclasses.replace(SMALL, device=Device((8, 0)), seq_len=256, attention="sdpa", eval_batch=8)
+        return trace_step(dataclasses.replace(base, **changes)).phases["evaluation"][0]
+
+    plain = at()
+    assert at(eval_mask="ones") == plain
+    assert at(eval_mask="padded") >= plain + 8 * 256**2  # booleans, one a pair of tokens
+    assert at(eval_mask="padded") == at(mask="padded") == at(mask="packed", eval_mask="padded")
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_the_trace_finds_the_evaluation_within_the_training_step():
+    from sft_play.facts.architecture import config_json
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import trace_step
+
+    model = "Qwen/Qwen2.5-0.5B"
+    words = ["tuning.mode=lora", "train.gradient_checkpointing=true"]
+    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
+    shape = shape_of(model)
+    choice = make_plan(config, shape, named("RTX4090")).choice
+    found = trace_step(settings_of(config, config_json(model), shape, choice.precision, choice)).phases
+    training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
+    assert choice.step.eval_batch > choice.step.micro_batch
+    assert found["evaluation"][0] <= training[0]
+    assert found["evaluation"][1] <= training[1]
+    assert choice.memory.moments["evaluation"] == pytest.approx(found["evaluation"][0], rel=0.01)

@@ -1,0 +1,173 @@
+"""The peak of each moment of a run: what one takes is not read as another's."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft_play.train import peaks as peaks_module
+from sft_play.train.peaks import Highest, Peaks
+from tests.conftest import chat
+
+pytestmark = pytest.mark.build
+MIB = 2**20
+
+
+class Card:
+    """A GPU's counters as torch keeps them: peaks since the last reset, and blocks that stay reserved once freed."""
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = 0
+
+    def take(self, size: int) -> None:
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated)
+        self.most_allocated = max(self.most_allocated, self.allocated)
+        self.most_reserved = max(self.most_reserved, self.reserved)
+
+    def give(self, size: int) -> None:
+        self.allocated -= size
+
+    def empty(self) -> None:
+        self.reserved = self.allocated
+
+    def reset(self) -> None:
+        self.most_allocated, self.most_reserved = self.allocated, self.reserved
+
+
+@pytest.fixture
+def card(monkeypatch):
+    made = Card()
+    monkeypatch.setattr(peaks_module.torch.cuda, "max_memory_allocated", lambda: made.most_allocated)
+    monkeypatch.setattr(peaks_module.torch.cuda, "max_memory_reserved", lambda: made.most_reserved)
+    monkeypatch.setattr(peaks_module.torch.cuda, "empty_cache", made.empty)
+    monkeypatch.setattr(peaks_module.torch.cuda, "reset_peak_memory_stats", made.reset)
+    return made
+
+
+def test_what_generated_answers_left_is_not_the_trainings_peak(card):
+    """10 stay, a step passes 5, an evaluation 20, generation 40: then steps go on, with nothing of it reserved."""
+    found = Peaks(on_gpu=True)
+    card.take(10)
+    with found.during("generation"):  # before training
+        card.take(90)
+        card.give(90)
+    found.start("training")
+    card.take(5)
+    card.give(5)
+    with found.during("evaluation"):
+        card.take(20)
+        card.give(20)
+        with found.during("generation"):
+            card.take(40)
+            card.give(40)
+        card.take(1)
+        card.give(1)
+    card.take(3)
+    card.give(3)
+    assert found.highest("training") == Highest(15, 15)
+    assert found.by_moment() == {
+        "generation": Highest(100, 100), "training": Highest(15, 15), "evaluation": Highest(30, 30)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_moment_has_the_highest_of_its_own_parts(card, seed):
+    draw, found = random.Random(seed), Peaks(on_gpu=True)
+    wanted: dict[str, int] = {}
+    found.start("training")
+    for _ in range(30):
+        name = draw.choice(["training", "evaluation", "generation", "saving"])
+        size = draw.randint(0, 100)
+
+        def work(size: int = size) -> None:
+            card.take(size)
+            card.give(size)
+
+        if name == "training":
+            work()
+        else:
+            with found.during(name):
+                work()
+        wanted[name] = max(wanted.get(name, 0), size)
+    assert {name: one.allocated for name, one in found.by_moment().items()} == {"training": 0} | wanted
+
+
+def test_nothing_is_counted_after_the_end_and_a_stage_begins_anew(card):
+    found = Peaks(on_gpu=True)
+    found.start("training")
+    card.take(4)
+    found.end()
+    card.take(100)
+    assert found.by_moment() == {"training": Highest(4, 4)}
+    found.forget()
+    assert found.by_moment() == {}
+
+
+def _touch(mib: int) -> int:
+    return int(np.ones(mib * MIB // 8).sum())
+
+
+def test_resident_memory_of_a_moment_is_its_own_where_linux_counts_anew():
+    if not peaks_module._cleared():
+        pytest.skip("/proc/self/clear_refs cannot be written here")
+    found = Peaks(level_bytes=0)
+    found.start("training")
+    _touch(40)
+    before = found.highest("training")
+    with found.during("generation"):
+        _touch(400)
+    _touch(40)
+    after, generated = found.highest("training"), found.highest("generation")
+    assert before is not None
+    assert after is not None
+    assert generated is not None
+    assert generated.allocated >= before.allocated + 300 * MIB
+    assert after.allocated <= before.allocated + 100 * MIB
+
+
+def test_where_the_count_cannot_begin_anew_a_moment_below_an_earlier_one_is_not_known(monkeypatch):
+    """macOS, or a container that hides /proc: the kernel's count only rises."""
+    count = [100]
+    monkeypatch.setattr(peaks_module, "highest_resident", lambda: count[0])
+    found = Peaks(clear=lambda: False)
+    found.start("training")
+    assert found.highest("training") is None  # no more than what loading came to
+    count[0] = 150
+    with found.during("generation"):
+        count[0] = 400
+    assert found.by_moment() == {"training": Highest(150, 150), "generation": Highest(400, 400)}
+    count[0] = 401
+    assert found.highest("training") == Highest(401, 401)
+
+
+def test_a_run_says_the_peak_of_each_moment_and_records_the_trainings(tmp_path, tiny_llama, command, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(f"what is {n}?", "it is " * (n % 5 + 1))) + "\n" for n in range(12)))
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: null, test_path: null, val_fraction: 0.25}}\n"
+        "train: {effective_batch_size: 4, max_steps: 2, report_to: [], save_steps: 1}\n"
+        f"eval: {{steps: 1, generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    code, said = command("train", "--config", str(path))
+    assert code == 0, said
+    summary: dict[str, Any] = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
+    found = summary["peak_bytes_by_moment"]
+    assert set(found) == {"training", "evaluation", "generation", "saving"}
+    assert found["training"]["measured_rss"] == summary["peak_bytes"]["measured_rss"] > 0
+    moments = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["peak_bytes"]["moments"]
+    steps = [size for name, size in moments.items() if name not in ("evaluation", "saving")]
+    assert found["training"]["predicted_allocated"] == max(steps)
+    assert found["evaluation"]["predicted_allocated"] == moments["evaluation"]
+    assert found["generation"]["predicted_allocated"] is None
+    (line,) = [line for line in said.splitlines() if "Peak memory by moment: " in line]
+    assert all(name in line for name in found)
+    recorded = json.loads((tmp_path / "cache" / "measured.jsonl").read_text().splitlines()[-1])
+    assert recorded["measured_reserved"] == found["training"]["measured_rss"]

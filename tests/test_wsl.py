@@ -1,0 +1,151 @@
+"""WSL: Windows' driver pages GPU memory out instead of running out of it, beside a desktop; made-up kernels, GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import DoesNotFit
+from sft_play.facts import hardware as facts
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Hardware, named, on_wsl
+from sft_play.plan.margins import DESKTOP_BYTES, GIB
+from sft_play.plan.plan import make_plan, plan_from_json
+
+MODEL = "meta-llama/Llama-3.1-8B"
+WSL = "6.6.87.2-microsoft-standard-WSL2\n"
+
+
+def plan_on(machine: Hardware, *words: str) -> Any:
+    config = config_from_text(f"model: {{name: {MODEL}}}", name="x", overrides=["tuning.mode=qlora", *words])
+    return config, make_plan(config, shape_of(MODEL), machine, with_ways_out=False)
+
+
+def paging(text: str) -> Hardware:
+    return dataclasses.replace(named(text), pages=True)
+
+
+@pytest.mark.parametrize(
+    ("release", "found"),
+    [(WSL, True), ("4.4.0-19041-Microsoft\n", True), ("6.8.0-45-generic\n", False), ("6.1.0-cloud-amd64\n", False)],
+)
+def test_wsl_is_known_by_its_kernel(tmp_path, release, found):
+    path = tmp_path / "osrelease"
+    path.write_text(release)
+    assert on_wsl(path) == found
+    assert not on_wsl(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_machine_under_wsl_says_that_a_desktop_shares_its_gpu(tmp_path, monkeypatch, gpus):
+    (tmp_path / "osrelease").write_text(WSL)
+    monkeypatch.setattr(facts, "OSRELEASE", tmp_path / "osrelease")
+    card = dataclasses.replace(named("RTX4090").gpus[0], free_bytes=20 * GIB)
+    monkeypatch.setattr(facts, "_seen", lambda *_: (tuple(SimpleNamespace(gpu=card) for _ in range(gpus)), ()))
+    monkeypatch.setattr(facts, "_probe_amd", lambda *_: None)
+    monkeypatch.setattr(facts, "_link", lambda *_: None)
+    monkeypatch.setattr(facts, "_detected", lambda gpu, entry: gpu)
+    found = facts.detect({})
+    assert found.pages == bool(gpus)
+    assert any("Windows' desktop shares the GPU" in note for note in found.notes) == bool(gpus)
+    assert Hardware.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
+    _, plain = plan_on(named("RTX4090"), "train.batch_size=1")
+    _, shared = plan_on(paging("RTX4090"), "train.batch_size=1")
+    assert shared.memory.margin - plain.memory.margin == DESKTOP_BYTES == GIB
+    assert shared.memory.required - plain.memory.required == DESKTOP_BYTES
+    assert shared.memory.required_to_load - plain.memory.required_to_load == DESKTOP_BYTES
+    assert shared.memory.allocated == plain.memory.allocated
+    assert "1.0 GiB of it for the desktop beside WSL" in shared.memory.margin_reason
+    assert plan_from_json(json.loads(json.dumps(shared.as_json()))) == shared
+    on_cpu = dataclasses.replace(named("cpu"), pages=True)
+    assert not plan_on(on_cpu, "tuning.mode=lora")[1].choice.step.pages
+
+
+def test_offload_under_wsl_is_said_to_hang_on_page_locked_memory():
+    said = "WSL was seen to give 0.5 to 4 GiB"
+    for machine, is_there in ((paging("RTX4090"), True), (named("RTX4090"), False)):
+        _, plan = plan_on(machine, "train.gradient_checkpointing=offload")
+        assert any(said in reason for reason in plan.reasons) == is_there
+
+
+class Cuda:
+    """torch.cuda as far as the start of a run asks it."""
+
+    def __init__(self, *, free: float, total: float) -> None:
+        self.free, self.total = int(free * GIB), int(total * GIB)
+        self.fraction: float | None = None
+
+    def put_in(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: None)
+        monkeypatch.setattr(module.torch.cuda, "mem_get_info", lambda: (self.free, self.total))
+        monkeypatch.setattr(module.torch.cuda, "memory_reserved", lambda: 0)
+        monkeypatch.setattr(module.torch.cuda, "set_per_process_memory_fraction", self._set)
+
+    def _set(self, fraction: float) -> None:
+        self.fraction = fraction
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("free", [23.0, 20.0, 30.0])
+def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(monkeypatch, caplog, free):
+    from sft_play.train import run
+
+    config, plan = plan_on(paging("RTX4090"), "train.batch_size=1")
+    cuda = Cuda(free=free, total=23.99)
+    cuda.put_in(monkeypatch, run)
+    with caplog.at_level(logging.INFO):
+        run.check_free_memory(plan, config)
+    assert cuda.fraction is not None
+    limit = cuda.fraction * cuda.total
+    assert limit == pytest.approx(min(cuda.free, plan.budget_bytes) - DESKTOP_BYTES, abs=2)
+    planned = plan.memory.reserved + plan.memory.margin
+    assert free < 23 or limit >= planned - DESKTOP_BYTES  # what is planned may be taken, where it is there at all
+    assert f"WSL: this process may take {limit / GIB:.1f} GiB of the GPU" in caplog.text
+
+
+@pytest.mark.build
+def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(monkeypatch):
+    from sft_play.train import run
+
+    config, plan = plan_on(named("RTX4090"))
+    cuda = Cuda(free=23.0, total=23.99)
+    cuda.put_in(monkeypatch, run)
+    run.check_free_memory(plan, config)
+    assert cuda.fraction is None
+    config, plan = plan_on(paging("RTX4090"))
+    cuda = Cuda(free=4.0, total=23.99)
+    cuda.put_in(monkeypatch, run)
+    with pytest.raises(DoesNotFit, match=r"GiB are planned and 4\.0 are free"):
+        run.check_free_memory(plan, config)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("works", [True, False])
+def test_memory_is_page_locked_where_the_driver_gives_some(monkeypatch, caplog, works):
+    from sft_play.train import trainer
+
+    asked = []
+
+    def empty(size: int, **options: Any) -> None:
+        asked.append((size, options["pin_memory"]))
+        if not works:
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(trainer.torch, "empty", empty)
+    _, plain = plan_on(named("RTX4090"))
+    assert trainer._pins(plain)
+    assert asked == []
+    _, shared = plan_on(paging("RTX4090"))
+    with caplog.at_level(logging.INFO):
+        assert trainer._pins(shared) == works
+    assert asked == [(trainer.PIN_TRIED, True)]
+    assert ("WSL: memory cannot be page-locked (CUDA error: out of memory)" in caplog.text) != works
