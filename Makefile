@@ -119,6 +119,8 @@ verify-layouts: setup ## Train the same run under every layout and compare with 
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
 	@$(PROGRAM) gpu-info
+gpu-selftest: setup ## Try this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes (OUT=FILE)
+	@$(SCRIPT)/gpu_selftest.py
 memory-check: setup ## Show what a run holds of each GPU beside what was predicted (WATCH=1, RUN=NAME)
 	@$(PROGRAM) memory-check
 tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop

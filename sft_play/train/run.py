@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,7 +12,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from logging.handlers import MemoryHandler
@@ -468,7 +469,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         judging.found, after, measured, speed, trainer.state.global_step, time.time() - watch.started, stop, exam.name,
         proof.proof if proof else engine.proof_of_one(trainer), updates.found,
     )  # fmt: skip
-    summary = _finish(job, prepared, trainer, result)
+    summary = _finish(job, prepared, trainer, result, watch.memory)
     if job.folder.stage is not None:  # another model is loaded into this process
         engine.release(trainer)
     return summary
@@ -505,7 +506,8 @@ def _trainer(
     )
     engine.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
-    model = _model(job, blueprint)
+    with watch.memory.moment("load"):
+        model = _model(job, blueprint)
     asks = bool(exam.asked or exam.asked_while_training)
     trainer = build_trainer(
         config,
@@ -699,7 +701,7 @@ class _Result:
         return "stopped" if self.stop.stopped_early else "finished"
 
 
-def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result) -> dict[str, Any]:
+def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result, memory: MemoryMeter) -> dict[str, Any]:
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
@@ -713,14 +715,16 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
         path = job.folder.model_path(adapter=is_adapter)
         native = prepared.blueprint.is_text_tower and not is_adapter
         dtype = None if is_adapter else prepared.blueprint.dtype
-        state = engine.whole_state(trainer, in_fp32=dtype is torch.float32)
-        if engine.is_first():
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            if prepared.tokenizer.own_template is not None:
-                prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
-            learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
-            save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
-                       dtype=dtype, steps=result.steps if learns else 0)  # fmt: skip
+        with memory.moment("save"):
+            state = engine.whole_state(trainer, in_fp32=dtype is torch.float32)
+            if engine.is_first():
+                model = trainer.accelerator.unwrap_model(trainer.model)
+                if prepared.tokenizer.own_template is not None:
+                    prepared.tokenizer.tokenizer.chat_template = prepared.tokenizer.own_template
+                learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+                save_model(model, prepared.tokenizer.tokenizer, path, native_names=native, state_dict=state,
+                           dtype=dtype, steps=result.steps if learns else 0)  # fmt: skip
+        summary["peak_bytes"] = {**result.peak_bytes, **memory.of_moments}
         engine.barrier()
         summary["model_path"] = str(path)
     if not engine.is_first():
@@ -844,6 +848,18 @@ class MemoryMeter:
         self._plan = plan
         self.level = psutil.Process().memory_info().rss
         """Resident bytes before anything of the run was loaded."""
+        self.of_moments: dict[str, int | None] = {}
+        """What was measured of `moment`s, as `peak_bytes` names it: `measured_load`, `measured_save`."""
+
+    @contextlib.contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Measures the most that tensors hold meanwhile, apart from the training's peak; on a GPU only, since the
+        highest level of resident memory cannot be begun anew."""
+        on_gpu = self._plan.hardware.device == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        self.of_moments[f"measured_{name}"] = torch.cuda.max_memory_allocated() if on_gpu else None
 
     def start(self) -> None:
         """Count from here on a GPU; on a CPU the level after the imports is what counts."""
