@@ -126,9 +126,9 @@ def add(measured: Measured) -> None:
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:
     """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str], Measured] = {}
+    furthest: dict[tuple[str, str, str, bool], Measured] = {}
     for run in runs:
-        kind = (run.device, run.mode, run.layout)
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST)
         if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
             furthest[kind] = run
     older = [run for run in runs[:-KEPT] if any(run is one for one in furthest.values())]

@@ -127,7 +127,7 @@ def _probe(
     """Run a probe in a process of its own, and judge what it found."""
     out, log = bench.folder / f"{name}.json", bench.logs / f"environment-{name}.log"
     out.unlink(missing_ok=True)
-    ended = run(["sft_play.selftest.probes", name, str(out)], log, cache=bench.cache)
+    ended = run(["sft_play.selftest.probes", name, str(out)], log, bench)
     part = f"{PREFIX}{name}"
     kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if ended.code != 0 or not out.is_file():

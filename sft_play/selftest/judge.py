@@ -154,7 +154,9 @@ def out_of_memory_problems(
     if abs(room - budget / GIB) > MESSAGE_APART:
         wrong.append(f"it says {room} GiB of room, and the plan {budget / GIB:.1f}")
     tried = _TRIED.search(said)
-    if tried is not None and float(tried[1]) * _UNIT[tried[2]] <= float(tried[3]) * _UNIT[tried[4]]:
+    if tried is None:
+        wrong.append("it does not say what was asked for and what was free")
+    elif float(tried[1]) * _UNIT[tried[2]] <= float(tried[3]) * _UNIT[tried[4]]:
         wrong.append(f"{tried[1]} {tried[2]} were asked for and {tried[3]} {tried[4]} free: that is another fault")
     if free_after < free_before - FREE_APART:
         wrong.append(f"{_gib(free_before - free_after)} are not free again after it")

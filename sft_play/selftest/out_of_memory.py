@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import load_config
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.plan.plan import Plan, make_plan
+from sft_play.plan.plan import Plan
 from sft_play.selftest.judge import FREE_APART, out_of_memory_problems
 from sft_play.selftest.material import write_rows
 from sft_play.selftest.part import Part
-from sft_play.selftest.trials import Bench, micro_batch_that_cannot_fit, train
-from sft_play.start import shape_for
+from sft_play.selftest.trials import Bench, micro_batch_that_cannot_fit, planned, train
 
 NAME = "out-of-memory"
 SETTLES_S = 10.0
@@ -23,18 +22,13 @@ def make(bench: Bench, hardware: Hardware) -> Part:
     """Give a run a micro-batch that its plan says cannot fit, let it run out, and compare what it says with the plan's
     figures and the driver's."""
     bench.clean()
-    machine = hardware.first(1)
     plans: dict[int, Plan] = {}
 
     def required(micro: int) -> int:
-        config = load_config(_config(bench, micro)).config
-        plans[micro] = make_plan(
-            config, shape_for(config), machine, only=("single",), has_eval=False, with_ways_out=False
-        )  # fmt: skip
+        plans[micro] = planned(_config(bench, micro))
         return plans[micro].memory.required
 
-    budget = plans_budget(machine)
-    micro = micro_batch_that_cannot_fit(required, budget)
+    micro = micro_batch_that_cannot_fit(required, hardware.gpus[0].total_bytes)
     if micro is None:
         return Part(NAME, "skipped", "no micro-batch up to 4,096 needs more than this GPU has")
     write_rows(bench.folder, bench.size, largest_batch=micro)
@@ -56,12 +50,7 @@ def make(bench: Bench, hardware: Hardware) -> Part:
     return Part(NAME, "fail" if problems else "pass", "; ".join(problems) or said, predicted, measured, **kept)
 
 
-def plans_budget(machine: Hardware) -> int:
-    """Bytes that the driver says the GPU has: more than a plan may use of it."""
-    return machine.gpus[0].total_bytes
-
-
-def _config(bench: Bench, micro: int) -> Any:
+def _config(bench: Bench, micro: int) -> Path:
     return bench.config(
         "full",
         NAME,

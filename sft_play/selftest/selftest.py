@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sft_play import endings
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line, redact
 from sft_play.plan import record
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 OUT = Path("selftest.json")
 TIME_S = {"cuda": 600.0, "cpu": 240.0}
-"""Seconds after which no further trial is begun (on a GPU: beyond the first nine); the next start with the same OUT
-makes them."""
+"""Seconds, those of several ranks left out, after which no further trial is begun (on a GPU: beyond the first nine);
+the next start with the same OUT makes them."""
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "bitsandbytes")
 """Packages that a trial imports."""
 
@@ -72,12 +73,14 @@ def selftest(
     book = open_book((out or OUT).expanduser(), hardware.as_json())
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of a self-test that was broken off: going on with it")
-    with _bench(book, hardware) as bench:
-        steps = [step for step in _steps(bench, hardware, book) if only(step.name)]
-        for step in steps:
-            if step.name in book.parts:
+    with endings.StopSignals(endings.interrupt), _bench(book, hardware) as bench:
+        together_s = 0.0
+        for step in _steps(bench, hardware, book):
+            if step.name in book.parts or not only(step.name):
                 continue
-            book.add(_made(step, hardware, began))
+            book.add(_made(step, hardware, time.monotonic() - began - together_s))
+            if step.name.startswith(several.PREFIX):
+                together_s += book.parts[step.name].seconds
             progress(line_of(book.parts[step.name]))
     for part in _drawn(book, hardware):
         if only(part.name):
@@ -144,15 +147,15 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
 def _make_material(bench: Bench) -> None:
     """The model and the rows; raises RuntimeError where the model cannot be made."""
     log = bench.logs / "model.log"
-    ended = trials.run(["sft_play.selftest.probes", "model", str(bench.folder / "model")], log, cache=bench.cache)
+    ended = trials.run(["sft_play.selftest.probes", "model", str(bench.folder / "model")], log, bench)
     if ended.code != 0:
         raise RuntimeError(f"the trials' model cannot be made: {ended.words}, log {log}")
     write_rows(bench.folder, bench.size)
 
 
-def _made(step: Step, hardware: Hardware, began: float) -> Part:
+def _made(step: Step, hardware: Hardware, elapsed_s: float) -> Part:
     """The part, or why it is left out, or how it broke."""
-    why = _left_out(step, hardware, time.monotonic() - began)
+    why = _left_out(step, hardware, elapsed_s)
     if why is not None:
         return Part(step.name, "skipped", why)
     started = time.monotonic()
@@ -188,7 +191,8 @@ def _calibrating(part: Part, trial: Trial, bench: Bench) -> Part:
     if bench.on_gpu and trial.rows != "unequal" and part.measured:
         made = record.load(bench.record)
         if made:
-            record.add(replace(made[-1], model=record.SELFTEST))  # in the user's cache, which the trials do not see
+            speed = part.measured["tokens_per_s"]  # into the user's record, which the trials do not see
+            record.add(replace(made[-1], model=record.SELFTEST, measured_tokens_per_s=speed))
     return part
 
 

@@ -79,7 +79,7 @@ def verify_layouts(bench: Bench, hardware: Hardware) -> Part:
     name, out, log = f"{PREFIX}verify-layouts", bench.folder / "layouts.json", bench.logs / "verify-layouts.log"
     out.unlink(missing_ok=True)
     words = ["sft_play", "verify-layouts", "train.bf16=true", "--layouts", LAYOUTS, "--out", str(out)]
-    ended = run(words, log, cache=bench.cache, limit_s=VERIFY_S)
+    ended = run(words, log, bench, limit_s=VERIFY_S)
     kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
     if not out.is_file():
         return Part(name, "fail", ended.words, **kept)
@@ -135,7 +135,7 @@ def _config(bench: Bench, hardware: Hardware) -> Path:
 def _start(bench: Bench, hardware: Hardware, name: str, log: Path, *more: str) -> Ended:
     config = _config(bench, hardware)
     words = ["sft_play", "train-distributed", "--config", str(config), "--strategy", "fsdp", *_words(hardware)]
-    return run([*words, f"output.name={name}", *more], log, cache=bench.cache, limit_s=RUN_S)
+    return run([*words, f"output.name={name}", *more], log, bench, limit_s=RUN_S)
 
 
 def _losses(folder: Path) -> list[float]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -14,19 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.load import load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
-from sft_play.errors import DoesNotFit
+from sft_play.facts.hardware import detect
+from sft_play.facts.unseen import HIDING
 from sft_play.log import one_line, redact
+from sft_play.plan.plan import Plan, make_plan
 from sft_play.plan.record import FILE as RECORD
 from sft_play.selftest.judge import Peak, moment_problems, peak_problems, speed_problems
 from sft_play.selftest.material import KINDS, ON_CPU, ON_GPU, Size
 from sft_play.selftest.part import Part
+from sft_play.start import has_eval, shape_for
 
 MODES = ("qlora", "lora", "full")
 JUDGED = ("evaluate", "generate")
 LIMIT_S = 300.0
 """A trial that takes longer hangs: on one H100 they are estimated at 15 to 25 s, most of it imports and loading."""
+WARM_UP = 3
+"""Steps whose speed does not count."""
 ANSWER_TOKENS = {"cuda": 32, "cpu": 8}
 
 
@@ -149,13 +156,18 @@ class Ended:
         errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
         said = errors[-1] if errors else lines[-1] if lines else "no output"
         how = f"not through after {self.seconds:.0f} s" if self.code is None else f"exit code {self.code}"
-        return one_line(redact(f"{said} ({how})"), limit=600)
+        return one_line(redact(f"{said} ({how})"), limit=1200)
 
 
-def run(words: Sequence[str], log: Path, *, cache: Path, limit_s: float = LIMIT_S) -> Ended:
+def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT_S) -> Ended:
     """Run `python -m WORDS` to its end, its output in `log`; what it has started ends with it."""
     environment = ends_with_me(for_another_run(os.environ))
-    environment |= {"SFT_PLAY_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment.setdefault(
+        "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+    )  # the first GPU of the driver's list is the first here too
+    if not bench.on_gpu:
+        environment |= dict.fromkeys(HIDING[:2], "-1")
     began = time.monotonic()
     code: int | None
     with log.open("ab") as sink:
@@ -180,23 +192,26 @@ def run(words: Sequence[str], log: Path, *, cache: Path, limit_s: float = LIMIT_
 
 def train(bench: Bench, config: Path, log: Path, *words: str, command: str = "train") -> Ended:
     """One run of a run YAML."""
-    return run(["sft_play", command, "--config", str(config), *words], log, cache=bench.cache)
+    return run(["sft_play", command, "--config", str(config), *words], log, bench)
 
 
 def make(trial: Trial, bench: Bench) -> Part:
-    """Run a trial and judge its peak, its speed, what loading and saving held."""
+    """Run a trial and judge its peak and its speed; one that the plan says does not fit is left out."""
     bench.clean()
+    config = bench.of(trial)
+    plan = planned(config) if bench.on_gpu else None
+    if plan is not None and not plan.fits:
+        return Part(trial.name, "skipped", f"the plan says that it {plan.choice.verdict}")
     log = bench.logs / f"{trial.name.removeprefix('train/').replace('/', '-')}.log"
-    ended = train(bench, bench.of(trial), log)
-    if ended.code == DoesNotFit.exit_code and not _ran_out(ended):
-        return Part(trial.name, "skipped", f"the plan says that it does not fit this GPU: {ended.words}",
-                    seconds=round(ended.seconds, 1), log=str(log))  # fmt: skip
-    return judged(trial.name, bench.run_folder, ended, rows=trial.rows)
+    return judged(trial.name, bench.run_folder, train(bench, config, log), rows=trial.rows)
 
 
-def _ran_out(ended: Ended) -> bool:
-    """Whether a run went out of memory: that is no answer of its plan."""
-    return "memory ran out" in ended.text
+def planned(config: Path) -> Plan:
+    """The plan of a run YAML on the first GPU, without earlier runs."""
+    read = load_config(config).config
+    return make_plan(
+        read, shape_for(read), detect().first(1), only=("single",), has_eval=has_eval(read), with_ways_out=False
+    )
 
 
 def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
@@ -206,7 +221,7 @@ def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
         return Part(name, "fail", ended.words, **found)
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    predicted, measured = _predicted(plan), _measured(summary)
+    predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
     problems = problems_of(predicted, measured, rows=rows)
     return Part(name, "fail" if problems else "pass", "; ".join(problems) or _words(predicted, measured),
                 predicted, measured, **found)  # fmt: skip
@@ -233,10 +248,16 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
         "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
         "load": peak.get("measured_load"),
         "save": peak.get("measured_save"),
-        "tokens_per_s": summary["tokens_per_s"],
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
     }
+
+
+def steady_speed(folder: Path) -> float:
+    """Median tokens per second of a run's steps, without the first, in which kernels are built and libraries begin."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line for line in map(json.loads, lines) if "tokens_per_s" in line]
+    return statistics.median(line["tokens_per_s"] for line in steps[WARM_UP:] or steps)
 
 
 def problems_of(predicted: dict[str, Any], measured: dict[str, Any], *, rows: str) -> list[str]:

@@ -240,9 +240,9 @@ def _out_of_memory_message(job: Job, error: BaseException) -> str:
     batch = job.plan.batch.micro_batch
     smaller = f"train.batch_size={batch // 2}" if batch > 1 else "a shorter model.max_seq_len"
     return (
-        f"the GPU's memory ran out ({one_line(str(error))}); predicted were {job.plan.memory.required / GIB:.1f} of "
-        f"{job.plan.budget_bytes / GIB:.1f} GiB with micro-batch {batch}. See with nvidia-smi whether another process "
-        f"took memory meanwhile; try {smaller}"
+        f"the GPU's memory ran out ({one_line(str(error), limit=300)}); predicted were "
+        f"{job.plan.memory.required / GIB:.1f} of {job.plan.budget_bytes / GIB:.1f} GiB with micro-batch {batch}. "
+        f"See with nvidia-smi whether another process took memory meanwhile; try {smaller}"
     )
 
 
