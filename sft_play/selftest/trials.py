@@ -32,6 +32,8 @@ MODES = ("qlora", "lora", "full")
 JUDGED = ("evaluate", "generate")
 LIMIT_S = 300.0
 """A trial that takes longer hangs: on one H100 they are estimated at 15 to 25 s, most of it imports and loading."""
+MOMENTS = ("load", "save")
+"""What is measured apart from the training."""
 WARM_UP = 3
 """Steps whose speed does not count."""
 ANSWER_TOKENS = {"cuda": 32, "cpu": 8}
@@ -231,7 +233,7 @@ def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
     peak = plan["peak_bytes"]
     return {
         **{name: peak[name] for name in ("allocated", "reserved", "margin", "load")},
-        "save": peak["moments"].get("saving"),
+        "save": peak["moments"]["saving"],
         "tokens_per_s": plan["tokens_per_s"],
         "confirmed_by_trace": plan["confirmed_by_trace"],
         "precision": plan["precision"]["compute"],
@@ -246,8 +248,7 @@ def _measured(summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "allocated": peak["measured_allocated"],
         "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
-        "load": peak.get("measured_load"),
-        "save": peak.get("measured_save"),
+        **{name: peak[f"measured_{name}"] for name in MOMENTS},
         "updates": summary["updates"],
         "evaluations": len(summary["evaluations"]),
     }
@@ -286,25 +287,23 @@ def _words(predicted: dict[str, Any], measured: dict[str, Any]) -> str:
 
 
 def moments(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> list[Part]:
-    """`load/MODE` and `save/MODE`: the highest that loading and saving held in any trial of a mode."""
-    found = []
-    by_mode: dict[str, list[Part]] = {}
-    for part in parts:
-        if part.name.startswith("train/") and part.measured:
-            by_mode.setdefault(part.name.split("/")[1], []).append(part)
-    for mode, name in itertools.product(MODES, ("load", "save")):
-        made = [part for part in by_mode.get(mode, ()) if part.measured and part.measured[name] is not None]
-        if not by_mode.get(mode):
-            found.append(Part(f"{name}/{mode}", "skipped", "no trial of this mode came through"))
-            continue
-        if not made:
-            why = "resident memory, all that a CPU shows, has one peak for the whole run: needs a GPU"
+    """`load/MODE`, `save/MODE` and so on: the most that a moment beside the training held in any trial of a mode."""
+    parts, found = list(parts), []
+    for mode, name in itertools.product(MODES, MOMENTS):
+        of_mode = [part for part in parts if part.name.startswith(f"train/{mode}/") and part.measured]
+        held = [
+            (part, part.predicted[name], part.measured[name])
+            for part in of_mode
+            if part.predicted and part.measured
+            and part.predicted.get(name) is not None and part.measured.get(name) is not None
+        ]  # fmt: skip
+        if not held:
+            needs = "resident memory, all that a CPU shows, has one peak for the whole run: needs a GPU"
+            why = needs if of_mode else "no trial of this mode came through"
             found.append(Part(f"{name}/{mode}", "skipped", why))
             continue
-        worst = max(made, key=lambda part: (part.measured or {})[name] - (part.predicted or {})[name])
-        said, saw = (worst.predicted or {})[name], (worst.measured or {})[name]
-        share = load_margin if name == "load" else 0.0
-        margin = int(said * share) + margin_bytes
+        worst, said, saw = max(held, key=lambda one: one[2] - one[1])
+        margin = int(said * (load_margin if name == "load" else 0.0)) + margin_bytes
         problems = moment_problems(name, predicted=said, margin=margin, measured=saw)
         words = f"{saw / 2**30:.2f} GiB measured, {said / 2**30:.2f} predicted (margin {margin / 2**30:.2f})"
         found.append(Part(f"{name}/{mode}", "fail" if problems else "pass", "; ".join(problems) or words,
