@@ -279,7 +279,7 @@ def _words(predicted: dict[str, Any], measured: dict[str, Any]) -> str:
     def gib(size: int | None) -> str:
         return "-" if size is None else f"{size / 2**30:.2f}"
 
-    speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "no"
+    speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
     return (
         f"reserved {gib(measured['reserved'])} GiB measured, {gib(predicted['reserved'])} predicted (margin "
         f"{gib(predicted['margin'])}); {measured['tokens_per_s']:,.0f} tokens/s, {speed} predicted"
