@@ -348,6 +348,17 @@ def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypa
     assert book.parts["calibration"].status == "skipped"
 
 
+def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(selftest, "_make_material", lambda bench: asked.append("") or "no model, log x")
+    steps = selftest._steps(Bench(Path(), Path(), on_gpu=False), ALONE, Book(Path(), {}))
+    found = [selftest._made(step, ALONE, 0.0) for step in steps if step.name.startswith("train/")]
+    assert len(found) == 36
+    assert {part.status for part in found} == {"fail"}
+    assert all("RuntimeError: no model, log x" in part.reason for part in found)
+    assert len(asked) == 1
+
+
 def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(tmp_path, monkeypatch):
     made: list[str] = []
 

@@ -107,12 +107,14 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
     torch, core = ("torch",), trials.core()
 
     @functools.cache
-    def material() -> None:
-        _make_material(bench)
+    def problem() -> str | None:
+        return _make_material(bench)  # once, also where it fails
 
     def with_material(make: Callable[[], Part]) -> Callable[[], Part]:
         def made() -> Part:
-            material()
+            found = problem()
+            if found is not None:
+                raise RuntimeError(found)
             return make()
 
         return made
@@ -145,13 +147,14 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
     ]  # fmt: skip
 
 
-def _make_material(bench: Bench) -> None:
-    """The model and the rows; raises RuntimeError where the model cannot be made."""
+def _make_material(bench: Bench) -> str | None:
+    """Make the model and the rows; why the model cannot be made, else None."""
     log = bench.logs / "model.log"
     ended = trials.run(["sft_play.selftest.probes", "model", str(bench.folder / "model")], log, bench)
     if ended.code != 0:
-        raise RuntimeError(f"the trials' model cannot be made: {ended.words}, log {log}")
+        return f"the trials' model cannot be made: {ended.words}, log {log}"
     write_rows(bench.folder, bench.size)
+    return None
 
 
 def _made(step: Step, hardware: Hardware, elapsed_s: float) -> Part:
