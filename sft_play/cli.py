@@ -70,6 +70,7 @@ COMMANDS = {
     "plan": "predict memory and speed, choose layout and batch, and say why, before anything loads",
     "memory-model-score": "score the memory model on measured peaks that others published",
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
+    "gpu-selftest": "what this machine's GPUs do against what a plan says of them: kernels, peaks, speeds, layouts",
     "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
     "tb-open": "open that page in a browser, or say its address",
     "tb-stop": "stop this project's TensorBoards: all, or those of CONFIG's output.dir or of RUN",
@@ -627,6 +628,19 @@ def _doctor(request: Request) -> int:
     return 0 if report.ok else ConfigError.exit_code
 
 
+def _gpu_selftest(request: Request) -> int:
+    _refuse_hardware(request)
+    from sft_play.selftest.report import result_lines
+    from sft_play.selftest.selftest import selftest
+
+    book = selftest(request.out)
+    if request.json:
+        sys.stdout.write(json.dumps(book.as_json()) + "\n")
+    else:
+        logger.info("%s", "\n".join(result_lines(book)))
+    return 0 if book.ok else ConfigError.exit_code
+
+
 def _gpu_info(request: Request) -> int:
     from sft_play.seeing import gpu_info
 
@@ -989,6 +1003,7 @@ def _generate(request: Request) -> int:
 
 _COMMANDS = {
     "gpu-info": _gpu_info,
+    "gpu-selftest": _gpu_selftest,
     "memory-check": _memory_check,
     "train": _train,
     "resume": _resume,

@@ -29,7 +29,16 @@ _BENCHMARKS = (
     *("bench-data", "benchmark-speed", "mutation-score"),
 )
 _ANSWERING = (
-    *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "memory-check", "mask-score"),
+    *(
+        "plan",
+        "memory-model-score",
+        "verify-layouts",
+        "doctor",
+        "gpu-info",
+        "gpu-selftest",
+        "memory-check",
+        "mask-score",
+    ),
     *_DATA,
 )
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")

@@ -283,7 +283,7 @@ def test_what_any_python_reads_is_old_syntax():
     for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/variables.py", "scripts/check_variables.py",
                  "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
                  "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",
-                 "scripts/plan.py", "sft_play/__init__.py"):  # fmt: skip
+                 "scripts/plan.py", "scripts/gpu_selftest.py", "sft_play/__init__.py"):  # fmt: skip
         source = (ROOT / name).read_text(encoding="utf-8")
         ast.parse(source, feature_version=(3, 6))
         assert "from __future__ import annotations" not in source, name

@@ -40,6 +40,7 @@ FLOORS = {
     "notebook": 4,
     "start": 5,
     "pipeline": 6,
+    "selftest": 6,
     "cli": 7,
     "entry": 8,
     "__main__": 9,

@@ -20,14 +20,14 @@ NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
     *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
     *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
-    *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check"),
+    *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check", "gpu-selftest"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data", "mutation-score"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
-    *("verify-layouts", "gpu-info", "memory-check"),
+    *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
@@ -35,7 +35,7 @@ SCRIPTS = {
     name: f"scripts/{name.removesuffix('-tb').replace('-', '_')}.py"
     for name in (
         *("train", "train-tb", "resume", "train-distributed", "train-distributed-tb", "train-deepspeed"),
-        *("train-deepspeed-tb", "launch-command", "run-notebook", "verify-layouts", "plan"),
+        *("train-deepspeed-tb", "launch-command", "run-notebook", "verify-layouts", "plan", "gpu-selftest"),
     )
 }
 """Targets that launch or train, and what each executes."""

@@ -566,7 +566,7 @@ def _advice(chosen: Candidate) -> list[str]:
     reasons = []
     if chosen.step.pages and (chosen.offloads or chosen.step.offloads):
         need = f"{chosen.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
-        reasons.append(f"{need}, and WSL was seen to give 0.5 to 4 GiB: this may fail at its start")
+        reasons.append(f"{need}, and WSL was seen to give 0.5 to 1 GiB: this may fail at its start")
     if chosen.fits and chosen.hangs_on_ram:
         need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
         reasons.append(f"{need}; the machine's was not given (ram=512GiB)")

@@ -27,6 +27,9 @@ KEPT = 200
 """Lines that the record keeps, the newest; older ones only where they are the furthest above their prediction."""
 LOOKED_AT = 10
 """Runs that a plan learns its speed from, the newest."""
+SELFTEST = "make gpu-selftest"
+"""The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
+not, since of a model of 0.5B the allocator's rounding is a larger share than of others."""
 MOST_MEMORY = 4.0
 """Times its prediction that a plan is corrected to need at most: what is beyond was not this run's memory."""
 SPEEDS = (1e-4, 1e4)
@@ -83,10 +86,14 @@ class Correction:
     memory: float = 1.0
     speed: float = 1.0
     speed_measured: bool = False
+    speed_of_selftest: bool = False
 
     @property
     def reason(self) -> str | None:
         """What a plan says of it; None without a run."""
+        if self.speed_of_selftest:
+            share = f"{self.speed:.2f} of the roofline's speed in this mode on this machine"
+            return f"{SELFTEST} measured {share}, and so much is predicted here until a run of yours says more"
         if not self.runs:
             return None
         memory = (
@@ -119,19 +126,20 @@ def add(measured: Measured) -> None:
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:
     """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str], Measured] = {}
+    furthest: dict[tuple[str, str, str, bool], Measured] = {}
     for run in runs:
-        kind = (run.device, run.mode, run.layout)
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST)
         if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
             furthest[kind] = run
     older = [run for run in runs[:-KEPT] if any(run is one for one in furthest.values())]
     return [*older, *runs[-KEPT:]]
 
 
-def load() -> list[Measured]:
-    """The runs that are recorded, oldest first; lines that are not readable, or not of this version, are left out."""
+def load(path: Path | None = None) -> list[Measured]:
+    """The runs that are recorded, in another file where one is named, oldest first; lines that are not readable, or not
+    of this version, are left out."""
     try:
-        lines = record_path().read_text(encoding="utf-8").splitlines()
+        lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
     return [run for line in lines if (run := _read(line)) is not None]
@@ -158,16 +166,21 @@ def correction(
 
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that what was measured
-    of one layout does not make another look faster.
+    of one layout does not make another look faster; where there is none, from the self-test's trials.
     """
-    alike = [run for run in runs if (run.device, run.mode) == (device, mode)]
+    of_all = [run for run in runs if (run.device, run.mode) == (device, mode)]
+    alike = [run for run in of_all if run.model != SELFTEST]
     same = _nearest(alike, lambda run: run.layout == layout)
     same = _nearest(same, lambda run: run.model == model)
     memory = max([1.0, *(run.memory_ratio for run in same)])
-    speeds = [run.speed_ratio for run in _nearest(alike, lambda run: run.model == model) if run.speed_ratio > 0]
+    near = _nearest(alike, lambda run: run.model == model)
+    speeds = [run.speed_ratio for run in near or of_all if run.speed_ratio > 0]
     speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
     low, high = SPEEDS
-    return Correction(len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds))
+    return Correction(
+        len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds),
+        speed_of_selftest=bool(speeds) and not near,
+    )  # fmt: skip
 
 
 def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:

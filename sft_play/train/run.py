@@ -243,9 +243,9 @@ def _out_of_memory_message(job: Job, error: BaseException) -> str:
     batch = job.plan.batch.micro_batch
     smaller = f"train.batch_size={batch // 2}" if batch > 1 else "a shorter model.max_seq_len"
     return (
-        f"the GPU's memory ran out ({one_line(str(error))}); predicted were {job.plan.memory.required / GIB:.1f} of "
-        f"{job.plan.budget_bytes / GIB:.1f} GiB with micro-batch {batch}. See with nvidia-smi whether another process "
-        f"took memory meanwhile; try {smaller}"
+        f"the GPU's memory ran out ({one_line(str(error), limit=300)}); predicted were "
+        f"{job.plan.memory.required / GIB:.1f} of {job.plan.budget_bytes / GIB:.1f} GiB with micro-batch {batch}. "
+        f"See with nvidia-smi whether another process took memory meanwhile; try {smaller}"
     )
 
 
@@ -479,7 +479,7 @@ def _train_and_judge(job: Job, prepared: Prepared, watch: Watch) -> dict[str, An
         time.time() - watch.started, stop, exam.name, proof.proof if proof else engine.proof_of_one(trainer),
         updates.found, loading.found,
     )  # fmt: skip
-    summary = _finish(job, prepared, trainer, result)
+    summary = _finish(job, prepared, trainer, result, watch.memory)
     if job.folder.stage is not None:  # another model is loaded into this process
         engine.release(trainer)
     return summary
@@ -724,7 +724,7 @@ class _Result:
         return "stopped" if self.stop.stopped_early else "finished"
 
 
-def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result) -> dict[str, Any]:
+def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result, memory: MemoryMeter) -> dict[str, Any]:
     """Save what was trained, write and say the summary; raises Interrupted where the user stopped the run."""
     summary = _summary(result)
     summary["engine_proof"] = result.proof.as_json() if result.proof else None
@@ -736,7 +736,9 @@ def _finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: _Result)
     summary["predicted_tokens_per_s"] = round(job.plan.speed.tokens_per_s, 2) if job.plan.speed_known else None
     if result.status == "finished":
         path = job.folder.model_path(adapter=prepared.blueprint.peft_config is not None)
-        _save_trained(prepared, trainer, path, steps=result.steps)
+        with memory.peaks.during("saving"):
+            _save_trained(prepared, trainer, path, steps=result.steps)
+        summary["peak_bytes_by_moment"] = memory.by_moment()
         summary["model_path"] = str(path)
     if not engine.is_first():
         engine.barrier()  # rank 0 has written how the run ended: an early leave would have the launcher end it

@@ -1,0 +1,1 @@
+"""`make gpu-selftest`: what this machine's GPUs do, against what the plan says of them, in about ten minutes."""

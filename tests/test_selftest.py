@@ -1,0 +1,658 @@
+"""gpu-selftest: its verdicts on random figures, what it leaves out, what breaks, and a few of its parts on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.plan import record
+from sft_play.selftest import environment, judge, out_of_memory, probes, selftest, several, trials
+from sft_play.selftest.judge import GIB, Peak
+from sft_play.selftest.material import LARGE, ON_CPU, ON_GPU, write_rows
+from sft_play.selftest.part import LATER, Book, Part, open_book
+from sft_play.selftest.report import page_lines
+from sft_play.selftest.trials import Bench
+from tests.conftest import ROOT
+
+MACHINE: dict[str, Any] = {"gpus": [], "cpu_name": "CPU", "cpu_cores": 2, "ram_bytes": 8 * GIB}
+ALONE = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_peak_fails_exactly_where_it_leaves_the_margin():
+    chance = random.Random(1)
+    seen = set()
+    for _ in range(500):
+        allocated, slack, margin = chance.randrange(1, 100), chance.randrange(0, 20), chance.randrange(0, 20)
+        held, kept, exact = chance.randrange(1, 120), chance.randrange(1, 140), chance.random() < 0.5
+        peak = Peak(allocated, allocated + slack, margin, held, kept, exact=exact)
+        over, above = kept > allocated + slack + margin, held > allocated + margin
+        below = exact and held < allocated - margin
+        seen.add((over, above, below))
+        assert len(judge.peak_problems(peak)) == over + above + below
+        assert len(judge.peak_problems(replace(peak, measured_allocated=None))) == over
+    assert len(seen) == 6  # a peak is not above and below at once
+    edge = Peak(100, 120, 10, 110, 130, exact=True)
+    assert judge.peak_problems(edge) == []
+    assert judge.peak_problems(replace(edge, measured_allocated=90)) == []
+    assert judge.peak_problems(replace(edge, measured_reserved=131)) != []
+    assert judge.peak_problems(replace(edge, measured_allocated=111)) != []
+    assert judge.peak_problems(replace(edge, measured_allocated=89)) != []
+
+
+def test_speeds_may_be_twice_or_half_and_no_further():
+    chance = random.Random(2)
+    for _ in range(300):
+        predicted, ratio = chance.uniform(1, 1e5), 2 ** chance.uniform(-2, 2)
+        assert bool(judge.speed_problems(predicted, predicted * ratio)) == (not 0.5 <= ratio <= 2.0)
+    assert judge.speed_problems(100.0, 50.0) == judge.speed_problems(100.0, 200.0) == []
+    assert judge.speed_problems(100.0, 49.0) == ["49 tokens/s are 0.49 of the 100 predicted (0.5 to 2 pass)"]
+
+
+def test_loading_and_saving_are_bounds():
+    chance = random.Random(3)
+    for _ in range(300):
+        predicted, margin, measured = (chance.randrange(0, 100) for _ in range(3))
+        found = judge.moment_problems("load", predicted=predicted, margin=margin, measured=measured)
+        assert bool(found) == (measured > predicted + margin)
+
+
+def updates(**changes: Any) -> dict[str, Any]:
+    usual = {"weights": ["nf4", "float32"], "adapters": ["float32"], "masters": [], "optimizer_states": ["float32"],
+             "moved_share": 1.0, "rounding": "float32", "lost": False}  # fmt: skip
+    return {**usual, **changes}
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "said"),
+    [
+        ("qlora", {}, None),
+        ("lora", {"weights": ["bfloat16"]}, None),
+        ("full", {"weights": ["float32"], "adapters": []}, None),
+        ("full", {"weights": ["bfloat16"], "adapters": [], "rounding": "stochastic", "moved_share": 0.1}, None),
+        ("full", {"weights": ["bfloat16"], "adapters": []}, "weights are bfloat16, and the plan says float32"),
+        ("qlora", {"weights": ["bfloat16"]}, "not NF4"),
+        ("lora", {"adapters": ["bfloat16"]}, "adapters are bfloat16, not float32"),
+        ("qlora", {"adapters": ["float32", "bfloat16"]}, "adapters are float32 and bfloat16"),
+        ("lora", {"adapters": []}, "adapters are absent"),
+        ("lora", {"optimizer_states": ["bfloat16"]}, "optimizer states are bfloat16"),
+        ("lora", {"moved_share": 0.2, "lost": True}, "a step moves 20.0% of what trains: updates are lost"),
+        ("lora", {"moved_share": None}, "no step was looked at"),
+    ],
+)
+def test_dtypes_and_lost_updates_are_found(mode, changes, said):
+    found = judge.update_problems(updates(**changes), mode=mode)
+    assert (found == []) if said is None else (len(found) == 1 and said in found[0])
+
+
+def test_another_attention_kernel_than_the_plan_counts_on_is_found():
+    predicted = {"a": "flash", "b": "efficient", "c": "math"}
+    assert judge.attention_problems(predicted, predicted) == []
+    assert judge.attention_problems(predicted, {**predicted, "a": "cudnn"}) == []
+    assert judge.attention_problems(predicted, {**predicted, "b": "cudnn"}) != []
+    assert judge.attention_problems(predicted, {**predicted, "a": "math"}) == [
+        "a: the plan counts on flash, and math runs"
+    ]
+    assert judge.attention_problems(predicted, {"a": "flash", "b": "efficient"}) != []
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["aten::_scaled_dot_product_flash_attention", "void pytorch_flash::flash_fwd_kernel<...>"], "flash"),
+        (["aten::_scaled_dot_product_efficient_attention", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80"], "efficient"),
+        (["aten::_scaled_dot_product_cudnn_attention", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop"], "cudnn"),
+        (["aten::_scaled_dot_product_attention_math", "softmax_warp_forward", "ampere_bf16_s16816gemm"], "math"),
+        (["aten::mm"], "unknown"),
+    ],
+)
+def test_kernels_are_told_by_their_names(names, kind):
+    assert probes.kind_of(names) == kind
+
+
+def test_what_the_plan_counts_on_follows_the_gpu():
+    new, old = environment.kernels_of(named("1xH100")), environment.kernels_of(named("1xT4"))
+    assert len(new) == len(old) == 12
+    assert new["bf16, grouped heads, causal"] == "flash"
+    assert new["bf16, grouped heads, padding mask"] == "efficient"
+    assert new["fp32, grouped heads, causal"] == old["fp16, grouped heads, causal"] == "math"
+    assert old["fp16, equal heads, causal"] == "efficient"
+
+
+def test_free_memory_by_two_counters_and_the_context():
+    chance = random.Random(4)
+    for _ in range(300):
+        by_driver, apart = 10 * GIB, chance.randrange(-GIB, GIB)
+        context = chance.randrange(0, 2 * GIB)
+        found = {"free_by_driver": by_driver, "free_by_cuda": by_driver + apart, "context": context}
+        wrong = (abs(apart) > GIB // 4) + (context > GIB // 2 + GIB // 4)
+        assert len(judge.memory_counter_problems(found, context_bytes=GIB // 2)) == wrong
+
+
+def test_a_round_trip_through_nf4_that_is_none_is_found():
+    good = {"relative_error": 0.092, "elements": 128.0, "packed_bytes": 64.0, "layer_error": 1e-6,
+            "gradient_error": 1e-6}  # fmt: skip
+    assert judge.nf4_problems(good) == []
+    for name, value in (("relative_error", 0.0), ("relative_error", 0.2), ("packed_bytes", 128.0),
+                        ("layer_error", 0.05), ("gradient_error", 1.0), ("gradient_error", float("nan"))):  # fmt: skip
+        assert len(judge.nf4_problems({**good, name: value})) == 1
+
+
+TORCH_SAYS = (
+    "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.20 GiB is "
+    "free. Process 1 has 22.43 GiB memory in use. Of the allocated memory 20.00 GiB is allocated by PyTorch, and "
+    "1.90 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting …"
+)
+
+
+def own_message(said: str = TORCH_SAYS) -> str:
+    """The message of a run that ran out of memory, by the code that words it."""
+    from sft_play.train.run import _out_of_memory_message
+
+    plan = SimpleNamespace(
+        memory=SimpleNamespace(required=30 * GIB), budget_bytes=int(23.2 * GIB), batch=SimpleNamespace(micro_batch=32)
+    )
+    return _out_of_memory_message(SimpleNamespace(plan=plan), RuntimeError(said))  # type: ignore[arg-type]
+
+
+def out_of_memory_found(said: str, **changes: Any) -> list[str]:
+    usual = {"exit_code": 3, "required": 30 * GIB, "budget": int(23.2 * GIB), "micro_batch": 32,
+             "free_before": 23 * GIB, "free_after": 23 * GIB}  # fmt: skip
+    return judge.out_of_memory_problems(said, **{**usual, **changes})
+
+
+def test_the_message_of_a_run_out_of_memory_must_be_true():
+    assert out_of_memory_found(own_message()) == []
+    assert out_of_memory_found(own_message(), exit_code=1) == ["the exit code is 1, not 3"]
+    assert out_of_memory_found(own_message(), micro_batch=16) == ["it says micro-batch 32, and 16 was asked for"]
+    assert len(out_of_memory_found(own_message(), required=40 * GIB)) == 1
+    assert len(out_of_memory_found(own_message(), budget=10 * GIB)) == 1
+    assert out_of_memory_found(own_message(), free_after=20 * GIB) == ["3.00 GiB are not free again after it"]
+    other = own_message(TORCH_SAYS.replace("1.20 GiB is free", "9.00 GiB is free"))
+    assert out_of_memory_found(other) == ["3.50 GiB were asked for and 9.00 GiB free: that is another fault"]
+    small = own_message(TORCH_SAYS.replace("3.50 GiB", "900.00 MiB"))
+    assert len(out_of_memory_found(small)) == 1
+    assert out_of_memory_found(own_message("no words")) == ["it does not say what was asked for and what was free"]
+    assert out_of_memory_found("Killed") == ["the message does not say what was predicted"]
+    fitting = own_message().replace("predicted were 30.0 of", "predicted were 20.0 of")
+    assert any("would have fitted" in line for line in out_of_memory_found(fitting))
+
+
+def test_losses_of_a_resumed_run_are_compared_at_every_step():
+    chance = random.Random(5)
+    for _ in range(200):
+        wanted = [chance.uniform(1, 9) for _ in range(5)]
+        share = chance.choice((0.5, 2.0)) * judge.LOSS_APART * chance.choice((-1, 1))
+        place = chance.randrange(5)
+        found = [loss * (1 + share * (place == step)) for step, loss in enumerate(wanted)]
+        assert bool(judge.loss_problems(wanted, found)) == (abs(share) > judge.LOSS_APART)
+    assert judge.loss_problems([1.0, 2.0], [1.0]) == ["1 losses, and the unbroken run has 2"]
+    assert judge.loss_problems([], []) != []
+
+
+# --- the table of trials ----------------------------------------------------------------------------------------------
+
+
+def test_nine_trials_hold_every_pair_of_settings_and_come_first():
+    every, core = trials.trials(), trials.core()
+    assert (len(every), len(set(every)), len(core)) == (36, 36, 9)
+    assert set(every[:9]) == set(core)
+    pairs = {
+        pair
+        for trial in every
+        for pair in itertools.combinations((trial.mode, trial.checkpointing, trial.rows, trial.judged), 2)
+    }
+    held = {
+        pair
+        for trial in core
+        for pair in itertools.combinations((trial.mode, trial.checkpointing, trial.rows, trial.judged), 2)
+    }
+    assert held == pairs
+    assert len(pairs) == 37  # 3 x 2 + 3 x 3 + 3 x 2 + 2 x 3 + 2 x 2 + 3 x 2
+
+
+@pytest.fixture
+def on_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """A bench with the large model's config, beside a GPU that is not there."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(KNOWN_MODELS[LARGE].config))
+    write_rows(tmp_path, ON_GPU)
+    hardware = named("1xH100")
+    monkeypatch.setattr(trials, "detect", lambda: hardware)
+    return Bench(tmp_path, tmp_path, on_gpu=True)
+
+
+def test_every_trial_fits_a_large_card_and_one_micro_batch_does_not(on_h100):
+    plans = [trials.planned(on_h100.of(trial)) for trial in trials.trials()]
+    assert len(plans) == 36
+    assert all(plan.fits and plan.layout == "single" for plan in plans)
+    assert {plan.batch.micro_batch for plan in plans} == {ON_GPU.micro_batch}
+    total = named("1xH100").gpus[0].total_bytes
+    sizes: dict[int, int] = {}
+
+    def required(size: int) -> int:
+        sizes[size] = trials.planned(out_of_memory._config(on_h100, size)).memory.required
+        return sizes[size]
+
+    micro = trials.micro_batch_that_cannot_fit(required, total)
+    assert micro is not None
+    assert sizes[micro] > 1.25 * total
+    assert sizes[micro // 2] <= 1.25 * total
+    assert trials.micro_batch_that_cannot_fit(lambda size: 0, total) is None
+
+
+def test_a_trial_that_does_not_fit_is_left_out_by_its_plan(on_h100, monkeypatch):
+    small = named("1xRTX3060")
+    monkeypatch.setattr(trials, "detect", lambda: small)
+    monkeypatch.setattr(trials, "run", lambda *_, **__: pytest.fail("it was started"))
+    part = trials.make(trials.Trial("full", False, "equal", "evaluate"), on_h100)
+    assert part.status == "skipped"
+    assert "the plan says that it does NOT fit, too little GPU memory: needs" in part.reason
+
+
+def test_rows_are_of_their_kinds(tmp_path):
+    write_rows(tmp_path, ON_CPU, largest_batch=13)
+
+    def words(name: str) -> list[int]:
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        return [len(row["messages"][1]["content"].split()) for row in rows]
+
+    needed = ON_CPU.effective_batch * ON_CPU.steps
+    assert words("equal") == [2 * ON_CPU.seq_len] * needed
+    assert len(words("unequal")) == needed
+    assert len(set(words("unequal"))) > 20
+    assert max(words("unequal")) == 2 * ON_CPU.seq_len  # the longest rows are those that a plan assumes
+    assert max(words("packed")) < ON_CPU.seq_len
+    assert len(words("out-of-memory")) >= 13
+
+
+def numbers(**changes: Any) -> dict[str, Any]:
+    return {"allocated": 2 * GIB, "reserved": 3 * GIB, "margin": GIB // 2, "tokens_per_s": 100.0, **changes}
+
+
+def test_speed_is_judged_of_full_rows_on_a_device_whose_rates_are_known():
+    slow = numbers(tokens_per_s=10.0)
+    assert len(trials.problems_of(numbers(), slow, rows="equal")) == 1
+    assert len(trials.problems_of(numbers(), slow, rows="packed")) == 1
+    assert trials.problems_of(numbers(), slow, rows="unequal") == []
+    assert trials.problems_of(numbers(tokens_per_s=None), slow, rows="equal") == []
+    little = numbers(allocated=GIB)
+    assert len(trials.problems_of(numbers(), little, rows="equal")) == 1
+    assert trials.problems_of(numbers(), little, rows="unequal") == []
+    assert len(trials.problems_of(numbers(), numbers(reserved=4 * GIB), rows="unequal")) == 1
+
+
+def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
+    lines = [{"step": n, "tokens_per_s": speed} for n, speed in enumerate([1, 2, 3, 100, 90, 110, 1000, 95])]
+    lines.insert(4, {"step": 4, "eval_loss": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert trials.steady_speed(tmp_path) == 100  # the median of 90, 95, 100, 110, 1000
+
+
+def trained(name: str, *, load: int | None, save: int | None) -> Part:
+    return Part(name, "pass", "", {"load": GIB, "save": 2 * GIB}, {"load": load, "save": save})
+
+
+def test_loading_and_saving_are_judged_by_the_worst_trial_of_a_mode():
+    parts = [
+        trained("train/qlora/a", load=GIB, save=GIB), trained("train/qlora/b", load=3 * GIB, save=GIB),
+        trained("train/lora/a", load=None, save=None),
+    ]  # fmt: skip
+    found = {part.name: part for part in trials.moments(parts, load_margin=0.06, margin_bytes=100)}
+    assert {name: part.status for name, part in found.items()} == {
+        "load/qlora": "fail", "save/qlora": "pass", "load/lora": "skipped", "save/lora": "skipped",
+        "load/full": "skipped", "save/full": "skipped",
+    }  # fmt: skip
+    assert "needs a GPU" in found["load/lora"].reason
+    assert found["load/qlora"].predicted == {"load": GIB, "margin": int(0.06 * GIB) + 100}
+
+
+# --- what is kept, left out, and breaks -------------------------------------------------------------------------------
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, *steps: selftest.Step) -> None:
+    monkeypatch.setattr(selftest, "_steps", lambda *_: list(steps))
+    monkeypatch.setattr(selftest, "detect", lambda: ALONE)
+
+
+def test_a_part_that_breaks_is_a_failure_and_the_others_go_on(tmp_path, monkeypatch):
+    def broken() -> Part:
+        raise ZeroDivisionError("an unlucky part")
+
+    fake(monkeypatch, selftest.Step("first", broken), selftest.Step("second", lambda: Part("second", "pass", "well")))
+    said: list[str] = []
+    book = selftest.selftest(tmp_path / "a.json", progress=said.append)
+    assert not book.ok
+    assert [part.name for part in book.failed] == ["first"]
+    assert "ZeroDivisionError: an unlucky part (test_selftest.py, line" in book.parts["first"].reason
+    assert book.parts["second"].status == "pass"
+    assert any(line.startswith("FAIL  first") for line in said)
+    page = (tmp_path / "a.txt").read_text()
+    assert "Report each part that fails in the project's issue tracker, with a.json, a.txt and its log:" in page
+    assert "gpu-selftest: first fails on the CPU (no log)" in page
+    assert book.parts["calibration"].status == "skipped"
+
+
+def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(selftest, "_make_material", lambda bench: asked.append("") or "no model, log x")
+    steps = selftest._steps(Bench(Path(), Path(), on_gpu=False), ALONE, Book(Path(), {}))
+    found = [selftest._made(step, ALONE, 0.0) for step in steps if step.name.startswith("train/")]
+    assert len(found) == 36
+    assert {part.status for part in found} == {"fail"}
+    assert all("RuntimeError: no model, log x" in part.reason for part in found)
+    assert len(asked) == 1
+
+
+def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(tmp_path, monkeypatch):
+    made: list[str] = []
+
+    def step(name: str, **more: Any) -> selftest.Step:
+        def make() -> Part:
+            made.append(name)
+            if len(made) == 2:
+                raise KeyboardInterrupt
+            return Part(name, "pass", "")
+
+        return selftest.Step(name, make, **more)
+
+    fake(monkeypatch, step("one"), step("two"), step("three", later=True))
+    with pytest.raises(KeyboardInterrupt):
+        selftest.selftest(tmp_path / "a.json")
+    assert [part["name"] for part in json.loads((tmp_path / "a.json").read_text())["parts"]] == ["one"]
+    monkeypatch.setattr(selftest, "TIME_S", {"cpu": -1.0, "cuda": -1.0})
+    book = selftest.selftest(tmp_path / "a.json")
+    assert made == ["one", "two", "two"]
+    assert book.parts["three"] == Part("three", "skipped", LATER)
+    assert "goes on with what there was no time for" in (tmp_path / "a.txt").read_text()
+    assert not json.loads((tmp_path / "a.json").read_text())["finished"]
+    monkeypatch.undo()
+    fake(monkeypatch, step("one"), step("two"), step("three", later=True))
+    book = selftest.selftest(tmp_path / "a.json")
+    assert made[3:] == ["three"]
+    assert json.loads((tmp_path / "a.json").read_text())["finished"]
+    selftest.selftest(tmp_path / "a.json")
+    assert made[4:] == ["one", "two", "three"]
+
+
+def test_the_answer_of_another_machine_or_of_other_versions_is_not_gone_on_with(tmp_path):
+    path = tmp_path / "a.json"
+
+    def begun(machine: dict[str, Any]) -> Book:
+        book = open_book(path, machine)
+        book.add(Part("one", "pass", ""))
+        return book
+
+    begun(MACHINE)
+    assert "one" in open_book(path, {**MACHINE, "ram_free_bytes": 7}).parts
+    begun(MACHINE)
+    assert open_book(path, {**MACHINE, "cpu_name": "another"}).parts == {}
+    begun(MACHINE)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "versions": {"torch": "0"}}))
+    assert open_book(path, MACHINE).parts == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"parts": [{}]}', '{"rows": []}', "not JSON"])
+def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is there, and is no answer of gpu-selftest"):
+        open_book(path, MACHINE)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is a folder"), ("/dev/null", "is no file that can be")],
+)
+def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command, tmp_path, monkeypatch, out, said):
+    monkeypatch.setattr(selftest, "_steps", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setenv("OUT", out.format(tmp_path))
+    code, printed = command("gpu-selftest")
+    assert code == 2, printed
+    assert printed.count("error:") == 1
+    assert said in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("train.bf16=true",), "reads no run YAML"), (("--config", "a"), "--config is no flag")]
+)
+def test_it_takes_no_settings(command, words, said):
+    code, printed = command("gpu-selftest", *words)
+    assert code == 2
+    assert said in printed
+
+
+def test_the_exit_code_is_2_where_a_part_fails_and_0_where_none_does(command, tmp_path, monkeypatch):
+    for status, wanted in (("pass", 0), ("fail", 2), ("skipped", 2)):
+        fake(monkeypatch, selftest.Step("one", lambda: Part("one", status, "")))  # noqa: B023
+        code, printed = command("gpu-selftest", "--out", str(tmp_path / f"{status}.json"), "--json")
+        assert code == wanted, printed
+    answer = json.loads((tmp_path / "fail.json").read_text())
+    assert {"machine", "versions", "date", "parts", "ok", "finished"} <= set(answer)
+    assert set(answer["parts"][0]) == {"name", "status", "reason", "predicted", "measured", "seconds", "log"}
+
+
+def left_out(hardware: Hardware) -> dict[str, str | None]:
+    bench = Bench(Path(), Path(), on_gpu=bool(hardware.gpus))
+    steps = selftest._steps(bench, hardware, Book(Path(), {}))
+    return {step.name: selftest._left_out(step, hardware, 0.0) for step in steps}
+
+
+def test_what_a_machine_lacks_is_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
+    on_cpu, one, two = left_out(ALONE), left_out(named("1xH100")), left_out(named("2xH100"))
+    assert len(on_cpu) == 6 + 36 + 1 + 4
+    assert {name for name, why in on_cpu.items() if why} == {
+        "environment/triton", "environment/nvml", "out-of-memory", "several/verify-layouts",
+    }  # fmt: skip
+    assert all("GPU" in why for why in on_cpu.values() if why)
+    assert {name for name, why in one.items() if why} == {
+        "several/all-reduce", "several/fsdp-qlora", "several/resume", "several/verify-layouts",
+    }  # fmt: skip
+    assert not any(two.values())
+
+
+def test_a_package_that_is_missing_leaves_out_what_needs_it(monkeypatch):
+    real = selftest.importlib.util.find_spec
+    monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: None if name == "trl" else real(name))
+    found = left_out(ALONE)
+    trial = found["train/qlora/checkpointed/packed/evaluate"]
+    assert trial == "needs trl, which is not installed (make setup)"
+    assert found["environment/nf4"] is None
+    assert found["several/all-reduce"] is None
+
+
+def test_trials_after_the_first_nine_wait_for_the_rest_and_for_time(monkeypatch):
+    monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
+    hardware = named("2xH100")
+    steps = selftest._steps(Bench(Path(), Path(), on_gpu=True), hardware, Book(Path(), {}))
+    late = [step.name for step in steps if selftest._left_out(step, hardware, 1e6) == LATER]
+    assert late == [step.name for step in steps][-27:]
+    assert selftest._left_out(steps[-1], hardware, selftest.TIME_S["cuda"] - 1) is None
+
+
+def test_dtypes_of_every_trial_of_a_mode_count():
+    good = Part("train/lora/a", "pass", "", {}, {"updates": updates(weights=["bfloat16"], moved_share=0.9)})
+    bad = Part("train/lora/b", "pass", "", {}, {"updates": updates(adapters=["bfloat16"])}, log="b.log")
+    assert selftest._updates("lora", [good]).status == "pass"
+    assert "a step moves 90.0% or more" in selftest._updates("lora", [good]).reason
+    found = selftest._updates("lora", [good, bad])
+    assert (found.status, found.log) == ("fail", "b.log")
+    assert found.reason.startswith("train/lora/b: adapters are bfloat16")
+    assert selftest._updates("full", [good]).status == "skipped"
+
+
+def test_the_page_names_every_part(tmp_path):
+    book = Book(tmp_path / "a.json", {**MACHINE, "gpus": [{"name": "NVIDIA L4"}, {"name": "NVIDIA L4"}]})
+    for number, status in enumerate(("pass", "fail", "skipped")):
+        book.add(Part(f"part-{number}", status, f"why {number}", log="x.log"))  # type: ignore[arg-type]
+    page = page_lines(book)
+    assert any(line.startswith("2 x NVIDIA L4; CPU, 2 cores") for line in page)
+    assert sum(line[:4] in ("PASS", "FAIL", "SKIP") for line in page) == 3
+    assert "  gpu-selftest: part-1 fails on NVIDIA L4 (x.log)" in page
+
+
+# --- what later plans learn -------------------------------------------------------------------------------------------
+
+
+def measured(**changes: Any) -> record.Measured:
+    usual = {
+        "device": "GPU", "mode": "lora", "layout": "single", "model": record.SELFTEST, "micro_batch": 4, "seq_len": 512,
+        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1500,
+        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 70.0, "versions": "", "finished": "",
+    }  # fmt: skip
+    return record.Measured(**{**usual, **changes})
+
+
+def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
+    def learned(*runs: record.Measured) -> record.Correction:
+        return record.correction(runs, device="GPU", mode="lora", layout="single", model="m")
+
+    tested = learned(measured())
+    assert (tested.speed, tested.memory, tested.runs) == (0.7, 1.0, 0)
+    assert tested.reason is not None
+    assert tested.reason.startswith("make gpu-selftest measured 0.70 of the roofline's speed in this mode")
+    both = learned(measured(), measured(model="mine", measured_tokens_per_s=50.0, measured_reserved=1100))
+    assert (both.speed, both.memory, both.runs) == (0.5, 1.1, 1)
+    assert "selftest" not in (both.reason or "")
+    assert learned(measured(mode="full")).reason is None
+
+
+def test_the_plan_says_what_it_learned_from_the_self_test():
+    from sft_play.config.load import config_from_text
+    from sft_play.facts.architecture import shape_of
+    from sft_play.plan.plan import make_plan
+
+    config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
+    machine, shape = named("1xH100"), shape_of("Qwen/Qwen2.5-3B-Instruct")
+    earlier = [measured(device=machine.gpus[0].name)]
+    plain, taught = make_plan(config, shape, machine), make_plan(config, shape, machine, earlier=earlier)
+    assert taught.speed.tokens_per_s == pytest.approx(0.7 * plain.speed.tokens_per_s)
+    assert taught.memory == plain.memory
+    assert sum("make gpu-selftest measured 0.70" in reason for reason in taught.reasons) == 1
+
+
+def test_a_run_of_the_users_is_not_forgotten_for_the_self_tests_sake(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(record, "KEPT", 5)
+    record.add(measured(model="mine", measured_reserved=1200))
+    for _ in range(10):
+        record.add(measured(measured_reserved=3000))
+    assert [run.model for run in record.load()].count("mine") == 1
+
+
+def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "user"))
+    bench = Bench(tmp_path, tmp_path, on_gpu=True)
+    bench.cache.mkdir()
+    bench.record.write_text(json.dumps({**vars(measured(model="/tmp/model", measured_tokens_per_s=9.0))}) + "\n")
+    part = Part("train/lora/plain/equal/evaluate", "fail", "", {}, {"tokens_per_s": 80.0})
+    for rows in ("unequal", "equal"):
+        selftest._calibrating(part, trials.Trial("lora", False, rows, "evaluate"), bench)
+    selftest._calibrating(replace(part, measured=None), trials.Trial("lora", False, "equal", "evaluate"), bench)
+    selftest._calibrating(part, trials.Trial("lora", False, "equal", "evaluate"), replace(bench, on_gpu=False))
+    found = record.load()
+    assert [(run.model, run.measured_tokens_per_s) for run in found] == [(record.SELFTEST, 80.0)]
+
+
+def test_what_several_gpus_do_takes_no_time_from_the_trials(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: now[0])
+
+    def step(name: str, seconds: float, **more: Any) -> selftest.Step:
+        def make() -> Part:
+            now[0] += seconds
+            return Part(name, "pass", "", seconds=seconds)
+
+        return selftest.Step(name, make, **more)
+
+    fake(monkeypatch, step("one", 200.0), step("several/all-reduce", 1e4), step("two", 100.0, later=True),
+         step("three", 1.0, later=True))  # fmt: skip
+    found = selftest.selftest(tmp_path / "a.json").parts
+    assert [found[name].status for name in ("one", "several/all-reduce", "two", "three")] == [
+        "pass", "pass", "pass", "skipped"
+    ]  # fmt: skip
+
+
+# --- on the CPU, for real ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+def test_a_few_parts_on_the_cpu(tmp_path):
+    """One trial, the environment, and what follows from them; the other trials are not asked for."""
+    trial = "train/full/checkpointed/equal/evaluate"
+    book = selftest.selftest(tmp_path / "a.json", only=lambda name: name.startswith("environment/") or name in (
+        trial, "load/full", "save/full", "updates/full", "updates/lora", "calibration"))  # fmt: skip
+    assert book.ok, page_lines(book)
+    status = {name: part.status for name, part in book.parts.items()}
+    assert status == {
+        "environment/device": "skipped", "environment/compiler": status["environment/compiler"],
+        "environment/triton": "skipped", "environment/nf4": "pass", "environment/attention": "pass",
+        "environment/nvml": "skipped", trial: "pass", "load/full": "skipped", "save/full": "skipped",
+        "updates/full": "pass", "updates/lora": "skipped", "calibration": "skipped",
+    }  # fmt: skip
+    part = book.parts[trial]
+    assert part.predicted is not None
+    assert part.measured is not None
+    assert part.predicted["reserved"] > 0
+    assert part.measured["reserved"] > 0
+    assert part.measured["evaluations"] == 2
+    assert part.measured["tokens_per_s"] > 0
+    assert part.log is not None
+    assert "step 20/20" in Path(part.log).read_text()
+    assert len(book.parts["environment/attention"].measured["kernels"]) == 12  # type: ignore[index]
+    assert json.loads((tmp_path / "a.json").read_text())["finished"]
+
+
+@pytest.mark.build
+def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
+    bench = Bench(tmp_path, tmp_path, on_gpu=False)
+    write_rows(tmp_path, ON_CPU)
+    part = trials.make(trials.Trial("lora", True, "equal", "evaluate"), bench)  # without a model
+    assert part.status == "fail"
+    assert "(exit code 2)" in part.reason
+    assert part.log is not None
+    assert Path(part.log).is_file()
+
+
+@pytest.mark.build
+def test_a_process_that_hangs_or_raises_is_worded(tmp_path):
+    bench = Bench(tmp_path, tmp_path, on_gpu=False)
+    hung = trials.run(["sft_play.selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
+    assert hung.code is None
+    assert "not through after" in hung.words
+    raised = trials.run(["sft_play.selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
+    assert raised.code == 1
+    assert raised.words == "KeyError: 'nothing' (exit code 1)"
+
+
+@pytest.mark.slow
+def test_all_of_it_on_the_cpu(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path / "a.json")}
+    words = [sys.executable, str(ROOT / "scripts" / "gpu_selftest.py")]
+    answer = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=3600)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = json.loads((tmp_path / "a.json").read_text())
+    names = [part["name"] for part in found["parts"]]
+    assert len(names) == len(set(names)) == 6 + 36 + 1 + 4 + 6 + 3 + 1
+    assert not [part for part in found["parts"] if part["status"] == "fail"]
+    several_ranks = {part["name"]: part["status"] for part in found["parts"] if part["name"].startswith(several.PREFIX)}
+    assert several_ranks == {"several/all-reduce": "pass", "several/fsdp-qlora": "pass", "several/resume": "pass",
+                             "several/verify-layouts": "skipped"}  # fmt: skip
