@@ -33,7 +33,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 """Part of the cache's key: raised whenever this room would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -121,6 +121,7 @@ class _Run:
                 buckets()
             log.mark("optimizer", step)
             self._update(model, optimizer)
+            log.wait()  # a script reads the loss or the norm of a step
             if not settings.holds_until_next:
                 self._held = None
             if settings.empty_cache_every_step:
@@ -300,7 +301,7 @@ def notes(settings: StepSettings) -> tuple[str, ...]:
     if settings.mode == "qlora":
         found.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
     if settings.strategy != "single":
-        found.append("communication buffers of NCCL are outside the allocator; one stream is assumed")
+        found.append("communication buffers of NCCL are outside the allocator")
     return tuple(found)
 
 
