@@ -221,18 +221,26 @@ def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
 def row(setting: Setting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     """Both answers; the trace's from an earlier row where there is one."""
     closed = predicted(setting, model)
-    traced_part = earlier or _traced_part(traced(setting, model))
+    is_whole = earlier is not None and set(TRACED) <= set(earlier)
+    traced_part = earlier if earlier is not None and is_whole else _traced_part(traced(setting, model))
     return {
         "closed_allocated": closed.allocated,
         "closed_reserved": closed.reserved,
         "moment": closed.moment,
         "moments": closed.moments,
-    } | {name: traced_part[name] for name in ("traced_allocated", "traced_reserved", "phases")}
+    } | {name: traced_part[name] for name in TRACED}
+
+
+TRACED = ("traced_allocated", "traced_reserved", "traced_either", "phases")
+"""What a row keeps of its trace; `traced_either`: reserved bytes by the larger of the allocator's two ways."""
 
 
 def _traced_part(found: TracedPeak) -> dict[str, Any]:
     phases = {name: peaks[0] for name, peaks in found.phases.items()}
-    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved, "phases": phases}
+    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved} | {
+        "traced_either": found.reserved_either,
+        "phases": phases,
+    }
 
 
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

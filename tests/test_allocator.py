@@ -433,3 +433,13 @@ def test_an_emptied_cache_is_not_reserved_any_more():
     assert replay(EVENTS).reserved == 40 * MIB + 30 * MIB
     emptied = [*EVENTS[:2], (EMPTY_CACHE, None, 0, 0), *EVENTS[2:]]
     assert replay(emptied).reserved == 42 * MIB
+
+
+def test_a_replay_gives_a_waiting_block_when_the_host_has_waited():
+    """Gathered on stream 1, used on the model's own: the second gather finds no block until the host waits."""
+    gather = [(BIRTH, "one", 12 * MIB, 1), (USED, "one", 0, 0), (DEATH, "one", 0, 0)]
+    second = [(BIRTH, "two", 12 * MIB, 1)]
+    assert replay([*gather, *second], count_from="start").reserved == 24 * MIB
+    assert replay([*gather, (WAIT, None, -1, 0), *second], count_from="start").reserved == 12 * MIB
+    before = (WAIT, None, 1, 0)  # for what was given before the second event: the block was not yet freed
+    assert replay([*gather, before, *second], count_from="start").reserved == 24 * MIB

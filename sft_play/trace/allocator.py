@@ -149,7 +149,7 @@ class CachingAllocator:
             self._release(block)
 
     def record_stream(self, key: object, stream: int) -> None:
-        """`Tensor.record_stream`: once freed, the block of `key` waits for this stream too; its own needs no waiting."""
+        """`Tensor.record_stream`: once freed, the block of `key` waits for this stream too; its own needs none."""
         entry = self._used.get(key)
         if entry is not None and stream != entry[0].pool.stream:
             self._uses.setdefault(key, set()).add(stream)

@@ -19,7 +19,10 @@ class TraceUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
+    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
+
+    `expandable_segments`: the allocator's setting of that name.
+    """
 
     capability: tuple[int, int] = (9, 0)
     capacity: int | None = None
@@ -128,6 +131,9 @@ class TracedPeak:
     """Allocated bytes after loading."""
     params: int
     trained_params: int
+    reserved_either: int = 0
+    """The larger reserved peak of the allocator's two ways, segments of fixed size and expandable ones; `reserved` is
+    that of the device's own."""
     notes: tuple[str, ...] = ()
     """What the trace cannot see of this step (expert routing, kernels' own buffers)."""
     seconds: float = 0.0

@@ -48,15 +48,18 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     """
     start = time.perf_counter()
     log, facts = record(settings)
+    own = settings.device.expandable_segments
     peaks = replay(
         log.events,
-        expandable_segments=settings.device.expandable_segments,
+        expandable_segments=own,
         capacity=settings.device.capacity,
         count_from=settings.peak_from,
     )
+    other = replay(log.events, expandable_segments=not own, count_from=settings.peak_from)
     return TracedPeak(
         allocated=peaks.allocated,
         reserved=peaks.reserved,
+        reserved_either=max(peaks.reserved, other.reserved),
         phases=peaks.phases,
         resident=peaks.after["build"],
         params=facts["params"],
