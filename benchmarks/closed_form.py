@@ -221,26 +221,18 @@ def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
 def row(setting: Setting, model: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     """Both answers; the trace's from an earlier row where there is one."""
     closed = predicted(setting, model)
-    is_whole = earlier is not None and set(TRACED) <= set(earlier)
-    traced_part = earlier if earlier is not None and is_whole else _traced_part(traced(setting, model))
+    traced_part = earlier or _traced_part(traced(setting, model))
     return {
         "closed_allocated": closed.allocated,
         "closed_reserved": closed.reserved,
         "moment": closed.moment,
         "moments": closed.moments,
-    } | {name: traced_part[name] for name in TRACED}
-
-
-TRACED = ("traced_allocated", "traced_reserved", "traced_either", "phases")
-"""What a row keeps of its trace; `traced_either`: reserved bytes by the larger of the allocator's two ways."""
+    } | {name: traced_part[name] for name in ("traced_allocated", "traced_reserved", "phases")}
 
 
 def _traced_part(found: TracedPeak) -> dict[str, Any]:
     phases = {name: peaks[0] for name, peaks in found.phases.items()}
-    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved} | {
-        "traced_either": found.reserved_either,
-        "phases": phases,
-    }
+    return {"traced_allocated": found.allocated, "traced_reserved": found.reserved, "phases": phases}
 
 
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -263,12 +255,15 @@ def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     words.add_argument("--out", type=Path, default=Path("closed_form.json"))
+    words.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
     words.add_argument(
         "--again", action="store_true", help="compute the closed form again where a row is traced already"
     )
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     for name, setting in settings().items():
+        if given.trace_again and given.trace_again in name:
+            done.pop(name, None)
         if name in done and not given.again:
             continue
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))

@@ -62,8 +62,11 @@ class StepSettings:
     checkpointed_layers: int | None = None
     """None: all of them; a number: the first so many layers, the rest keep their activations."""
     reentrant: bool = False
-    loss: Literal["chunked", "logits", "logits_shifted", "logits_shifted_float", "logits_shifted_half"] = "chunked"
-    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_shifted: transformers
+    loss: Literal[
+        "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
+    ] = "chunked"  # fmt: skip
+    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_float: the same where fp32
+    logits replace the half ones before the loss; logits_shifted: transformers
     before 4.50, which copied the shifted fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the
     half logits by fp32 ones; logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
@@ -98,8 +101,9 @@ class StepSettings:
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
     # --- ranks ------------------------------------------------------------------------------------------------------
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = "single"
-    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran."""
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
+    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
+    DeepSpeed, which no trace runs and the closed form knows."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""

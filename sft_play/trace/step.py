@@ -77,6 +77,8 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
     Raises:
         TraceUnavailable: as `trace_step`.
     """
+    if settings.strategy.startswith("zero"):
+        raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
