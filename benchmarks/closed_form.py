@@ -22,7 +22,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import parse_config
 from sft_play.facts.hardware import detect
-from sft_play.plan.gradients import adapter_dtype
+from sft_play.plan.gradients import adapter_dtype, gradients_of
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.memory import MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
@@ -207,6 +207,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         eval_batch=step.eval_batch or None,
         quant_storage="bfloat16" if name == "fsdp" else "uint8",
         strategy=strategy,
+        sync_each_batch=name == "fsdp" and gradients_of(config, setting.precision, "fsdp").every == "micro_batch",
         world=step.layout.ranks,
     )
 

@@ -42,10 +42,6 @@ Llama-3.2-1B full 2048 2 padded
 Qwen2.5-0.5B lora 2048 2 off padded
 Qwen2.5-3B qlora 2048 2 padded
 Llama-3.1-8B qlora 2048 2 padded
-Llama-3.2-1B full 2048 2 fsdp=4 padded
-Llama-3.1-8B lora 2048 2 fsdp=4 padded
-Llama-3.1-8B full 4096 1 fsdp=8 off
-Qwen3-4B full 4096 1 fsdp=4 accum=2
 """
 """Rows in the words of benchmarks/closed_form.py."""
 

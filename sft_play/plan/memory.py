@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
+from sft_play.plan.margins import GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_over, stays
 from sft_play.plan.moments import Step, Terms, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.states import adapter_params, nf4_bytes, paged_bytes
@@ -98,7 +98,7 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
     peak = max(found, key=lambda name: sums[name])
     terms, mode, layout = found[peak], config.tuning.mode, step.layout
     if step.on_gpu:
-        reserved = max(reserved_bytes(one, attention=step.attention, layout=layout) for one in found.values())
+        reserved = reserved_over(found.values(), attention=step.attention, layout=layout)
     else:
         reserved = _resident_on_cpu(terms)
     margin = margin_of(
