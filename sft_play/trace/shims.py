@@ -210,7 +210,7 @@ def _told_use(original: Any, situation: Situation) -> Any:
 
 
 def _told_event(original: Any, situation: Situation) -> Any:
-    class Event(original):  # type: ignore[misc, valid-type]
+    class Event(original):
         """Knows its place in the log, so that the host can wait for it."""
 
         _at: int | None = None
