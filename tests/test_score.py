@@ -164,7 +164,6 @@ def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value
         ({"optimizer": "galore (galore_rank=32)"}, "the optimizer galore is not traced"),
         ({"attention": "flex"}, "attention flex"),
         ({"gradient_checkpointing": "offload"}, "offloaded"),
-        ({"strategy": "zero3"}, "the number of GPUs"),
         ({"strategy": "fsdp+offload"}, "host memory"),
         ({"strategy": "fsdp 8 x tp 8"}, "tensor or pipeline"),
         ({"strategy": "fsdp2", "n_gpus": ""}, "number of GPUs"),
