@@ -22,7 +22,7 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import parse_config
 from sft_play.facts.hardware import detect
-from sft_play.plan.gradients import adapter_dtype
+from sft_play.plan.gradients import adapter_dtype, gradients_of
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.memory import MemoryEstimate, Step, estimate
 from sft_play.plan.precision import Precision
@@ -207,6 +207,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         eval_batch=step.eval_batch or None,
         quant_storage="bfloat16" if name == "fsdp" else "uint8",
         strategy=strategy,
+        sync_each_batch=name == "fsdp" and gradients_of(config, setting.precision, "fsdp").every == "micro_batch",
         world=step.layout.ranks,
     )
 
@@ -255,12 +256,15 @@ def main() -> int:
     words = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     words.add_argument("--out", type=Path, default=Path("closed_form.json"))
+    words.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
     words.add_argument(
         "--again", action="store_true", help="compute the closed form again where a row is traced already"
     )
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     for name, setting in settings().items():
+        if given.trace_again and given.trace_again in name:
+            done.pop(name, None)
         if name in done and not given.again:
             continue
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))

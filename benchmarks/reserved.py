@@ -5,7 +5,8 @@
 FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
 start again to go on. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank. `reserved`
 is what a card without end comes to; `needed` the smallest card on which the same steps go through, since the allocator
-gives whole free segments back before it fails. Steps of one length are in closed_form.json.
+gives whole free segments back before it fails; `expandable` is that card without end with expandable segments. Steps of
+one length are in closed_form.json.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ def replayed(setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
     peaks = replay(log.events)
     least = needed(log.events, peaks.allocated, peaks.reserved)
     passing = max(1, peaks.allocated - predicted(setting, model).stays)
-    found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least}
-    shares = {f"{name}_share": round((found[name] - peaks.allocated) / passing, 4) for name in ("reserved", "needed")}
+    expandable = replay(log.events, expandable_segments=True).reserved
+    found = {"allocated": peaks.allocated, "reserved": peaks.reserved, "needed": least, "expandable": expandable}
+    names = ("reserved", "needed", "expandable")
+    shares = {f"{name}_share": round((found[name] - peaks.allocated) / passing, 4) for name in names}
     return {**found, **shares}
 
 
@@ -85,7 +88,10 @@ def main() -> int:
         model = json.loads((given.configs / setting.model / "config.json").read_text(encoding="utf-8"))
         model["num_hidden_layers"] = LAYERS
         done[line] = replayed(setting, model)
-        sys.stdout.write(f"{done[line]['reserved_share']:7.3f} {done[line]['needed_share']:7.3f}  {line}\n")
+        sys.stdout.write(
+            f"{done[line]['reserved_share']:7.3f} {done[line]['needed_share']:7.3f} "
+            f"{done[line]['expandable_share']:7.3f}  {line}\n"
+        )
         sys.stdout.flush()
         report = {"machine": detect().as_json(), "versions": versions(), "layers": LAYERS, "lengths": LENGTHS}
         write_json(given.out, {"date": datetime.now(UTC).isoformat(timespec="seconds"), **report, "runs": done})

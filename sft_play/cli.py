@@ -24,7 +24,7 @@ from sft_play import failures, runs
 from sft_play.config.load import LoadedConfig, flag_hint, load_config, split_overrides
 from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.doctor.check import Planned, examine
-from sft_play.environment import waiting_threads
+from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError, in_stage
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware, detect, named
@@ -401,6 +401,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code (0 done, 2 for the user to mend, 3 does not fit, 130 stopped)."""
     words = sys.argv[1:] if words is None else words
     os.environ.update(waiting_threads(os.environ))  # OpenMP reads them once, when torch is loaded
+    os.environ.update(allocator_setting(os.environ))  # and torch this when it starts CUDA; ranks inherit both
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
     failures.begin_process()

@@ -1,13 +1,16 @@
-"""Variables of the environment: those that a process started for another purpose must not inherit, and OpenMP's."""
+"""Variables of the environment: those that a process started for another purpose must not inherit, OpenMP's, and the
+setting of PyTorch's CUDA allocator."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 
+from sft_play.log import one_line
 from sft_play.variables import VARIABLES
 
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
@@ -60,3 +63,51 @@ def waiting_threads(environment: Mapping[str, str], *, measured: Callable[[], fl
     if _SAYS_HOW_THREADS_WAIT & set(environment):
         return {}
     return dict(SLEEPING if measured() > _BUSY_CORES else SPINNING)
+
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Where PyTorch's caching allocator reads its setting, before the older names that still count."""
+OLDER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+GROWING = "expandable_segments:True"
+"""Segments that grow by pages in place of ones of fixed size: steps whose lengths change leave fewer holes."""
+_SIMULATED = ("expandable_segments",)
+"""Options of the allocator that a plan's bound covers, whatever they are."""
+
+
+def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
+    """Variables to set before torch starts CUDA: expandable segments, on Linux with NVIDIA's driver.
+
+    Empty where the environment says anything about the allocator, and where PyTorch has no such segments or they fail:
+    on Windows and macOS, under WSL (the first allocation ends in `CUDA driver error`, pytorch/pytorch#192330) and on
+    AMD cards. `root`: the machine's files.
+    """
+    if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
+        return {}
+    dev = root / "dev"
+    has_nvidia = (dev / "nvidiactl").exists() or any(dev.glob("nvidia[0-9]*"))
+    if sys.platform != "linux" or (dev / "dxg").exists() or not has_nvidia:
+        return {}
+    return {ALLOCATOR: GROWING}
+
+
+def allocator_words(environment: Mapping[str, str]) -> str:
+    """What the allocator of this process is told, and whether the plan's bound covers it."""
+    name = next((one for one in (ALLOCATOR, *OLDER_ALLOCATOR) if environment.get(one, "").strip()), None)
+    if name is None:
+        return "Allocator: PyTorch's default, segments of fixed size"
+    said = environment[name].strip()
+    others = [one for one in _options(said) if one not in _SIMULATED]
+    text = f"Allocator: {name}={one_line(said)}"
+    if others:
+        verb = "is" if len(others) == 1 else "are"
+        text += f"; {', '.join(map(one_line, others))} {verb} not simulated: the plan's bound is not theirs"
+    return text
+
+
+def _options(said: str) -> list[str]:
+    """Names in `a:1,b:[256:1,512:2],c:True`; what stands in brackets is a value."""
+    depth, outside = 0, ""
+    for letter in said:
+        depth += (letter == "[") - (letter == "]")
+        outside += letter if depth == 0 else ""
+    return [name for name in (part.partition(":")[0].strip() for part in outside.split(",")) if name]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
 from sft_play.trace.allocator import CachingAllocator, SimulatedOutOfMemory, rounded
-from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, replay
+from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, USED, WAIT, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -108,6 +109,277 @@ def test_empty_cache_unmaps_whole_pages_inside_an_expandable_segment():
     assert allocator.reserved == 100 * MIB
 
 
+def test_a_block_that_another_stream_used_waits_for_the_host():
+    allocator = CachingAllocator()
+    allocator.malloc("gathered", 12 * MIB, stream=1)
+    allocator.record_stream("gathered", 0)
+    allocator.free("gathered")
+    assert (allocator.allocated, allocator.waiting_bytes()) == (0, 12 * MIB)
+    allocator.malloc("next", 12 * MIB, stream=1)  # the first is not known to be done with
+    assert allocator.reserved == 24 * MIB
+    allocator.synchronise()
+    allocator.malloc("third", 12 * MIB, stream=1)
+    assert allocator.reserved == 24 * MIB
+
+
+def test_the_host_waits_for_what_was_given_by_then():
+    allocator = CachingAllocator()
+    for key in "abc":
+        allocator.malloc(key, 12 * MIB)
+        allocator.record_stream(key, 1)
+    allocator.free("a")
+    then = allocator.moment()
+    allocator.free("b")
+    allocator.synchronise(then)
+    assert (allocator.waiting_bytes(), allocator.free_bytes()) == (12 * MIB, 12 * MIB)
+    allocator.record_stream("c", 0)  # a tensor's own stream besides: the other one still counts
+    allocator.free("c")
+    assert allocator.waiting_bytes() == 24 * MIB
+    allocator.empty_cache()  # which waits for everything
+    assert allocator.reserved == 0
+
+
+def test_a_tensor_used_on_its_own_stream_alone_does_not_wait():
+    allocator = CachingAllocator()
+    allocator.malloc("a", 12 * MIB, stream=2)
+    allocator.record_stream("a", 2)
+    allocator.free("a")
+    assert (allocator.waiting_bytes(), allocator.free_bytes()) == (0, 12 * MIB)
+
+
+def test_a_full_card_waits_for_streams_before_it_refuses():
+    allocator = CachingAllocator(capacity=40 * MIB)
+    allocator.malloc("a", 30 * MIB)
+    allocator.record_stream("a", 1)
+    allocator.free("a")
+    allocator.malloc("b", 30 * MIB, stream=1)
+    assert (allocator.reserved, allocator.retries) == (30 * MIB, 1)
+
+
+# --- the same rules, written down once more ---------------------------------------------------------------------------
+@dataclass
+class Piece:
+    """A stretch of a segment; `state` is used, waiting, free or (expandable segments) bare."""
+
+    at: int
+    size: int
+    state: str
+    key: int | None = None
+    since: int = 0
+
+
+@dataclass
+class Run:
+    """One segment: its pieces by address, without gaps."""
+
+    order: int
+    small: bool
+    stream: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class Plain:
+    """The allocator as its documentation tells it, by looking at every byte's owner: no free lists, no links."""
+
+    def __init__(self, *, expandable: bool, capacity: int | None) -> None:
+        self.expandable, self.capacity = expandable, capacity
+        self.runs: list[Run] = []
+        self.uses: dict[int, set[int]] = {}
+        self.frees = self.made = 0
+
+    @property
+    def reserved(self) -> int:
+        return sum(one.size for run in self.runs for one in run.pieces if one.state != "bare")
+
+    def total(self, state: str) -> int:
+        return sum(one.size for run in self.runs for one in run.pieces if one.state == state)
+
+    def malloc(self, key: int, nbytes: int, stream: int) -> None:
+        size = max(512, (nbytes + 511) // 512 * 512)
+        small = size <= MIB
+        found = self.fitting(small, stream, size)
+        if found is None:
+            try:
+                found = self.fresh(small, stream, size)
+            except MemoryError:
+                self.empty_cache()
+                found = self.fresh(small, stream, size)
+        run, piece = found
+        rest = piece.size - size
+        if rest >= 512 if (small or self.expandable) else rest > MIB:
+            run.pieces.insert(run.pieces.index(piece) + 1, Piece(piece.at + size, rest, "free"))
+            piece.size = size
+        piece.state, piece.key = "used", key
+
+    def fitting(self, small: bool, stream: int, size: int) -> tuple[Run, Piece] | None:
+        free = [
+            (piece.size, run.order, piece.at, run, piece)
+            for run in self.runs
+            if (run.small, run.stream) == (small, stream)
+            for piece in run.pieces
+            if piece.state == "free" and piece.size >= size
+        ]
+        free.sort(key=lambda one: one[:3])
+        if not free:
+            return None
+        best = 0
+        if self.expandable:
+            while best + 1 < len(free) and self.reach(*free[best + 1][3:]) < self.reach(*free[best][3:]):
+                best += 1
+        return free[best][3:]
+
+    @staticmethod
+    def reach(run: Run, piece: Piece) -> int:
+        after = run.pieces[run.pieces.index(piece) + 1 :][:1]
+        return piece.size + (after[0].size if after and after[0].state == "bare" else 0)
+
+    def take(self, nbytes: int) -> None:
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            raise MemoryError
+
+    def fresh(self, small: bool, stream: int, size: int) -> tuple[Run, Piece]:
+        if self.expandable:
+            return self.grown(small, stream, size)
+        whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+        self.take(whole)
+        self.made += 1
+        run = Run(self.made, small, stream, [Piece(0, whole, "free")])
+        self.runs.append(run)
+        return run, run.pieces[0]
+
+    def grown(self, small: bool, stream: int, size: int) -> tuple[Run, Piece]:
+        page = 2 * MIB if small else 20 * MIB
+        run = next((one for one in self.runs if (one.small, one.stream) == (small, stream)), None)
+        if run is None:
+            self.made += 1
+            run = Run(self.made, small, stream, [Piece(0, 1 << 48, "bare")])
+            self.runs.append(run)
+        at = next(at for at in range(len(run.pieces)) if self.has_room(run, at, size))
+        if at > 0 and run.pieces[at - 1].state == "free":
+            at -= 1
+        start = run.pieces[at].at
+        while True:
+            self.join(run)
+            at = next(at for at, one in enumerate(run.pieces) if one.at == start)
+            have = run.pieces[at].size if run.pieces[at].state == "free" else 0
+            if have >= size:
+                return run, run.pieces[at]
+            bare = run.pieces[at + 1 if have else at]
+            wanted = min(bare.size, size - have)
+            more = min(bare.size, -(-wanted // page) * page)
+            self.take(more)
+            if more < bare.size:
+                run.pieces.insert(run.pieces.index(bare) + 1, Piece(bare.at + more, bare.size - more, "bare"))
+            bare.size, bare.state = more, "free"
+
+    @staticmethod
+    def has_room(run: Run, at: int, size: int) -> bool:
+        """Whether a bare piece, with what is free around it, is large enough."""
+        if run.pieces[at].state != "bare":
+            return False
+        first = at - 1 if at and run.pieces[at - 1].state == "free" else at
+        room = 0
+        for one in run.pieces[first:]:
+            if one.state not in ("free", "bare") or room >= size:
+                break
+            room += one.size
+        return room >= size
+
+    def join(self, run: Run) -> None:
+        joined: list[Piece] = []
+        for one in run.pieces:
+            if joined and one.state == joined[-1].state and one.state in ("free", "bare"):
+                joined[-1].size += one.size
+            else:
+                joined.append(one)
+        run.pieces = joined
+
+    def record_stream(self, key: int, stream: int) -> None:
+        run = next(run for run in self.runs for one in run.pieces if one.key == key)
+        if run.stream != stream:
+            self.uses.setdefault(key, set()).add(stream)
+
+    def free(self, key: int) -> None:
+        self.frees += 1
+        for run in self.runs:
+            for one in run.pieces:
+                if one.key == key:
+                    one.state, one.key, one.since = ("waiting" if self.uses.get(key) else "free"), None, self.frees
+            self.join(run)
+
+    def synchronise(self, until: int) -> None:
+        for run in self.runs:
+            for one in run.pieces:
+                if one.state == "waiting" and one.since <= until:
+                    one.state = "free"
+            self.join(run)
+
+    def empty_cache(self) -> None:
+        self.synchronise(self.frees)
+        if not self.expandable:
+            self.runs = [run for run in self.runs if [one.state for one in run.pieces] != ["free"]]
+            return
+        for run in self.runs:
+            page = 2 * MIB if run.small else 20 * MIB
+            kept: list[Piece] = []
+            for one in run.pieces:
+                low, high = -(-one.at // page) * page, (one.at + one.size) // page * page
+                if one.state != "free" or high <= low:
+                    kept.append(one)
+                    continue
+                cuts = [(one.at, low, "free"), (low, high, "bare"), (high, one.at + one.size, "free")]
+                kept += [Piece(start, stop - start, state) for start, stop, state in cuts if stop > start]
+            run.pieces = kept
+            self.join(run)
+
+
+@pytest.mark.parametrize("capacity", [None, 400 * MIB])
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_on_several_streams_is_as_a_plain_allocator_has_it(expandable, seed, capacity):
+    draw, live = random.Random(seed), []
+    allocator = CachingAllocator(expandable_segments=expandable, capacity=capacity)
+    plain = Plain(expandable=expandable, capacity=capacity)
+    refused = 0
+    moments = [0]
+    for key in range(700):
+        turn = draw.random()
+        if live and turn < 0.42:
+            gone = live.pop(draw.randrange(len(live)))
+            allocator.free(gone)
+            plain.free(gone)
+            moments.append(allocator.moment())
+        elif live and turn < 0.5:
+            used, stream = draw.choice(live), draw.randrange(3)
+            allocator.record_stream(used, stream)
+            plain.record_stream(used, stream)
+        elif turn < 0.53:
+            until = draw.choice(moments[-20:])
+            allocator.synchronise(until)
+            plain.synchronise(until)
+        elif turn < 0.54:
+            allocator.empty_cache()
+            plain.empty_cache()
+        else:
+            size = draw.choice((draw.randrange(1, 3000), draw.randrange(1, 3 * MIB), draw.randrange(1, 90 * MIB)))
+            outcomes = []
+            for one in (allocator, plain):
+                try:
+                    one.malloc(key, size, key % 3)
+                    outcomes.append(True)
+                except MemoryError:
+                    outcomes.append(False)
+            assert outcomes[0] == outcomes[1]
+            refused += not outcomes[0]
+            live += [key] if outcomes[0] else []
+        assert allocator.reserved == plain.reserved
+        assert allocator.allocated == plain.total("used")
+        assert allocator.waiting_bytes() == plain.total("waiting")
+        assert allocator.free_bytes() == plain.total("free")
+    assert len(moments) > 50
+    assert capacity is None or refused
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_keeps_the_books(expandable, seed):
@@ -161,3 +433,13 @@ def test_an_emptied_cache_is_not_reserved_any_more():
     assert replay(EVENTS).reserved == 40 * MIB + 30 * MIB
     emptied = [*EVENTS[:2], (EMPTY_CACHE, None, 0, 0), *EVENTS[2:]]
     assert replay(emptied).reserved == 42 * MIB
+
+
+def test_a_replay_gives_a_waiting_block_when_the_host_has_waited():
+    """Gathered on stream 1, used on the model's own: the second gather finds no block until the host waits."""
+    gather = [(BIRTH, "one", 12 * MIB, 1), (USED, "one", 0, 0), (DEATH, "one", 0, 0)]
+    second = [(BIRTH, "two", 12 * MIB, 1)]
+    assert replay([*gather, *second], count_from="start").reserved == 24 * MIB
+    assert replay([*gather, (WAIT, None, -1, 0), *second], count_from="start").reserved == 12 * MIB
+    before = (WAIT, None, 1, 0)  # for what was given before the second event: the block was not yet freed
+    assert replay([*gather, before, *second], count_from="start").reserved == 24 * MIB

@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from sft_play.environment import SLEEPING, SPINNING, for_another_run, waiting_threads
+from sft_play.environment import (
+    ALLOCATOR,
+    GROWING,
+    OLDER_ALLOCATOR,
+    SLEEPING,
+    SPINNING,
+    allocator_setting,
+    allocator_words,
+    for_another_run,
+    waiting_threads,
+)
 from tests.conftest import ROOT
 
 ABOUT_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -61,3 +72,66 @@ def test_no_command_loads_torch_before_it_has_said_how_threads_wait():
 def test_the_users_number_of_threads_reaches_other_runs_and_a_launchers_does_not():
     assert for_another_run({"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in for_another_run({"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"})
+
+
+# --- the allocator ----------------------------------------------------------------------------------------------------
+def machine(folder: Path, *devices: str) -> Path:
+    """A machine's files with these in /dev."""
+    (folder / "dev").mkdir()
+    for name in devices:
+        (folder / "dev" / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
+def test_segments_grow_on_linux_with_a_card_of_nvidia(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert allocator_setting({}, root=machine(tmp_path, device)) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("devices", [(), ("dxg",), ("dxg", "nvidiactl"), ("kfd",)])
+def test_without_one_under_wsl_and_on_amd_nothing_is_set(tmp_path, monkeypatch, devices):
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert allocator_setting({}, root=machine(tmp_path, *devices)) == {}
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_other_systems_have_no_such_segments(tmp_path, monkeypatch, system):
+    monkeypatch.setattr(sys, "platform", system)
+    assert allocator_setting({}, root=machine(tmp_path, "nvidia0")) == {}
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, *OLDER_ALLOCATOR])
+@pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:128"])
+def test_what_the_user_said_of_the_allocator_stands(tmp_path, monkeypatch, name, value):
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert allocator_setting({name: value}, root=machine(tmp_path, "nvidia0")) == {}
+
+
+def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
+    assert allocator_words({}) == "Allocator: PyTorch's default, segments of fixed size"
+    assert allocator_words({ALLOCATOR: GROWING}) == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
+    older = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:True"}
+    assert "; roundup_power2_divisions is not simulated" in allocator_words(older)
+    two = allocator_words({ALLOCATOR: "max_split_size_mb:64,backend:native", **older})
+    assert two.startswith("Allocator: PYTORCH_ALLOC_CONF=")  # which torch reads first
+    assert "max_split_size_mb, backend are not simulated" in two
+
+
+def test_a_rank_and_another_run_inherit_the_allocators_setting():
+    assert for_another_run({ALLOCATOR: GROWING})[ALLOCATOR] == GROWING
+
+
+def test_a_command_sets_it_before_torch_is_loaded(tmp_path):
+    """On a machine with a card: the test's own has none, so its /dev is another."""
+    root = machine(tmp_path, "nvidia0")
+    code = (
+        "import functools, os, sys, pathlib, sft_play.cli as cli; "
+        f"cli.allocator_setting = functools.partial(cli.allocator_setting, root=pathlib.Path({str(root)!r})); "
+        "cli.main(['no-such-command']); print('torch' in sys.modules, os.environ.get('PYTORCH_ALLOC_CONF'))"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in (ALLOCATOR, *OLDER_ALLOCATOR)}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env=kept
+    )
+    assert answer.stdout.split() == ["False", GROWING if sys.platform == "linux" else "None"]

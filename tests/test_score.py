@@ -17,7 +17,7 @@ from sft_play.trace import published
 from sft_play.trace.published import NotExpressible, read_runs, step_settings
 from sft_play.trace.score import Spread, plain_strategy, quantile, score
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -164,7 +164,6 @@ def test_a_column_changes_its_setting(changed: dict[str, str], field: str, value
         ({"optimizer": "galore (galore_rank=32)"}, "the optimizer galore is not traced"),
         ({"attention": "flex"}, "attention flex"),
         ({"gradient_checkpointing": "offload"}, "offloaded"),
-        ({"strategy": "zero3"}, "ZeRO"),
         ({"strategy": "fsdp+offload"}, "host memory"),
         ({"strategy": "fsdp 8 x tp 8"}, "tensor or pipeline"),
         ({"strategy": "fsdp2", "n_gpus": ""}, "number of GPUs"),
@@ -281,11 +280,11 @@ def test_rows_groups_and_reasons(tmp_path: Path) -> None:
 
 
 def test_the_table_shows_rows_groups_and_reasons(tmp_path: Path) -> None:
-    path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "strategy": "zero3"}])
+    path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "x", "strategy": "tp"}])
     text = "\n".join(score(path, trace=fixed, config_of=config_of).table_lines())
     assert "A lora single: someone/run-1" in text
     assert all(group in text for group in ("mode lora", "strategy single", "source someone/else"))
-    assert "1  DeepSpeed ZeRO is not traced (1 A)" in text
+    assert "1  tensor or pipeline parallel (1 A)" in text
     assert "1 of 2 rows expressed" in text
 
 
@@ -367,6 +366,44 @@ def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_zero_is_scored_by_the_closed_form_alone(tmp_path: Path) -> None:
+    def trace(settings: StepSettings) -> TracedPeak:
+        raise TraceUnavailable("no trace runs it")
+
+    zero = {**ROW, "strategy": "zero3", "n_gpus": "4", "mode": "full", "peak_allocated_gib": "1.5", "lora_r": ""}
+    out = tmp_path / "out.json"
+    report = score(write(tmp_path / "peaks.csv", [zero]), out, trace=trace, config_of=config_of)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["predicted_allocated_bytes"] is row["allocated_error"] is row["predicted_reserved_bytes"] is None
+    assert row["closed_allocated_error"] == pytest.approx(row["closed_allocated_bytes"] / (1.5 * 2**30) - 1, abs=1e-6)
+    assert report.groups["zero"].n == 1
+    assert any(line.lstrip().startswith("-") and line.endswith(zero["id"]) for line in report.table_lines())
+
+
+def test_published_rows_nearest_to_this_toolkit_are_described() -> None:
+    """Each row of the table in benchmarks/ has settings, or a reason that says what of it cannot be expressed."""
+    runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
+    expressed = {run.id for run in runs if run.settings is not None}
+    assert len(runs) == 113
+    assert len({run.id for run in runs}) == 113
+    assert sum(one.startswith("halo-trl/") for one in expressed) == 15
+    assert sum(one.startswith("prime-rl/") for one in expressed) == 7
+    assert "deepspeed-bf16-master/fp32-master" in expressed
+    reasons = {run.reason for run in runs if run.settings is None}
+    assert reasons == {
+        "a step of reinforcement learning (prime-rl)",
+        "a model class of its own (prime-rl)",
+        "tensor, pipeline or expert parallel (Megatron)",
+        "ZeRO with master weights and states in half precision",
+    }
+
+
+def test_rows_ran_with_the_allocator_that_their_source_set() -> None:
+    runs = read_runs(ROOT / "benchmarks" / "published_nearest.csv")
+    growing = {run.source for run in runs if run.settings and run.settings.device.expandable_segments}
+    assert growing == {"PrimeIntellect-ai/prime-rl"}
+
+
 def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "long", "seq_len": "256"}])

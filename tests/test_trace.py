@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from sft_play.trace import build, kernels, ranks, shims, step, twins
-from sft_play.trace.replay import BIRTH, DEATH, MARK
+from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 from tests.conftest import ROOT
@@ -483,6 +483,59 @@ def test_a_sharded_step_in_one_process_is_that_of_a_rank_of_two(name, real_ranks
     for phase, peak in fake.items():
         assert peak - 512 <= real[phase] <= peak + largest, phase
     assert sum(real[phase] - peak for phase, peak in fake.items()) <= 2 * largest
+
+
+def living(log: StorageLog, phase: str) -> dict[int, int]:
+    """Live bytes of each stream when a phase first begins."""
+    live: dict[object, tuple[int, int]] = {}
+    for kind, key, number, stream in log.events:
+        if kind == BIRTH:
+            live[key] = (stream, number)
+        elif kind == DEATH:
+            live.pop(key)
+        elif kind == MARK and key == phase:
+            break
+    return {stream: sum(size for one, size in live.values() if one == stream) for stream, _ in live.values()}
+
+
+def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
+    """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
+    log, counts = step.record(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
+    born = {stream: sum(one[2] for one in log.events if one[0] == BIRTH and one[3] == stream) for stream in (0, 1, 2)}
+    assert min(born.values()) > 0
+    assert {one[3] for one in log.events if one[0] == BIRTH} == {0, 1, 2}
+    alive = living(log, "optimizer")
+    assert alive.get(1, 0) == 0  # gathered
+    # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
+    assert alive[2] == 4 * counts["params"] // 2
+    assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing
+
+
+def test_the_first_fsdp_tells_the_allocator_of_other_streams_and_the_host_waits():
+    settings = dataclasses.replace(SMALL, world=2, strategy="fsdp1", mixed_precision=None, autocast=None)
+    log, _ = step.record(settings)
+    assert {one[3] for one in log.events if one[0] == USED} >= {0}
+    gathers_ahead = [one[2] for one in log.events if one[0] == WAIT]
+    assert gathers_ahead.count(-1) == settings.optimizer_steps  # a step's loss is read
+    assert len(gathers_ahead) > settings.optimizer_steps  # limit_all_gathers
+    assert all(0 <= one < len(log.events) for one in gathers_ahead if one != -1)
+    eager = [one for one in log.events if one[0] not in (USED, WAIT)]
+    assert replay(log.events).allocated == replay(eager).allocated
+    assert replay(log.events).reserved >= replay(eager).reserved
+
+
+def test_one_gpu_has_one_stream():
+    log, _ = step.record(SMALL)
+    assert {one[3] for one in log.events if one[0] == BIRTH} == {0}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_a_trace_says_the_larger_of_the_allocators_two_ways(strategy):
+    settings = dataclasses.replace(SMALL, world=2 if strategy == "fsdp2" else 1, strategy=strategy)
+    fixed = step.trace_step(settings)
+    growing = step.trace_step(dataclasses.replace(settings, device=Device(expandable_segments=True)))
+    assert fixed.reserved_either == growing.reserved_either == max(fixed.reserved, growing.reserved)
+    assert fixed.reserved != growing.reserved  # pages of 20 MiB, where small segments are of 2
 
 
 def test_ddp_adds_one_copy_of_the_trained_gradients():

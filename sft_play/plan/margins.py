@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +74,27 @@ def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, 
     slack = PASSING_SLACK["several_gpus" if is_spread else "eager" if attention == "eager" else "fused"]
     slack = max(slack, EVALUATION_SLACK) if evaluates else slack
     return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
+
+
+ON_OTHER_STREAMS = ("gradients", "gather_buffers")
+"""Terms that FSDP makes on streams of its own: reduced gradients and gathered units."""
+
+
+def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layout: Layout) -> int:
+    """Bytes that the allocator has reserved after a step with these moments' terms: the largest of their bounds.
+
+    Under FSDP what is freed on one stream is not given to another, so that each stream keeps its own highest bytes,
+    whenever they were: the sum of those counts where it is more. A stream's units are whole and of few sizes, and
+    leave no holes in its own pools (replays in benchmarks/closed_form.json).
+    """
+    found = list(moments)
+    bound = max(reserved_bytes(one, attention=attention, layout=layout) for one in found)
+    if not layout.is_fsdp:
+        return bound
+    own = [{name: size for name, size in one.items() if name not in ON_OTHER_STREAMS} for one in found]
+    apart = max(reserved_bytes(one, attention=attention, layout=layout) for one in own)
+    apart += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in found))
+    return max(bound, apart + max(one.get("gather_buffers", 0) for one in found))
 
 
 def margin_of(

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.plan.layout import Layout
-from sft_play.plan.margins import DESKTOP_BYTES, GIB, MARGIN_BYTES, MARGINS, margin_of, reserved_bytes, stays
+from sft_play.plan.margins import (
+    DESKTOP_BYTES,
+    GIB,
+    MARGIN_BYTES,
+    MARGINS,
+    margin_of,
+    reserved_bytes,
+    reserved_over,
+    stays,
+)
 from sft_play.plan.moments import Step, Walk, largest
 from sft_play.plan.precision import Precision
 from sft_play.plan.saving import Form, Saving, saving_of
@@ -120,6 +129,9 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
     peak = max(found, key=lambda name: sums[name])
     terms, mode, layout = found[peak], config.tuning.mode, step.layout
     reserved = max(_held(name, one, step) for name, one in found.items() if step.on_gpu or name == peak)
+    if step.on_gpu:  # an evaluation begins with an empty cache
+        steps = [one for name, one in found.items() if name != "evaluation"]
+        reserved = max(reserved, reserved_over(steps, attention=step.attention, layout=layout))
     margin = margin_of(
         mode=mode,
         padded=step.padded,

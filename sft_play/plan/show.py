@@ -158,6 +158,12 @@ def speed_lines(plan: Plan) -> list[str]:
     return lines
 
 
+ALLOCATOR = (
+    "Allocator: counted for segments of fixed size and for expandable ones, whichever needs more; a run on Linux with "
+    "NVIDIA's driver sets expandable_segments unless PYTORCH_ALLOC_CONF says otherwise"
+)
+
+
 def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory = plan.budget_bytes, plan.memory
@@ -182,7 +188,7 @@ def bar_lines(plan: Plan) -> list[str]:
     return [
         f"{where} |{bar}| {memory.required / GIB:.1f} of {budget / GIB:.1f} GiB",
         f"  {legend}",
-        *(line for line in (moment, margin) if line),
+        *(line for line in (moment, margin, ALLOCATOR if count else "") if line),
     ]
 
 

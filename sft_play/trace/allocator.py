@@ -1,9 +1,10 @@
 """PyTorch's CUDA caching allocator on integers: what a sequence of tensors costs in blocks and in segments.
 
 Rules and constants follow `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.13
-(github.com/pytorch/pytorch). Left out, because training with default settings never meets them: `max_split_size_mb`,
-`roundup_power2_divisions`, garbage collection thresholds, graph pools, and blocks that wait for another stream.
-Torch-free; all sizes are bytes.
+(github.com/pytorch/pytorch). Each stream has pools of its own: what was freed on one is never given to another. A block
+that another stream used (`record_stream`) waits, once freed, until the host knows that the use is over. Left out,
+because training with default settings never meets them: `max_split_size_mb`, `roundup_power2_divisions`, garbage
+collection thresholds and graph pools. Torch-free; all sizes are bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ _ADDRESS_SPACE = 1 << 48
 
 class SimulatedOutOfMemory(MemoryError):
     """The simulated GPU has no room for a segment, even after its cache was given back."""
+
+
+class _NoRoom(Exception):
+    """The capacity does not hold so many bytes more; the cache may not have been given back yet."""
 
 
 def rounded(nbytes: int) -> int:
@@ -67,10 +72,10 @@ _Entry = tuple[int, int, _Block]
 class _Pool:
     """The free blocks of one size class and stream, ordered by size and then address."""
 
-    __slots__ = ("free", "is_small", "unmapped")
+    __slots__ = ("free", "is_small", "stream", "unmapped")
 
-    def __init__(self, *, is_small: bool) -> None:
-        self.is_small = is_small
+    def __init__(self, *, is_small: bool, stream: int) -> None:
+        self.is_small, self.stream = is_small, stream
         self.free: list[_Entry] = []
         self.unmapped: list[tuple[int, _Block]] = []
 
@@ -106,6 +111,9 @@ class CachingAllocator:
         self.retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
         self._used: dict[object, tuple[_Block, int]] = {}
+        self._uses: dict[object, set[int]] = {}
+        self._waiting: list[tuple[int, _Block]] = []
+        self._frees = 0
         self._next_address = _ADDRESS_SPACE
 
     # --- what a program sees ------------------------------------------------------------------------------------------
@@ -117,7 +125,7 @@ class CachingAllocator:
         pool = self._pool(size <= SMALL_SIZE, stream)
         block = self._cached(pool, size)
         if block is None:
-            block = self._new_block(pool, size)
+            block = self._made(pool, size)
         self._split(block, size)
         block.used = True
         self._used[key] = (block, nbytes)
@@ -126,19 +134,44 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Take the block of `key` back into the cache; keys without a block are passed over."""
+        """Take the block of `key` back into the cache, at once or when other streams are done with it; keys without a
+        block are passed over."""
         entry = self._used.pop(key, None)
         if entry is None:
             return
         block, nbytes = entry
         self.allocated -= block.size
         self.requested -= nbytes
-        block.used = False
-        block = self._merged(block)
-        block.pool.insert(block)
+        self._frees += 1
+        if self._uses.pop(key, None):
+            self._waiting.append((self._frees, block))
+        else:
+            self._release(block)
+
+    def record_stream(self, key: object, stream: int) -> None:
+        """`Tensor.record_stream`: once freed, the block of `key` waits for this stream too; its own needs none."""
+        entry = self._used.get(key)
+        if entry is not None and stream != entry[0].pool.stream:
+            self._uses.setdefault(key, set()).add(stream)
+
+    def moment(self) -> int:
+        """A number for now, for `synchronise`."""
+        return self._frees
+
+    def synchronise(self, until: int | None = None) -> None:
+        """The host knows that all work up to this moment is done (None: all that was given so far).
+
+        What was freed by then and waited for another stream is free at the next request.
+        """
+        done = [block for when, block in self._waiting if until is None or when <= until]
+        self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
+        for block in done:
+            self._release(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: whole free segments, or free pages of expandable ones, go back to the driver."""
+        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages of expandable ones,
+        go back to the driver."""
+        self.synchronise()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self.expandable:
@@ -152,15 +185,24 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def free_bytes(self) -> int:
-        """Bytes of all cached blocks, for checks: allocated + free = reserved."""
+        """Bytes of all cached blocks, for checks: allocated + free + waiting = reserved."""
         return sum(size for pool in self._pools.values() for size, _, _ in pool.free)
+
+    def waiting_bytes(self) -> int:
+        """Bytes of freed blocks that wait for another stream."""
+        return sum(block.size for _, block in self._waiting)
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _pool(self, is_small: bool, stream: int) -> _Pool:
         pool = self._pools.get((is_small, stream))
         if pool is None:
-            pool = self._pools[is_small, stream] = _Pool(is_small=is_small)
+            pool = self._pools[is_small, stream] = _Pool(is_small=is_small, stream=stream)
         return pool
+
+    def _release(self, block: _Block) -> None:
+        block.used = False
+        block = self._merged(block)
+        block.pool.insert(block)
 
     def _cached(self, pool: _Pool, size: int) -> _Block | None:
         """The smallest free block that fits; expandable: by the size that it could grow to."""
@@ -197,6 +239,18 @@ class CachingAllocator:
                 block.next.previous = block
         return block
 
+    def _made(self, pool: _Pool, size: int) -> _Block:
+        """A block from the driver; where there is no room, the cache is given back and it is tried once more."""
+        try:
+            return self._new_block(pool, size)
+        except _NoRoom:
+            self.retries += 1
+            self.empty_cache()
+        try:
+            return self._new_block(pool, size)
+        except _NoRoom as why:
+            raise SimulatedOutOfMemory(str(why)) from None
+
     def _new_block(self, pool: _Pool, size: int) -> _Block:
         if self.expandable:
             return self._expanded(pool, size)
@@ -208,13 +262,10 @@ class CachingAllocator:
 
     def _reserve(self, nbytes: int) -> None:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            self.retries += 1
-            self.empty_cache()
-            if self.reserved + nbytes > self.capacity:
-                raise SimulatedOutOfMemory(
-                    f"{self.reserved} bytes are reserved ({self.allocated} in use); {nbytes} more do not fit into "
-                    f"{self.capacity}"
-                )
+            raise _NoRoom(
+                f"{self.reserved} bytes are reserved ({self.allocated} in use); {nbytes} more do not fit into "
+                f"{self.capacity}"
+            )
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 

@@ -259,7 +259,7 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
             base.enable_input_require_grads()
     if settings.loss.startswith("logits_shifted"):
         base.loss_function = half_shifted_loss if settings.loss == "logits_shifted_half" else shifted_loss
-    if settings.loss == "logits_shifted_float":
+    if settings.loss in ("logits_float", "logits_shifted_float"):
         base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
     if settings.loss == "chunked":
         importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)

@@ -43,7 +43,8 @@ def closed_form(settings: StepSettings) -> MemoryEstimate:
         shape = parse_config(dict(settings.model), name="published")
     except ModelError as error:
         raise NoClosedForm(f"the model's shape is not read: {error}") from None
-    compute = settings.autocast or (settings.mixed_precision if settings.strategy == "fsdp2" else None) or "float32"
+    is_mixed = settings.strategy == "fsdp2" or settings.strategy.startswith("zero")
+    compute = settings.autocast or (settings.mixed_precision if is_mixed else None) or "float32"
     load = "float32" if settings.fp32_rest else settings.weights
     precision = Precision(compute=compute, load=load, reason="")
     found = estimate(_config(settings), shape, precision, _step(settings))
@@ -87,13 +88,16 @@ def _config(settings: StepSettings) -> RunConfig:
 
 
 def _step(settings: StepSettings) -> Step:
-    layouts = {"single": SINGLE, "ddp": Layout("ddp", settings.world)}
+    world = settings.world
+    layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
+    layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
+    layouts |= {"zero3": Layout("zero3", world, world)}
     layers = 0 if not settings.checkpointing else settings.checkpointed_layers
     return Step(
         micro_batch=settings.micro_batch,
         grad_accum=settings.grad_accum,
         seq_len=settings.seq_len,
-        layout=layouts.get(settings.strategy) or Layout("fsdp", settings.world, settings.world),
+        layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
         loss="chunked" if settings.loss == "chunked" else "logits",
         attention=settings.attention,

@@ -49,7 +49,7 @@ def trace_candidate(
     except TraceUnavailable as error:
         return Traced(unavailable=str(error))
     logger.debug("traced in %.1f s", found.seconds)
-    return Traced(found.allocated, found.reserved)
+    return Traced(found.allocated, found.reserved_either)
 
 
 def settings_of(

@@ -226,6 +226,22 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16_384,
         "tie_word_embeddings": False,
     },
+    # deepspeedai/DeepSpeedExamples training/bf16_master_weight/train.py with its README's sizes: GPT-2's blocks with
+    # norms after them, learned positions, an untied head; 6.86 billion parameters.
+    "deepspeedai/bf16_master_weight-6.9b": {
+        "model_type": "gpt2",
+        "n_embd": 4096,
+        "n_inner": 16_384,
+        "n_layer": 32,
+        "n_head": 32,
+        "n_positions": 512,
+        "vocab_size": 50_257,
+        "activation_function": "gelu",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": False,
+    },
     # Llama 2 paper (arXiv 2307.09288), appendix; meta-llama/Llama-2-70b-hf config.json.
     "NousResearch/Llama-2-70b-hf": _LLAMA_2_70B,
     "meta-llama/Llama-2-70b-hf": _LLAMA_2_70B,
@@ -456,6 +472,7 @@ def _plain_adapter(saved: Config) -> dict[str, Any]:
 
 _OPTIMIZERS: tuple[tuple[str, str], ...] = (
     (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""),
+    (r"fusedadam", "adamw_fused"),
     (r"lora-fa", "lora_fa"),
     (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"),
     (r"paged", ""),
@@ -480,7 +497,8 @@ def _optimizer(row: Row) -> str:
     return found
 
 
-_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash2": "flash_attention_2", "flash3": "flash_attention_2"}
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager"} | dict.fromkeys(("flash2", "flash3", "flash4"), "flash_attention_2")
+"""Flash attention's versions hold the same for backward."""
 
 
 def _attention(row: Row) -> str:
@@ -536,7 +554,6 @@ def _ranks(row: Row) -> dict[str, Any]:
         return {"strategy": "single", "world": 1}
     refused = {
         "offload": "parameters or states are offloaded to host memory",
-        "zero": "DeepSpeed ZeRO is not traced",
         "device_map": "layers spread over the cards (device_map)",
         "tp": "tensor or pipeline parallel",
         "pp": "tensor or pipeline parallel",
@@ -548,6 +565,9 @@ def _ranks(row: Row) -> dict[str, Any]:
     for word, reason in refused.items():
         if re.search(rf"(?<![a-z]){word}", text):
             raise NotExpressible(reason)
+    zero = re.fullmatch(r"zero([123])", text)
+    if zero:
+        return {"strategy": f"zero{zero[1]}", "world": _needed(count, "the number of GPUs")}
     if text == "ddp":
         return {"strategy": "ddp", "world": _needed(count, "the number of GPUs")}
     if re.match(r"fsdp\b", text):
@@ -623,6 +643,8 @@ class Source:
     lengths: Callable[[Row], dict[str, Any]] = _lengths
     refused: str = ""
     """Why no row of this source can be traced; empty where rows can."""
+    refuses: Callable[[Row], str] = lambda row: ""
+    """The same of one row, by what only this source's rows say."""
 
 
 def _fitcheck(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
@@ -696,7 +718,31 @@ def _canifinetune(row: Row, said: dict[str, Any], _: Config | None) -> dict[str,
 
 
 def _torchtitan(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"mixed_precision": "bfloat16", "reentrant": False}
+    return {"mixed_precision": "bfloat16", "reentrant": False, "device": _growing(said)}
+
+
+def _growing(said: Mapping[str, Any]) -> Device:
+    """The row's card, whose run was started with expandable segments."""
+    return replace(said["device"], expandable_segments=True)
+
+
+_OWN_CLASSES = {"afmoe", "glm4_moe", "llama", "qwen3_moe"}
+"""Model types that prime-rl replaces by classes of its own (prime_rl/trainer/models/__init__.py)."""
+
+
+def _is_prime_rl_sft(row: Row) -> str:
+    return "" if "type=sft" in row.get("notes", "") else "a step of reinforcement learning (prime-rl)"
+
+
+def _prime_rl(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
+    if said["model"].get("model_type") in _OWN_CLASSES:
+        raise NotExpressible("a model class of its own (prime-rl)")
+    return {"device": _growing(said)}
+
+
+def _has_wide_masters(row: Row) -> str:
+    is_half = "bf16 master" in row.get("optimizer", "")
+    return "ZeRO with master weights and states in half precision" if is_half else ""
 
 
 SOURCES: tuple[Source, ...] = (
@@ -753,10 +799,48 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "pytorch/torchtitan",
         "torchtitan/parallelisms: fully_shard per block with fp32 shards, bf16 gathers, fp32 reduction, fused AdamW; "
-        "counters over the whole run.",
+        "counters over the whole run; run_llama_train.sh sets expandable segments.",
         {"mask": "none", "weights": "float32", "loss": "logits", "optimizer": "adamw_fused"},
         _torchtitan,
     ),
+    Source(
+        "PrimeIntellect-ai/prime-rl",
+        "src/prime_rl/trainer (sft/train.py, model.py, optim.py, January 2026): transformers' class for dense Qwen3, "
+        "fully_shard per block with fp32 shards, bf16 gathers and fp32 reduction after every micro-batch, AdamW one "
+        "list at a time, fp32 logits in place of the half ones and held until the next ones are there, clipping; "
+        "counters reset each step; the workflow sets expandable segments. Blocks are compiled, which no trace does.",
+        {
+            "mask": "none",
+            "weights": "float32",
+            "autocast": None,
+            "mixed_precision": "bfloat16",
+            "reduces_in": "float32",
+            "sync_each_batch": True,
+            "loss": "logits_float",
+            "holds_outputs": True,
+            "holds_until_next": True,
+            "reentrant": False,
+            "peak_from": "second_step",
+        },
+        _prime_rl,
+        refuses=_is_prime_rl_sft,
+    ),
+    Source(
+        "whitecircle/halo",
+        "tests/gpu/profiling/benchmark_trl_baseline.py: TRL's SFTTrainer on a bf16 model, FSDP2 by fsdp_config, rows "
+        "of one length with a mask of ones, nothing saved or evaluated; counters reset each step, so without loading. "
+        "Liger's fused cross-entropy is taken for TRL's chunked head, Liger's norms and activations for the plain "
+        "ones.",
+        {"mask": "ones", "autocast": "bfloat16", "reentrant": False, "peak_from": "second_step"},
+    ),
+    Source(
+        "deepspeedai/DeepSpeedExamples",
+        "training/bf16_master_weight/train.py: a plain transformer with nn.MultiheadAttention, which keeps its "
+        "weights, and whole logits; DeepSpeed's bf16 with fp32 masters; counters over the whole run.",
+        {"mask": "none", "autocast": None, "mixed_precision": "bfloat16", "loss": "logits", "optimizer": "adamw_fused"},
+        refuses=_has_wide_masters,
+    ),
+    Source("MooreThreads/SimuMax", "Megatron", {}, refused="tensor, pipeline or expert parallel (Megatron)"),
     Source("Lightning-AI/litgpt", "litgpt/model.py", {}, refused="a model class of its own (litgpt)"),
     Source("pytorch/torchtune", "torchtune/modules", {}, refused="a model class of its own (torchtune)"),
     Source("pytorch/ao", "torchtune's and torchtitan's classes", {}, refused="a model class of its own (torchao)"),
@@ -778,8 +862,8 @@ def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Con
     if row["mode"] not in {"full", "lora", "qlora", "dora", "other-peft"}:
         raise NotExpressible("the mode is not full, lora, dora, qlora or another adapter")
     source = source_of(row)
-    if source.refused:
-        raise NotExpressible(source.refused)
+    if source.refused or source.refuses(row):
+        raise NotExpressible(source.refused or source.refuses(row))
     said = {**_from_columns(row, config_of, run_info), **source.fixed}
     if source.also is not None:
         said |= source.also(row, said, run_info)

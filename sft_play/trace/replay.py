@@ -8,11 +8,13 @@ from typing import Literal
 
 from sft_play.trace.allocator import CachingAllocator
 
-BIRTH, DEATH, MARK, EMPTY_CACHE = 0, 1, 2, 3
-"""Kinds of events: a storage is born (key, bytes) or dies (key), a phase begins (name, step), the cache is emptied."""
+BIRTH, DEATH, MARK, EMPTY_CACHE, USED, WAIT = 0, 1, 2, 3, 4, 5
+"""Kinds of events: a storage is born (key, bytes, stream) or dies (key), a phase begins (name, step), the cache is
+emptied, another stream uses a storage (key, stream), the host waits until the work that was given by then is done (an
+event's index, or -1: all work)."""
 
 Event = tuple[int, object, int, int]
-"""(kind, key or phase's name, bytes or step, stream)."""
+"""(kind, key or phase's name, bytes or step or an event's index, stream); 0 is the stream of the model's own work."""
 
 
 @dataclass
@@ -42,11 +44,20 @@ def replay(
     allocator = CachingAllocator(expandable_segments=expandable_segments, capacity=capacity)
     peaks, phase, counts = Peaks(), "build", count_from == "start"
     malloc, free = allocator.malloc, allocator.free
-    for kind, key, number, stream in events:
+    events = list(events)
+    awaited = {number for kind, _, number, _ in events if kind == WAIT}
+    moments: dict[int, int | None] = {-1: None}
+    for index, (kind, key, number, stream) in enumerate(events):
+        if index in awaited:
+            moments[index] = allocator.moment()
         if kind == BIRTH:
             malloc(key, number, stream)
         elif kind == DEATH:
             free(key)
+        elif kind == USED:
+            allocator.record_stream(key, stream)
+        elif kind == WAIT:
+            allocator.synchronise(moments[number])
         elif kind == EMPTY_CACHE:
             allocator.empty_cache()
         else:

@@ -45,11 +45,11 @@ WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """A row that the tracer expresses; bytes, None where the source measured no such figure."""
+    """A row that the tracer expresses, or the closed form alone; bytes, None where there is no such figure."""
 
     run: PublishedRun
-    predicted_allocated: int
-    predicted_reserved: int
+    predicted_allocated: int | None
+    predicted_reserved: int | None
     closed: MemoryEstimate | None = None
     """The closed form's prediction; None where it has no words for the settings."""
 
@@ -358,6 +358,8 @@ def score(
         if isinstance(answer, TracedPeak) and run.settings is not None:
             closed = _closed(run.settings, unknown)
             rows.append(Scored(run, answer.allocated, answer.reserved, closed))
+        elif run.settings is not None and is_closed_alone(run.settings):
+            rows.append(Scored(run, None, None, _closed(run.settings, unknown)))
         else:
             refused.append(replace(run, reason=str(answer)))
     seconds = time.monotonic() - started
@@ -365,6 +367,12 @@ def score(
     if out is not None:
         _write(out, report)
     return report
+
+
+def is_closed_alone(settings: StepSettings) -> bool:
+    """Whether only the closed form can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
+    has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
+    return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
 
 
 def _closed(settings: StepSettings, unknown: Counter[str]) -> MemoryEstimate | None:
@@ -478,9 +486,10 @@ def groups_of(rows: Iterable[Scored]) -> dict[str, Group]:
 
 
 def _group_names(run: PublishedRun) -> list[str]:
-    if run.grade != "A":
-        return [f"class {run.grade}", f"class {run.grade}, mode {run.mode}", f"class {run.grade}, source {run.source}"]
     strategy = plain_strategy(run.strategy)
+    if run.grade != "A":
+        names = [f"class {run.grade}", f"class {run.grade}, mode {run.mode}", f"class {run.grade}, source {run.source}"]
+        return [*names, "zero"] if strategy.startswith("zero") else names
     names = ["class A", f"mode {run.mode}", f"strategy {strategy}", f"mode {run.mode}, strategy {strategy}"]
     names += [f"source {run.source}", f"source {run.source}, mode {run.mode}, strategy {strategy}"]
     if strategy == "single" and run.attention != "eager" and run.mode in {"lora", "dora", "full"}:
@@ -491,6 +500,8 @@ def _group_names(run: PublishedRun) -> list[str]:
         names.append("one GPU, qlora")
     if strategy in {"fsdp", "fsdp2"}:
         names.append("fsdp")
+    if strategy.startswith("zero"):
+        names.append("zero")
     return names
 
 
@@ -503,16 +514,18 @@ def plain_strategy(text: str) -> str:
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-def _error(predicted: int, measured: int | None) -> float | None:
-    return None if not measured else predicted / measured - 1
+def _error(predicted: int | None, measured: int | None) -> float | None:
+    return None if not measured or predicted is None else predicted / measured - 1
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def _figures(predicted: int, measured: int | None) -> str:
+def _figures(predicted: int | None, measured: int | None) -> str:
     error = _error(predicted, measured)
+    if predicted is None:
+        return f"{'-':>9} {'-' if measured is None else f'{measured / GIB:.3f}':>8} {'-':>7}"
     if measured is None or error is None:
         return f"{predicted / GIB:9.3f} {'-':>8} {'-':>7}"
     return f"{predicted / GIB:9.3f} {measured / GIB:8.3f} {error:+7.2%}"

@@ -19,7 +19,10 @@ class TraceUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
+    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
+
+    `expandable_segments`: the allocator's setting of that name.
+    """
 
     capability: tuple[int, int] = (9, 0)
     capacity: int | None = None
@@ -59,8 +62,11 @@ class StepSettings:
     checkpointed_layers: int | None = None
     """None: all of them; a number: the first so many layers, the rest keep their activations."""
     reentrant: bool = False
-    loss: Literal["chunked", "logits", "logits_shifted", "logits_shifted_float", "logits_shifted_half"] = "chunked"
-    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_shifted: transformers
+    loss: Literal[
+        "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
+    ] = "chunked"  # fmt: skip
+    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_float: the same where fp32
+    logits replace the half ones before the loss; logits_shifted: transformers
     before 4.50, which copied the shifted fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the
     half logits by fp32 ones; logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
@@ -100,8 +106,9 @@ class StepSettings:
     eval_mask: Literal["none", "ones", "padded", "packed"] | None = None
     """The evaluation's mask where it is not the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
-    strategy: Literal["single", "ddp", "fsdp1", "fsdp2"] = "single"
-    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran."""
+    strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
+    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
+    DeepSpeed, which no trace runs and the closed form knows."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
@@ -133,6 +140,9 @@ class TracedPeak:
     """Allocated bytes after loading."""
     params: int
     trained_params: int
+    reserved_either: int = 0
+    """The larger reserved peak of the allocator's two ways, segments of fixed size and expandable ones; `reserved` is
+    that of the device's own."""
     notes: tuple[str, ...] = ()
     """What the trace cannot see of this step (expert routing, kernels' own buffers)."""
     seconds: float = 0.0

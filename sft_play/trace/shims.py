@@ -197,6 +197,40 @@ def _telling_resize(original: Any, situation: Situation) -> Any:
     return resize_
 
 
+def _told_stream(original: Any, situation: Situation) -> Any:
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        with original(stream), situation.log.on(_named(stream)):
+            yield
+
+    return on
+
+
+def _named(stream: Any) -> Any:
+    """A stream as the log takes it: None is the stream of the model's own work."""
+    return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
+
+
+def _told_use(original: Any, situation: Situation) -> Any:
+    return lambda tensor, stream: situation.log.used(tensor, _named(stream))
+
+
+def _told_event(original: Any, situation: Situation) -> Any:
+    class Event(original):
+        """Knows its place in the log, so that the host can wait for it."""
+
+        _at: int | None = None
+
+        def record(self, stream: Any = None) -> None:
+            self._at = len(situation.log.events)
+
+        def synchronize(self) -> None:
+            if self._at is not None:
+                situation.log.wait(self._at)
+
+    return Event
+
+
 def _swap_by_data(original: Any, _: Situation) -> Any:
     def swap_tensors(t1: Any, t2: Any) -> None:
         if t1 is not t2:
@@ -244,6 +278,10 @@ def _is_flash(settings: StepSettings) -> bool:
 
 def _is_fsdp(settings: StepSettings) -> bool:
     return settings.strategy == "fsdp2"
+
+
+def _is_sharded(settings: StepSettings) -> bool:
+    return settings.strategy in ("fsdp1", "fsdp2")
 
 
 def _has_adapters(settings: StepSettings) -> bool:
@@ -474,6 +512,38 @@ SHIMS: tuple[Shim, ...] = (
         "torch._subclasses.fake_tensor:FakeTensor.data_ptr",
         (),
         lambda original, situation: _tensor_address,
+        _is_flat,
+    ),
+    Shim(
+        "streams",
+        "both FSDPs gather and reduce on streams of their own, whose blocks the allocator keeps apart; a CPU has none",
+        "torch.cpu:stream",
+        ("stream",),
+        _told_stream,
+        _is_sharded,
+    ),
+    Shim(
+        "the host's waiting",
+        "FSDP1 lets the host wait for the gather before the last (limit_all_gathers); a CPU's events do nothing",
+        "torch.cpu:Event",
+        (),
+        _told_event,
+        _is_sharded,
+    ),
+    Shim(
+        "gathered parameters that another stream uses",
+        "FSDP1 tells the allocator so, which then waits before it gives the block again; not for a CPU's tensors",
+        "torch.distributed.fsdp._flat_param:_no_dispatch_record_stream",
+        ("tensor", "stream"),
+        _told_use,
+        _is_flat,
+    ),
+    Shim(
+        "gradients that another stream uses",
+        "the same for whole gradients, made on the model's stream and reduced on another",
+        "torch.distributed.fsdp._runtime_utils:_no_dispatch_record_stream",
+        ("tensor", "stream"),
+        _told_use,
         _is_flat,
     ),
     Shim(

@@ -33,7 +33,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 8
+TRACE_VERSION = 9
 """Part of the cache's key: raised whenever this room would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -48,15 +48,18 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     """
     start = time.perf_counter()
     log, facts = record(settings)
+    own = settings.device.expandable_segments
     peaks = replay(
         log.events,
-        expandable_segments=settings.device.expandable_segments,
+        expandable_segments=own,
         capacity=settings.device.capacity,
         count_from=settings.peak_from,
     )
+    other = replay(log.events, expandable_segments=not own, count_from=settings.peak_from)
     return TracedPeak(
         allocated=peaks.allocated,
         reserved=peaks.reserved,
+        reserved_either=max(peaks.reserved, other.reserved),
         phases=peaks.phases,
         resident=peaks.after["build"],
         params=facts["params"],
@@ -74,6 +77,8 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
     Raises:
         TraceUnavailable: as `trace_step`.
     """
+    if settings.strategy.startswith("zero"):
+        raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -130,6 +135,7 @@ class _Run:
                 buckets()
             log.mark("optimizer", step)
             self._update(model, optimizer)
+            log.wait()  # a script reads the loss or the norm of a step
             if not settings.holds_until_next:
                 self._held = None
             if settings.empty_cache_every_step:
@@ -312,7 +318,7 @@ def notes(settings: StepSettings) -> tuple[str, ...]:
     if settings.mode == "qlora":
         found.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
     if settings.strategy != "single":
-        found.append("communication buffers of NCCL are outside the allocator; one stream is assumed")
+        found.append("communication buffers of NCCL are outside the allocator")
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, Event
+from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, USED, WAIT, Event
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...]]
 
@@ -49,6 +49,7 @@ class StorageLog(TorchDispatchMode):
         self._next_key = 0
         self._hidden = 0
         self._stream = 0
+        self._streams: list[object] = [None]
 
     # --- what happened ------------------------------------------------------------------------------------------------
     def mark(self, phase: str, step: int = 0) -> None:
@@ -58,6 +59,31 @@ class StorageLog(TorchDispatchMode):
     def empty_cache(self) -> None:
         """The program calls `torch.cuda.empty_cache`."""
         self.events.append((EMPTY_CACHE, None, 0, 0))
+
+    @contextmanager
+    def on(self, stream: object) -> Iterator[None]:
+        """Storages that are born inside belong to this stream: any object; None is that of the model's own work."""
+        before, self._stream = self._stream, self._number(stream)
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def _number(self, stream: object) -> int:
+        """A stream's number, in the order in which they are met."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
+
+    def used(self, tensor: torch.Tensor, stream: object) -> None:
+        """`tensor.record_stream(stream)`."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            self.events.append((USED, known[0], 0, self._number(stream)))
+
+    def wait(self, until: int = -1) -> None:
+        """The host waits for the work that was given before the event of this index (-1: for all of it)."""
+        self.events.append((WAIT, None, until, 0))
 
     def born(self, nbytes: int) -> int:
         """A buffer of the run that is no tensor here; returns its key for `dies`."""

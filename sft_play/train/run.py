@@ -29,6 +29,7 @@ from sft_play.data.dataset import Split, Splits, build_splits
 from sft_play.data.files import DataPaths
 from sft_play.data.judge import first_lines
 from sft_play.data.render import Renderer, show_row
+from sft_play.environment import allocator_words
 from sft_play.errors import BackendError, ConfigError, DoesNotFit, HardwareError, Interrupted, SftPlayError, in_stage
 from sft_play.facts.architecture import check_available
 from sft_play.facts.unseen import ON_CPU, torch_is_blind
@@ -970,6 +971,7 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
     if plan.hardware.pages:
         _stop_at(min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES, total)
+    logger.info("%s", allocator_words(os.environ))
     if need <= free:
         return
     message = (
