@@ -249,7 +249,7 @@ class Walk:
     def loading(self) -> Terms:
         """What a rank holds of its device at most until the model is there, wrapped.
 
-        Under FSDP2 a rank has its parts, a unit whole, and the tensor that has just arrived (train/sharding.py). Under
+        Under FSDP2 a rank has its parts, a unit whole, and the tensor that arrived last (train/fsdp_loading.py). Under
         ZeRO-3 NF4 weights are made on each rank's own device, all of them: transformers reads and quantises one layer
         after the other (core_model_loading.py; ZeRO-3's reading in parts is for plain weights alone), PEFT adds
         adapters in fp32, and only then does DeepSpeed cut, tensor by tensor. Plain weights are cut as they come.

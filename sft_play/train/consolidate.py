@@ -26,7 +26,7 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.plan.precision import Precision
 from sft_play.runs import RunFolder, lock
-from sft_play.train import checkpoints, sharded
+from sft_play.train import checkpoints, sharded_checkpoints
 from sft_play.train.model import Blueprint, check_saved_weights, draw_blueprint, whole_shapes, write_weights
 from sft_play.train.portable import adapter_names, read_weights
 from sft_play.train.run import quiet_libraries
@@ -73,7 +73,7 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     native = blueprint.is_text_tower and not is_adapter
     weights: dict[str, torch.Tensor] | None = None
     tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-    if sharded.is_sharded(source):
+    if sharded_checkpoints.is_sharded(source):
         tensors = _one_by_one(source, model)
     else:
         weights = _weights(source, model)
@@ -133,7 +133,7 @@ def _skeleton(config: RunConfig, source: Path) -> tuple[Any, Any, Blueprint]:
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a checkpoint in parts, some of them read at a time."""
-    stored = sharded.stored_weights(source)
+    stored = sharded_checkpoints.stored_weights(source)
     names: list[str] = []
     size = 0
     for name in _require(source, model, stored):
@@ -141,9 +141,9 @@ def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
         if size >= _READ_BYTES:
-            yield from sharded.read_weights(source, names).items()
+            yield from sharded_checkpoints.read_weights(source, names).items()
             names, size = [], 0
-    yield from sharded.read_weights(source, names).items()
+    yield from sharded_checkpoints.read_weights(source, names).items()
 
 
 def _require(source: Path, model: Any, found: Container[str]) -> list[str]:
@@ -156,7 +156,7 @@ def _require(source: Path, model: Any, found: Container[str]) -> list[str]:
 
 
 def _kind(source: Path) -> str:
-    if sharded.is_sharded(source):
+    if sharded_checkpoints.is_sharded(source):
         return "parts, one of each rank"
     if (source / "latest").is_file():
         return "DeepSpeed's parts"

@@ -30,7 +30,7 @@ from sft_play.plan.layout import Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.plan.precision import SHORT, DtypeName
-from sft_play.train import checkpoints, sharded
+from sft_play.train import checkpoints, sharded_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -584,7 +584,7 @@ def checkpoint_files(trainer: Any) -> tuple[str, ...]:
     if getattr(trainer, "is_deepspeed_enabled", False):
         return ("trainer_state.json", "latest")
     if trainer.in_parts:
-        return ("trainer_state.json", "scheduler.pt", sharded.CONTENTS, sharded.GROUPS)
+        return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS, sharded_checkpoints.GROUPS)
     return checkpoints.NEEDED
 
 

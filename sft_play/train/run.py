@@ -40,7 +40,7 @@ from sft_play.plan.show import precision_name
 from sft_play.plan.states import loads_by_unit
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, context_parallel, engine, repeated_keys, sharding, tensor_parallel
+from sft_play.train import checkpoints, context_parallel, engine, fsdp_loading, repeated_keys, tensor_parallel
 from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
@@ -550,7 +550,7 @@ def _trainer(
     return trainer
 
 
-def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop, source: sharding.Source | None) -> None:
+def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop, source: fsdp_loading.Source | None) -> None:
     """What is done to a model that has its adapters: filled, frozen, and divided last, since only whole tensors can be
     filled."""
     widens = job.plan.precision.compute != "float32"
@@ -567,10 +567,10 @@ def _fit_model(job: Job, blueprint: Blueprint, trainer: PlannedLoop, source: sha
         )
     if source is not None:
         in_fp32 = widens and job.loaded.config.tuning.mode != "qlora"
-        sharding.shard(trainer, source, layer_class=blueprint.layer_class, in_fp32=in_fp32)
+        fsdp_loading.shard(trainer, source, layer_class=blueprint.layer_class, in_fp32=in_fp32)
 
 
-def _model(job: Job, blueprint: Blueprint) -> tuple[Any, sharding.Source | None]:
+def _model(job: Job, blueprint: Blueprint) -> tuple[Any, fsdp_loading.Source | None]:
     """The model with its weights, or without them and their source, where it is divided as they arrive: the base, or
     every weight as the stage before has left it."""
     config, plan = job.loaded.config, job.plan
@@ -582,7 +582,7 @@ def _model(job: Job, blueprint: Blueprint) -> tuple[Any, sharding.Source | None]
     repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     device, storage = engine.device_of(plan, config), engine.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(blueprint.hf_config, "quantization_config", None) is None:
-        return sharding.load_for_sharding(
+        return fsdp_loading.load_for_sharding(
             config, plan.precision, blueprint, storage=storage,
             read=lambda: read_model(config, plan.precision, blueprint),
         )  # fmt: skip

@@ -38,7 +38,7 @@ from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.memory import GIB
 from sft_play.plan.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints, context_parallel, portable, sharded
+from sft_play.train import checkpoints, context_parallel, portable, sharded_checkpoints
 from sft_play.train import engine as engine_module
 from sft_play.train.board import Board, hparams_of
 from sft_play.train.collate import COUNTS, SOURCE, Collator
@@ -573,7 +573,7 @@ class PlannedLoop(Trainer):
                 waiting.enter_context(self.beat.waiting())
 
             self.beat.note(step, "writing its part of a checkpoint")
-            mine = sharded.save(
+            mine = sharded_checkpoints.save(
                 self.model, self.optimizer.optimizer, path,
                 group=engine_module.patient(), moved=self.beat.moved, done=done,
             )  # fmt: skip
@@ -585,10 +585,10 @@ class PlannedLoop(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         path = Path(checkpoint) if checkpoint is not None else None
-        if path is not None and sharded.is_sharded(path):
+        if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             group = engine_module.patient()
-            sharded.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
+            sharded_checkpoints.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -599,8 +599,8 @@ class PlannedLoop(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint)
-        if sharded.is_sharded(path):
-            sharded.load_weights(self.model, path, group=engine_module.patient(), moved=self.beat.moved)
+        if sharded_checkpoints.is_sharded(path):
+            sharded_checkpoints.load_weights(self.model, path, group=engine_module.patient(), moved=self.beat.moved)
         elif not self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -609,7 +609,7 @@ class PlannedLoop(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if self.is_fsdp_enabled or sharded.is_sharded(Path(best)):
+        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
             self._load_from_checkpoint(best)
         else:
             super()._load_best_model()

@@ -43,7 +43,7 @@ import os, time
 from pathlib import Path
 
 if os.environ.get("RANK") == "1":
-    from sft_play.train import sharded
+    from sft_play.train import sharded_checkpoints
 
     write = sharded._Counted.write
 
@@ -283,17 +283,17 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
 
 
 def test_a_table_of_contents_runs_nothing(tmp_path):
-    from sft_play.train import sharded
+    from sft_play.train import sharded_checkpoints
 
     class Bad:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    (tmp_path / sharded.FOLDER).mkdir()
+    (tmp_path / sharded_checkpoints.FOLDER).mkdir()
     for content in (pickle.dumps(Bad()), b"", b"\x80\x04garbage", pickle.dumps({"a": 1})):
-        (tmp_path / sharded.CONTENTS).write_bytes(content)
+        (tmp_path / sharded_checkpoints.CONTENTS).write_bytes(content)
         with pytest.raises(TrainingError, match=r"shards/\.metadata"):
-            sharded.stored_weights(tmp_path)
+            sharded_checkpoints.stored_weights(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
