@@ -264,6 +264,22 @@ def test_a_plan_is_equal_to_what_its_json_says(random_plans):
     assert any(plan.not_enough for plan in made)
 
 
+def test_every_moment_of_a_run_has_its_bytes(random_plans):
+    """The largest of a step's, an evaluation's and a save's tensors is the peak; answers are kept within it."""
+    for _, plan in random_plans:
+        answer = plan.as_json()
+        peak, host, memory = answer["peak_bytes"], answer["host"], plan.memory
+        moments = [peak[name] for name in ("step", "evaluate", "save")]
+        assert max(size for size in moments if size is not None) <= peak["generate"] == peak["allocated"]
+        steps = {name: size for name, size in peak["moments"].items() if name not in ("evaluation", "saving")}
+        assert peak["step"] == max(steps.values(), default=peak["allocated"])
+        assert (peak["evaluate"], peak["save"]) == tuple(peak["moments"].get(name) for name in ("evaluation", "saving"))
+        assert peak["load"] == memory.load_bytes
+        assert host["save"] - host["step"] == memory.host_save_bytes + memory.host_save_each_bytes
+        assert host["load"] == memory.host_load_bytes
+        assert host["step"] == host["evaluate"] == host["generate"]
+
+
 def test_what_a_rank_says_is_what_its_parent_says(random_plans):
     for config, plan in random_plans:
         again = plan_from_json(json.loads(json.dumps(plan.as_json())))

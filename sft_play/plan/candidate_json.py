@@ -46,11 +46,13 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "peak_bytes": {
             **{_NAMES.get(name, name): value for name, value in asdict(memory).items()},
             "allocated": memory.allocated,
+            **_moments(memory),
             "required": memory.required,
             "budget": candidate.room.device,
             "host_required": candidate.host_required,
             "host_budget": candidate.room.host,
         },
+        "host": _host_moments(memory),
         "tokens_per_s": speed.tokens_per_s if speed_known else None,
         "step_s": speed.step_s if speed_known else None,
         "moved_bytes_per_step": speed.moved_bytes,
@@ -62,6 +64,25 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "roofline": asdict(speed),
         "uncorrected": asdict(candidate.raw),
     }
+
+
+def _moments(memory: MemoryEstimate) -> dict[str, int | None]:
+    """Bytes of one rank's tensors at each moment beside `load`; None where there is none. Answers are generated in
+    batches that take no more than the peak."""
+    steps = [size for name, size in memory.moments.items() if name not in ("evaluation", "saving")]
+    return {
+        "step": max(steps, default=memory.allocated),
+        "evaluate": memory.moments.get("evaluation"),
+        "generate": memory.allocated,
+        "save": memory.moments.get("saving"),
+    }
+
+
+def _host_moments(memory: MemoryEstimate) -> dict[str, int]:
+    """The same of the RAM of the first rank."""
+    offloaded = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
+    always = dict.fromkeys(("step", "evaluate", "generate"), offloaded)
+    return {"load": memory.host_load_bytes, **always, "save": memory.host_bytes}
 
 
 def candidate_from_json(data: Mapping[str, Any]) -> Candidate:
