@@ -130,7 +130,7 @@ def test_what_the_plan_counts_on_follows_the_gpu():
     assert len(new) == len(old) == 12
     assert new["bf16, grouped heads, causal"] == "flash"
     assert new["bf16, grouped heads, padding mask"] == "efficient"
-    assert new["fp32, grouped heads, causal"] == old["fp16, grouped heads, causal"] == "math"
+    assert new["fp32, grouped heads, causal"] == old["fp16, grouped heads, causal"] == "efficient"
     assert old["fp16, equal heads, causal"] == "efficient"
 
 
@@ -305,18 +305,20 @@ def test_the_first_steps_do_not_count_for_the_speed(tmp_path):
 
 
 def trained(name: str, *, load: int | None, save: int | None) -> Part:
-    return Part(name, "pass", "", {"load": GIB, "save": 2 * GIB}, {"load": load, "save": save})
+    predicted = {"load": GIB, "save": 2 * GIB, "evaluate": GIB}
+    return Part(name, "pass", "", predicted, {"load": load, "save": save, "evaluate": save})
 
 
 def test_loading_and_saving_are_judged_by_the_worst_trial_of_a_mode():
     parts = [
-        trained("train/qlora/a", load=GIB, save=GIB), trained("train/qlora/b", load=3 * GIB, save=GIB),
+        trained("train/qlora/a", load=GIB, save=GIB), trained("train/qlora/b", load=3 * GIB, save=2 * GIB),
         trained("train/lora/a", load=None, save=None),
     ]  # fmt: skip
     found = {part.name: part for part in trials.moments(parts, load_margin=0.06, margin_bytes=100)}
     assert {name: part.status for name, part in found.items()} == {
         "load/qlora": "fail", "save/qlora": "pass", "load/lora": "skipped", "save/lora": "skipped",
         "load/full": "skipped", "save/full": "skipped",
+        "evaluate/qlora": "fail", "evaluate/lora": "skipped", "evaluate/full": "skipped",
     }  # fmt: skip
     assert "needs a GPU" in found["load/lora"].reason
     assert found["load/qlora"].predicted == {"load": GIB, "margin": int(0.06 * GIB) + 100}

@@ -68,7 +68,7 @@ def kernel_of(
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
-    able = _flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
+    able = flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
     if able and not masked:
         return "flash"
     return "math" if _grouped(shape) and not masked and not repeats else "efficient"
@@ -80,10 +80,10 @@ def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tup
     transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Flash attention alone knows
     them; where it does not run, PyTorch would take its math kernel, with S x S scores in fp32.
     """
-    return attention == "sdpa" and _grouped(shape) and not _flash_runs(half=half, capability=capability)
+    return attention == "sdpa" and _grouped(shape) and not flash_runs(half=half, capability=capability)
 
 
-def _flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
+def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
     """Whether PyTorch's flash kernel runs for these numbers on this GPU."""
     return half and (capability or FLASH_SINCE) >= FLASH_SINCE
 

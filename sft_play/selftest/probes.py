@@ -71,21 +71,28 @@ def _apart(found: Any, wanted: torch.Tensor) -> float:
 
 
 def attention() -> dict[str, Any]:
-    """Which kernel computes transformers' sdpa, by the profiler's names, for mask x heads x dtype; with its backward.
+    """Which kernel computes sdpa as a run calls it, by the profiler's names, for mask x heads x dtype; with its backward.
 
     `kernels` has the kind of each case, `names` the kernels that say so.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    from sft_play.plan.structure import flash_runs
+    from sft_play.train.repeated_keys import attend
+
+    capability = torch.cuda.get_device_capability() if device() == "cuda" else None
+
     kernels: dict[str, str] = {}
     names: dict[str, list[str]] = {}
     for short, dtype in DTYPES.items():
-        if short == "bf16" and device() == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        if short == "bf16" and capability is not None and capability < (8, 0):
             continue
+        repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
+        forward = attend if repeats else sdpa_attention_forward
         for heads, count in HEADS.items():
             for mask in MASKS:
                 case = f"{short}, {heads}, {mask}"
-                names[case] = _profiled(sdpa_attention_forward, dtype, count, masked=mask != "causal")
+                names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
                 kernels[case] = kind_of(names[case])
     return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
 
