@@ -71,7 +71,7 @@ def _apart(found: Any, wanted: torch.Tensor) -> float:
 
 
 def attention() -> dict[str, Any]:
-    """Which kernel computes sdpa as a run calls it, by the profiler's names, for mask x heads x dtype; with its backward.
+    """Which kernel computes sdpa as a run calls it, by the profiler's names: mask x heads x dtype, with its backward.
 
     `kernels` has the kind of each case, `names` the kernels that say so.
     """
