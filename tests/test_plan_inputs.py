@@ -159,7 +159,7 @@ def test_nothing_fits_is_answered_in_time():
     shape, machine = shape_of(job.model.name), named("2x8xRTX3060")
     start = time.process_time()
     assert not make_plan(job, shape, machine).fits
-    assert time.process_time() - start < 3
+    assert time.process_time() - start < 6  # some 2 s where the machine is quiet
 
 
 @pytest.mark.parametrize("hardware", ["1xRTX3060", "8xRTX3060", "2x8xL4"])

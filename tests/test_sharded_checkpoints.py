@@ -45,7 +45,7 @@ from pathlib import Path
 if os.environ.get("RANK") == "1":
     from sft_play.train import sharded_checkpoints
 
-    write = sharded._Counted.write
+    write = sharded_checkpoints._Counted.write
 
     def instead(file, data):
         if os.environ["DISK_OF_RANK_1"] == "slow":
@@ -54,7 +54,7 @@ if os.environ.get("RANK") == "1":
             time.sleep(1000)
         return write(file, data)
 
-    sharded._Counted.write = instead
+    sharded_checkpoints._Counted.write = instead
 """
 """sitecustomize.py: a disk under rank 1 that is slow, or that stops for ever at the second checkpoint."""
 

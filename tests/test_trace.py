@@ -501,13 +501,13 @@ def living(log: StorageLog, phase: str) -> dict[int, int]:
 def test_gathered_units_and_reduced_gradients_belong_to_streams_of_their_own():
     """FSDP2: what is gathered is a copy on one stream, freed by the end of backward; gradients stay on another."""
     log, counts = step.record(dataclasses.replace(SMALL, world=2, strategy="fsdp2"))
-    born = {stream: sum(one[2] for one in log.events if one[0] == BIRTH and one[3] == stream) for stream in (0, 1, 2)}
-    assert min(born.values()) > 0
-    assert {one[3] for one in log.events if one[0] == BIRTH} == {0, 1, 2}
+    own, gathered, reduced = sorted({one[3] for one in log.events if one[0] == BIRTH})  # in the order that they are met
+    assert own == 0
+    assert 0 < sum(one[2] for one in log.events if one[0] == BIRTH and one[3] == gathered)
     alive = living(log, "optimizer")
-    assert alive.get(1, 0) == 0  # gathered
+    assert alive.get(gathered, 0) == 0
     # this rank's half of fp32 gradients; a norm of 64 and a vocabulary of 1000 divide evenly
-    assert alive[2] == 4 * counts["params"] // 2
+    assert alive[reduced] == 4 * counts["params"] // 2
     assert not [one for one in log.events if one[0] == USED]  # FSDP2 waits by events and tells the allocator nothing
 
 

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.plan.precision import DtypeName, Precision
-from sft_play.train import engine
+from sft_play.train import engine, repeated_keys
 from sft_play.train.model import DTYPES, Blueprint, grown, keep_4bit_trainable, location, quantization
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def load_for_sharding(
     Raises:
         ModelError: the first rank's reason, on every rank.
     """
+    repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     source = None
     answer: tuple[Any, str | None] = (None, None)
     if engine.is_first():

@@ -32,7 +32,7 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.plan.layout import SINGLE, Layout
 from sft_play.plan.precision import DtypeName, Precision
-from sft_play.train import stream, tensor_parallel
+from sft_play.train import repeated_keys, stream, tensor_parallel
 from sft_play.train.attention import Attention, choose_attention
 from sft_play.train.packable import require_packable
 from sft_play.train.portable import adapter_names
@@ -372,6 +372,7 @@ def load_model(
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+    repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     model = read_model(config, precision, blueprint, options)
     keep_4bit_trainable(model)
     model.config.use_cache = False

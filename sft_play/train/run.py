@@ -40,7 +40,7 @@ from sft_play.plan.show import precision_name
 from sft_play.plan.states import loads_by_unit
 from sft_play.runs import Lock, RunFolder
 from sft_play.starter.names import CONFIG
-from sft_play.train import checkpoints, context_parallel, engine, fsdp_loading, repeated_keys, tensor_parallel
+from sft_play.train import checkpoints, context_parallel, engine, fsdp_loading, tensor_parallel
 from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.train.exact_match import Answer, Question, questions, stop_ids
 from sft_play.train.heartbeat import Heartbeat
@@ -579,7 +579,6 @@ def _model(job: Job, blueprint: Blueprint) -> tuple[Any, fsdp_loading.Source | N
             update={"model": config.model.model_copy(update={"name": str(job.begins_from), "revision": None})}
         )
         blueprint = grown(blueprint)
-    repeated_keys.use(repeated=blueprint.attention.repeats_kv)
     device, storage = engine.device_of(plan, config), engine.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(blueprint.hf_config, "quantization_config", None) is None:
         return fsdp_loading.load_for_sharding(
