@@ -45,6 +45,9 @@ override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.spl
   ["-n2", "--dist=loadfile", "--no-loadscope-reorder"]))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
+# The targets for which setup does more than make .venv: those that add an extra (EXTRAS of scripts/setup_env.py).
+override ADDING := setup dapt-docx eval ship serve export export-test test coverage
+
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
 override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \
 Install Python 3.11 to 3.14, or name one: make setup PYTHON=/path/to/python3
@@ -61,7 +64,7 @@ help: ## Show this help
 	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
-	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter setup,$(MAKECMDGOALS)))
+	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, whose pins exclude those of .venv
 	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
@@ -116,6 +119,38 @@ consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, a
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
 	@$(SCRIPT)/verify_layouts.py
 
+##@ After training (RUN=NAME, the newest finished run without it)
+chat: setup ## Talk to RUN in the terminal (SYSTEM='You are terse.', TEMPERATURE=0.7; /base switches the adapter off)
+	@$(PROGRAM) chat
+infer: setup ## Answer every prompt of INPUT=FILE with RUN into OUTPUT=FILE, resumed where it stopped
+	@$(PROGRAM) infer
+serve: setup ## Answer as RUN over HTTP, as OpenAI's API does (PORT=8000, HOST=127.0.0.1, ENGINE=vllm), until Ctrl-C
+	@$(PROGRAM) serve
+eval: setup ## Figures of RUN and its base on held-out rows (SPLIT=val, DATA=FILE, LIMIT=, METRICS=, TASKS=, OUT=FILE)
+	@$(PROGRAM) eval
+ship: setup ## Ship RUN or not: better at its task, nothing else lost, merge equal; exit code 0 or 2 (REPLAY=FILE, LIMIT=300)
+	@$(PROGRAM) ship
+merge: setup ## Merge RUN's adapter into the weights of its base (DTYPE=bf16, of QLoRA BASE=original, OUT=FOLDER)
+	@$(PROGRAM) merge
+merge-test: setup ## Compare RUN's merged model with its adapter on rows of its data (LIMIT=16, OUT=FOLDER)
+	@$(PROGRAM) merge-test
+export: setup ## Write RUN's model for an engine (FORMAT=gguf, ollama or vllm, QUANT=q8_0, LLAMA_CPP=checkout, OUT=FOLDER)
+	@$(PROGRAM) export
+export-test: setup ## Compare RUN's exported GGUF with its adapter: prompts, weights, answers (LIMIT=200, OUT=FOLDER)
+	@$(PROGRAM) export-test
+push: setup ## Upload RUN's adapter or model to the hub, after asking (REPO=user/name, MERGED=1, PUBLIC=1, YES=1)
+	@$(PROGRAM) push
+report: setup ## Write one page about RUN: curves, predicted and measured, answers, how to reproduce it (OUT=FILE)
+	@$(PROGRAM) report
+compare: setup ## Write one page about several runs: what differs, results, curves (RUNS='first second', OUT=FILE)
+	@$(PROGRAM) compare
+reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit (FORCE=1: by this code)
+	@$(PROGRAM) reproduce
+runs: setup ## List all runs: status, last step, best held-out figure, size, age
+	@$(PROGRAM) runs
+prune: setup ## Remove runs, after asking (RUNS='first second', CHECKPOINTS=1 only their checkpoints, YES=1)
+	@$(PROGRAM) prune
+
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
 	@$(PROGRAM) gpu-info
@@ -141,6 +176,10 @@ memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FIL
 ##@ Develop
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
 	@$(PATHS) && exec "$(PY)" -c '$(PYTEST)'
+coverage: setup ## Run the tests and report which lines and branches of sft_play they reach (TESTS= chooses)
+	@$(PATHS) && export PYTEST_ADDOPTS="$${TESTS:--n2 --dist=loadfile --no-loadscope-reorder}" && \
+	  "$(PY)" -m coverage erase && { "$(PY)" -m coverage run -m pytest; code=$$?; } && \
+	  "$(PY)" -m coverage combine --quiet && "$(PY)" -m coverage report && exit $$code
 lint: setup ## Check style, format and types (ruff, mypy)
 	@"$(PY)" -m ruff check .
 	@"$(PY)" -m ruff format --check .
@@ -148,7 +187,7 @@ lint: setup ## Check style, format and types (ruff, mypy)
 format: setup ## Sort imports and format the code (ruff)
 	@"$(PY)" -m ruff check --select I --fix .
 	@"$(PY)" -m ruff format .
-generate: setup ## Renew generated files: configs/reference.yaml, configs/run.schema.json, sft_play/starter/data
+generate: setup ## Renew generated files: configs/reference.yaml, configs/run.schema.json, sft_play/starter/data, these variables
 	@$(PROGRAM) generate
 benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a CPU)
 	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
@@ -167,42 +206,87 @@ benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT
 mutation-score: setup ## How many changed decisions the tests find (MUTANTS=200 SEED=0 OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.mutation_score
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
-	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info
+	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info .coverage .coverage.*
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 ##@ Variables (from the command line or the environment)
-#: CONFIG=FILE             the run YAML (train, resume, plan)
-#: SET='a.b=1 c.d=[x, y]'  settings that replace those of CONFIG
-#: STRATEGY=zero2          layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload
-#: NPROC=2  GPUS=0,1       processes on this node; the GPUs to use
-#: NNODES=2 NODE_RANK=0 MASTER_ADDR=HOST MASTER_PORT=29500   several nodes, the command once on each
-#: NOTEBOOK=FILE           run-notebook: the notebook (.ipynb); it runs from its own folder
-#: DEEPSPEED_CONFIG=FILE   your DeepSpeed file (JSON or YAML)
-#: TB_PORT=6006 TB_HOST=127.0.0.1 TB_KEEP=1   TensorBoard's address; let it live on after the run
-#: STYLE='You are terse.'  style, full-pipeline: the system prompt
-#: N=5  ROW=12             preview: how many examples; or this row of the training file
-#: FORCE=1                 process, style, dapt-docx, render, preview: write over files that were edited by hand
-#: TEMPLATES=FOLDER  TOKENIZER=FOLDER   mask-score: chat templates, and the tokenizer to score them with
-#: ROWS=10000,1000000      bench-data: how many rows
-#: MUTANTS=200  SEED=0     mutation-score: how many, and which sample
-#: YES=1                   tb-clean: remove without asking
-#: ACCELERATE_CONFIG=FILE  your accelerate configuration
-#: RUN=NAME                the run that resume continues, or that consolidate writes out
-#: HARDWARE=2xH200         plan for this machine instead of the present one
-#: JSON=1  OUT=FILE        plan: print one JSON object; write it to FILE
-#: TRACE=1                 plan: confirm the choice by tracing the step (no GPU needed)
-#: WHATIF='a.b=1,2 c=x,y'  plan: the plan of every combination
-#: MAX=seq_len             plan: the largest that fits (seq_len, batch or model)
-#: PRICE=2.5               plan: money per GPU-hour
-#: PEAKS=FILE              memory-model-score: CSV of measured peaks
-#: LAYOUTS=ddp,fsdp  MODES=lora  STEPS=4   verify-layouts: what is compared
-#: FULL=1                  gpu-info: start torch too and ask it what it sees
-#: WATCH=1                 memory-check: renew until Ctrl-C
-#: TESTS='ARGUMENTS'       arguments for pytest
-#: PYTHON=PATH             the Python (3.11 to 3.14) that .venv is built with
-#: VENV=PATH               use this environment of yours; it is never built or changed
-#: UNSLOTH_VENV=PATH       the environment that has Unsloth, where it is not .venv-unsloth
-#: TORCH=BUILD             setup: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); lock: X.Y.Z, its version
+#: CONFIG=FILE              the run YAML
+#: SET='a.b=1 c.d=[x, y]'   settings that replace those of CONFIG
+#: HARDWARE=2xH200          plan, gpu-info, check, full-pipeline: plan for this machine instead of the present one
+#: RUN=NAME                 name of a run, or its folder (resume, consolidate and what looks at runs); last: the newest finished one
+#: JSON=1                   print one JSON object on standard output, and nothing else there
+#: OUT=FILE                 write the answer to this file too
+#: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
+#: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
+#: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)
+#: PRICE=2.5                plan, gpu-info: money per GPU-hour
+#: PEAKS=FILE               memory-model-score, benchmark-speed: CSV of measured peaks
+#: LAYOUTS=ddp,fsdp         verify-layouts: the layouts to compare
+#: MODES=lora               verify-layouts: full, lora, qlora
+#: STEPS=4                  verify-layouts: optimizer steps of each run
+#: FULL=1                   gpu-info: start torch too and ask it what it sees
+#: WATCH=1                  memory-check: refresh until Ctrl-C
+#: RUNS='first second'      compare, prune: names of the runs to compare or to remove
+#: CHECKPOINTS=1            prune: remove only the checkpoints of finished runs
+#: YES=1                    tb-clean, prune, push: remove or upload without asking
+#: FORCE=1                  overwrite what was edited by hand or is there (commands on data, setup-accelerate, merge, export); reproduce: train by the present code where the run's cannot be had
+#: STYLE='You are terse.'   style, full-pipeline: the system prompt
+#: N=5                      preview: how many examples
+#: ROW=12                   preview: this row of the training file
+#: TEMPLATES=FOLDER         mask-score: folder of chat templates
+#: TOKENIZER=FOLDER         mask-score, bench-data: folder or hub id of a tokenizer
+#: NOTEBOOK=FILE            run-notebook: the notebook (.ipynb) to run over ranks, from its own folder
+#: INPUT=FILE               infer: prompts: one a line (.txt), or rows as training reads them
+#: OUTPUT=FILE              infer: where the answers go, as JSONL
+#: MAX_NEW_TOKENS=512       chat, infer, eval: longest answer
+#: TEMPERATURE=0.7          chat: of sampling; 0 takes the likeliest token
+#: SYSTEM='You are terse.'  chat: the system prompt
+#: ENGINE=vllm              serve: what serves: transformers (default), or vllm where it is installed
+#: HOST=0.0.0.0             serve: the address to listen on; others than 127.0.0.1 are open to the network
+#: PORT=8000                serve: the port; 0 takes any free one
+#: DTYPE=bf16               merge: dtype of the merged weights: bf16, fp16, fp32
+#: BASE=original            merge: of a QLoRA run, the weights to merge into: dequantized, original
+#: LIMIT=16                 eval, export-test, merge-test, ship: how many rows, evenly spaced
+#: SPLIT=val                eval: which held-out rows: val, test
+#: DATA=FILE                eval: rows of this file instead, in any format that training reads
+#: METRICS=rouge_l          eval: of answers: exact_match, rouge_l, chrf, your module:function, or none
+#: TASKS=gsm8k,mmlu         eval: tasks of lm-evaluation-harness too
+#: TOLERANCE=0.3            ship: nats a token by which the loss on general text and chats may rise
+#: REPLAY=FILE              ship: compute the verdict of this ship.json again, without the model
+#: SERVE=vllm,sglang        check: engines that are to load the result: vllm, sglang, llama.cpp
+#: FORMAT=gguf              export: what to export for: gguf, ollama, vllm
+#: QUANT=q8_0               export: how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)
+#: LLAMA_CPP=FOLDER         export, export-test: a checkout of llama.cpp, in place of the fetched converter
+#: REPO=user/name           push: the repository on the Hugging Face hub
+#: MERGED=1                 push: upload the merged model in place of the adapter
+#: PUBLIC=1                 push: make the repository public; a new one is private without it
+#: STRATEGY=zero2           layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …
+#: NPROC=2                  processes on this node
+#: GPUS=0,1                 the GPUs to use
+#: NNODES=2                 several nodes, the command once on each (with the next three)
+#: NODE_RANK=0              which of them this one is, from 0
+#: MASTER_ADDR=HOST         the address of node 0
+#: MASTER_PORT=29500        a free port there
+#: DEEPSPEED_CONFIG=FILE    your DeepSpeed file (JSON or YAML)
+#: ACCELERATE_CONFIG=FILE   your accelerate configuration
+#: NUM_MACHINES=2           setup-accelerate: how many machines
+#: MACHINE_RANK=0           setup-accelerate: which of them this one is, from 0
+#: MAIN_IP=HOST             setup-accelerate: the address of machine 0
+#: MAIN_PORT=29500          setup-accelerate: a free port there
+#: INTERACTIVE=1            setup-accelerate: answer accelerate's own questions
+#: TB_PORT=6006             TensorBoard's port
+#: TB_HOST=127.0.0.1        TensorBoard's address
+#: TB_KEEP=1                keep TensorBoard running after the run
+#: SMALL=1                  benchmark, benchmark-engines: small runs, on a CPU too
+#: ROWS=10000,1000000       bench-data: how many rows
+#: TRL_ROWS=10000           bench-data: how many of them TRL prepares
+#: MUTANTS=200              mutation-score: how many changes
+#: SEED=0                   mutation-score: which sample of them
+#: TESTS='ARGUMENTS'        test, coverage: arguments for pytest
+#: TORCH=BUILD              lock, setup, setup-unsloth: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z
+#: PYTHON=PATH              the Python (3.11 to 3.14) that .venv is built with
+#: VENV=PATH                use this environment of yours; it is never built or changed
+#: UNSLOTH_VENV=PATH        the environment that has Unsloth, where it is not .venv-unsloth
 
 ##@ Examples
 #: make train
@@ -210,4 +294,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean

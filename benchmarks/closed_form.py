@@ -22,10 +22,11 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import parse_config
 from sft_play.facts.hardware import detect
-from sft_play.plan.gradients import adapter_dtype, gradients_of
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.memory import MemoryEstimate, Step, estimate
-from sft_play.plan.precision import Precision
+from sft_play.planner.gradients import adapter_dtype, gradients_of
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
 from sft_play.runs import versions, write_json
 from sft_play.trace.settings import StepSettings, TracedPeak
 
@@ -243,12 +244,12 @@ def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for name, ratio in ratios.items():
         group = "fsdp2" if "fsdp=" in name else "ddp" if "ddp=" in name else "one_gpu"
         groups[group].append(abs(ratio - 1))
-    spread = {
+    options = {
         group: {"rows": len(found), "median": round(statistics.median(found), 4), "worst": round(max(found), 4)}
         for group, found in groups.items()
         if found
     }
-    return {"ratios": ratios, "error": spread}
+    return {"ratios": ratios, "error": options}
 
 
 def main() -> int:

@@ -163,22 +163,22 @@ def _ours(job: Job) -> dict[str, Any]:
 
     from sft_play.config.schema import DataConfig
     from sft_play.data.build import Recipe, build
-    from sft_play.data.render import TokenizerParts
+    from sft_play.data.masks.render import TokenizerParts
 
     parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())
     clock = Clock()
     built = build(Path(job.file), recipe, split="train", workers=job.processes)
     run = clock.spent()
-    counts = built.counts["kept"]
-    assert counts.kept == counts.rows == job.rows, f"{counts.kept} of {counts.rows} rows kept"
-    return {"run": {**run, "masks": dict(counts.methods)}, "made": built.dataset("kept")}
+    stats = built.stats["kept"]
+    assert stats.kept == stats.rows == job.rows, f"{stats.kept} of {stats.rows} rows kept"
+    return {"run": {**run, "masks": dict(stats.methods)}, "made": built.dataset("kept")}
 
 
 def _tokenizer(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    from sft_play.data.render import Renderer
+    from sft_play.data.masks.render import Renderer
 
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
     turns = Renderer(tokenizer, max_seq_len=MAX_LENGTH).turns()
@@ -292,7 +292,7 @@ def measure(job: Job) -> Run:
             words, env=ends_with_me(environment), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert process.stdout is not None
-        with Sampler(process.pid) as sampler:
+        with process.stdout, Sampler(process.pid) as sampler:
             for line in process.stdout:
                 if line.startswith(MARK):
                     run.setdefault("total_s", time.perf_counter() - began)

@@ -100,7 +100,7 @@ def write_csv(path: Path, total: int) -> None:
 def write_parquet(path: Path, total: int) -> None:
     """One row group of all rows, the worst there is for a reader."""
     import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     rows = list(conversations(total, 2_000))
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=len(rows), use_dictionary=False)
@@ -168,15 +168,16 @@ class Sampler:
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play import pipeline; from sft_play.facts.hardware import detect; from pathlib import Path; "
-        "report = pipeline.check(Path('run.yaml'), (), detect()); "
-        "bad = [line for one in report.checks if one.state == 'problem' and one.name != 'model files' for line in "
-        "one.lines()]; "
+        "from sft_play.commands.check import check, finding_lines; from sft_play.facts.hardware import detect; "
+        "from pathlib import Path; "
+        "report = check(Path('run.yaml'), (), detect()); "
+        "bad = [line for one in report.checks if one.verdict == 'FAIL' and one.name != 'model files' for line in "
+        "finding_lines(one)]; "
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (
-        "from sft_play.data.dataset import build_splits; from sft_play.data.files import data_paths; "
-        "from sft_play.train.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
+        "from sft_play.data.splits import build_splits; from sft_play.data.sources.files import data_paths; "
+        "from sft_play.training.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
         "build_splits(config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
     ),
 }
@@ -218,7 +219,7 @@ def measure(stage: str, form: str, size: int, tokenizer: Path, workers: int) -> 
 
 
 def bench(sizes: list[int], tokenizer: Path, out: Path, forms: list[str], workers: int) -> dict[str, Any]:
-    """Every form at every size, and what they come to; OUT is written after every run."""
+    """Every form at every size, and a summary; OUT is written after every run."""
     runs: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
     for form in forms:

@@ -4,8 +4,8 @@
     make benchmark-engines OUT=engines.json SMALL=1    # on any CPU: a 2M shape, to see that it runs
 
 A model of random weights is written once per shape, and each row is a run of `sft-play train-distributed --nproc 1`: it
-plans, proves its engine, trains a few steps and writes both figures into its summary. What stands in OUT is not run
-again, so that the script goes on where it was stopped.
+plans, proves its engine, trains a few steps and writes both figures into its summary. Runs that are in OUT are not
+repeated, so the script continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_model(name: str, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sft_play.train.starter_base import make_tokenizer
+    from sft_play.training.starter_base import make_tokenizer
 
     path = folder / name.replace("/", "--")
     if (path / "rows.jsonl").is_file():

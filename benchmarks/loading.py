@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.verify.small import make_small_run
 from sft_play.runs import versions, write_json
-from sft_play.verify.small import make_small_run
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
         "eval.before_training=false", "eval.generate_rows=0", "train.report_to=[]", f"output.dir={folder}",
         "output.name=run", f"tuning.mode={setting.mode}",
     ]  # fmt: skip
-    spread = ["--strategy", "fsdp", "--nproc", str(setting.ranks)]
-    command = [sys.executable, "-m", "sft_play", "train-distributed", *spread, "--config", str(path), *words]
+    options = ["--strategy", "fsdp", "--nproc", str(setting.ranks)]
+    command = [sys.executable, "-m", "sft_play", "train-distributed", *options, "--config", str(path), *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

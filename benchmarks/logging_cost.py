@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.data.dataset import Report, Split
-from sft_play.data.render import TokenRow
+from sft_play.data.masks.render import TokenRow
+from sft_play.data.splits import Split
+from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect
-from sft_play.plan.plan import make_plan
+from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs import RunFolder, versions, write_json
-from sft_play.train.callbacks import MetricsFile
-from sft_play.train.monitor import Monitor, expected_of
-from sft_play.train.starter_base import make_model, make_tokenizer
-from sft_play.train.trainer import PlannedTrainer, build_trainer
+from sft_play.training.callbacks import MetricsFile
+from sft_play.training.monitor import Monitor, expected_of
+from sft_play.training.peaks import Peaks
+from sft_play.training.starter_base import make_model, make_tokenizer
+from sft_play.training.trainer import PlannedTrainer, build_trainer, plan_callbacks
 
 SEQ_LEN, ROWS, STEPS = 256, 16, 12
 
@@ -45,10 +47,10 @@ class Silent(Monitor):
 
         return contextlib.nullcontext()
 
-    def before_optimizer(self) -> None:
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
-    def after_optimizer(self) -> None:
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
     def saw(self, inputs: Any, *, masked: int) -> None:
@@ -90,19 +92,21 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         name="logging",
     )
     hardware = detect()
-    plan = make_plan(config, shape_of(str(model_folder)), hardware, only=("single",), with_ways_out=False)
+    plan = make_plan(PlanRequest(config, shape_of(str(model_folder)), hardware, only=("single",)))
     ids = [7 + index % 50 for index in range(SEQ_LEN)]
     rows = tuple(TokenRow("random", list(ids), list(ids)) for _ in range(ROWS * STEPS))
     with tempfile.TemporaryDirectory() as place:
         run_folder = RunFolder(Path(place) / "run")
         run_folder.path.mkdir()
         kind = Timed if on else Silent
-        monitor = kind(expected_of(plan), on_gpu=bool(hardware.gpus))
+        monitor = kind(expected_of(plan), peaks=Peaks(on_gpu=bool(hardware.gpus)))
         trainer = build_trainer(
             config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
-            train=Split(rows, Report("random", "text")), evaluation=None, monitor=monitor,
-            callbacks=[MetricsFile(run_folder.metrics_path, started=time.time())] if on else [],
+            train=Split(rows, RowStats("random", "text")), evaluation=None, monitor=monitor,
         )  # fmt: skip
+        writing = [MetricsFile(run_folder.metrics_path, started=time.time())] if on else []
+        for callback in (*writing, *plan_callbacks(config, plan, run_folder, trainer)):
+            trainer.add_callback(callback)
         from transformers.trainer_utils import SaveStrategy
 
         trainer.args.save_strategy = SaveStrategy.NO

@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.plan import Plan, make_plan
+from sft_play.planner.plan import Plan, PlanRequest, make_plan
 
 MILLION = 2**20
 FIRST = "https://github.com/huggingface/trl/pull/6845 (2026-08-21)"
@@ -58,7 +58,7 @@ def plan_of(row: LongRow) -> Plan:
     )
     shape = replace(shape_of(row.model), max_positions=tokens)
     machine = named(f"{row.nodes}x8xH100,network=3200Gbps,ram=2TiB" if row.nodes > 1 else "8xH100,ram=2TiB")
-    return make_plan(config, shape, machine, has_eval=False, with_ways_out=False)
+    return make_plan(PlanRequest(config, shape, machine, has_eval=False))
 
 
 def long_rows() -> dict[str, dict[str, Any]]:

@@ -4,9 +4,10 @@
 
 A mutant is the package with one decision changed: a comparison, a boolean operator, a limit, a branch, a sign, the
 larger taken for the smaller, a statement left out. It is killed when a test fails, or no longer ends. Its tests are
-those of its room that execute its lines (subprocesses are not watched); slow tests stay out, and so do files that fail
-without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as mutmut and
-cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision hangs.
+those of its package that execute its lines (subprocesses are not watched). Slow tests are left out, and so are files
+that fail without a mutant, which are named. The sample is drawn evenly from all mutants, seeded. Libraries such as
+mutmut and cosmic-ray run the whole suite for each mutant, or change messages and annotations too, on which no decision
+depends.
 
 Works on copies of the tracked files; the working tree is never changed.
 """
@@ -38,7 +39,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "sft_play"
-ROOMS = ("plan", "launch", "data")
+PACKAGES = ("planner", "launch", "data")
 SECONDS_MORE = 60.0
 """What a mutant's tests may take beyond five times what they take without it."""
 
@@ -148,7 +149,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
         case ast.IfExp(test=test, body=body, orelse=orelse):
             yield "branch", _text(ast.IfExp(test, orelse, body))
         case ast.Call(func=ast.Name(id=name)) if name in OTHER_CALL:
-            yield "choice", _text(ast.Call(ast.Name(OTHER_CALL[name]), node.args, node.keywords))  # type: ignore[attr-defined]
+            yield "choice", _text(ast.Call(ast.Name(OTHER_CALL[name]), node.args, node.keywords))
         case ast.Assign(targets=[ast.Subscript() | ast.Attribute()]) | ast.AugAssign():
             yield "left out", "pass"
         case ast.Continue() | ast.Break():
@@ -166,17 +167,17 @@ def _text(node: ast.AST) -> str:
 
 
 OWN_TESTS = {
-    "plan": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
+    "planner": "decisions recorded_plans plan plan_truth plan_inputs promise memory",
     "launch": "decisions launch_files nodes tensorboard",
     "data": "data_decisions masks tool_calls ends mask_score template preview check rows words splits files formats "
     "process data data_story documents other_kinds default_paths row_limit packing recorded_data options bad_inputs "
     "own_messages tokenizer",
 }
-"""The test files of each room: those that mutants of it are run against, as far as they execute the mutant's line."""
+"""The test files of each package: its mutants are run against those that execute the mutant's line."""
 
 
 def own_tests(path: str, asked: Sequence[str] = ()) -> list[str]:
-    """The test files of a module's room; of them those that are asked, where some are."""
+    """The test files of a module's package; of them those that are asked, where some are."""
     return [f"test_{name}.py" for name in OWN_TESTS[path.split("/")[1]].split() if not asked or name in asked]
 
 
@@ -385,12 +386,12 @@ def judged(mutants: Sequence[Mutant], workers: int, asked: Sequence[str] = ()) -
             yield verdict
 
 
-def all_mutants(rooms: Sequence[str]) -> list[Mutant]:
-    """Every mutant of the rooms, in the order of files and lines."""
+def all_mutants(packages: Sequence[str]) -> list[Mutant]:
+    """Every mutant of the packages, in the order of files and lines."""
     return [
         mutant
-        for room in rooms
-        for path in sorted((ROOT / PACKAGE / room).rglob("*.py"))
+        for package in packages
+        for path in sorted((ROOT / PACKAGE / package).rglob("*.py"))
         for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     ]
 
@@ -405,15 +406,15 @@ def _is_code(mutant: Mutant) -> bool:
 
 
 def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Counts and the share that was killed, in all and by room."""
+    """Counts and the share that was killed, in all and by package."""
 
     def share(some: Sequence[Verdict]) -> dict[str, Any]:
         killed = sum(verdict.verdict == "killed" for verdict in some)
         return {"mutants": len(some), "killed": killed, "share": round(killed / len(some), 4) if some else None}
 
-    rooms = sorted({verdict.mutant.path.split("/")[1] for verdict in verdicts})
-    by_room = {room: share([v for v in verdicts if v.mutant.path.split("/")[1] == room]) for room in rooms}
-    return {**share(verdicts), "by_room": by_room}
+    packages = sorted({verdict.mutant.path.split("/")[1] for verdict in verdicts})
+    by_package = {name: share([v for v in verdicts if v.mutant.path.split("/")[1] == name]) for name in packages}
+    return {**share(verdicts), "by_package": by_package}
 
 
 def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -451,7 +452,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("SEED", "0")))
-    parser.add_argument("--rooms", default=",".join(ROOMS))
+    parser.add_argument("--packages", default=",".join(PACKAGES))
     parser.add_argument("--only", default="", help="mutants of files whose path holds this")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1)))
     parser.add_argument(
@@ -461,7 +462,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    everything = [mutant for mutant in all_mutants(options.rooms.split(",")) if options.only in mutant.path]
+    everything = [mutant for mutant in all_mutants(options.packages.split(",")) if options.only in mutant.path]
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
     verdicts = killed_before(options.again, drawn) if options.again else []

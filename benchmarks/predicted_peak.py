@@ -1,6 +1,6 @@
 """Predicted against measured peak memory and speed of real training steps, one row at a time.
 
-    make benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; goes on where it stopped
+    make benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; continues where it stopped
     make benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
 
 Every row is predicted first, by the closed form and by the trace, and written; then it is measured in a process of
@@ -36,7 +36,7 @@ from sft_play.endings import leave_with
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.plan.plan import Plan, make_plan
+from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.runs import RunFolder, versions, write_json
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
@@ -84,7 +84,7 @@ def grid(small: bool) -> list[Row]:
 
 def model_folder(name: str, scratch: Path) -> Path:
     """A folder with the model's config.json and a small tokenizer, without weights."""
-    from sft_play.train.starter_base import make_tokenizer
+    from sft_play.training.starter_base import make_tokenizer
 
     path = scratch / name.replace("/", "--")
     if not path.exists():
@@ -113,7 +113,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
         micro = 2 * planned(dataclasses.replace(row, micro_batch=0), scratch, hardware)[1].batch.micro_batch
     config = config_of(row, scratch, micro)
     shape = shape_of(config.model.name)
-    return config, make_plan(config, shape, hardware, only=("single",), has_eval=False, with_ways_out=False)
+    return config, make_plan(PlanRequest(config, shape, hardware, only=("single",), has_eval=False))
 
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
@@ -147,18 +147,18 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     return {**found, "traced_allocated": traced.allocated, "traced_reserved": traced.reserved}
 
 
-def random_model(config: RunConfig, plan: Plan, blueprint: Any) -> Any:
+def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
     """The model on the run's device with random weights, quantised where the mode says so."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.train.model import DTYPES, keep_4bit_trainable
+    from sft_play.training.model import DTYPES, keep_4bit_trainable
 
     device = torch.device(plan.hardware.device)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(
-            blueprint.hf_config, dtype=DTYPES[plan.precision.load], attn_implementation=blueprint.attention.name
+            model_spec.hf_config, dtype=DTYPES[plan.precision.load], attn_implementation=model_spec.attention.name
         )
     if config.tuning.mode == "qlora":
         quantise(model, config, plan)
@@ -176,7 +176,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    from sft_play.train.model import DTYPES, quantization
+    from sft_play.training.model import DTYPES, quantization
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
@@ -204,17 +204,17 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """
     import torch
 
-    from sft_play.train.model import draw_blueprint
-    from sft_play.train.tokenizer import load_tokenizer
+    from sft_play.training.model import build_model_spec
+    from sft_play.training.tokenizer import load_tokenizer
 
     level = psutil.Process().memory_info().rss
     config, plan = planned(row, scratch, hardware)
     tokenizer = load_tokenizer(config)
-    blueprint = draw_blueprint(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
+    model_spec = build_model_spec(config, plan.precision, tokenizer_size=len(tokenizer.tokenizer))
     on_gpu = bool(hardware.gpus)
     try:
-        model = random_model(config, plan, blueprint)
-        seconds, counted = steps_of(row, config, plan, blueprint, model, tokenizer.tokenizer)
+        model = random_model(config, plan, model_spec)
+        seconds, counted = steps_of(row, config, plan, model_spec, model, tokenizer.tokenizer)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).splitlines()[0]}
     tokens = counted * plan.batch.effective_batch * row.seq_len
@@ -230,20 +230,21 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     return found
 
 
-def steps_of(row: Row, config: RunConfig, plan: Plan, blueprint: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
+def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: Any, tokenizer: Any) -> tuple[float, int]:
     """Runs the steps; returns the seconds and number of those after the first."""
     if row.loss == "logits":
-        return plain_loop(config, plan, blueprint, model)
+        return plain_loop(config, plan, model_spec, model)
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
-    from sft_play.data.dataset import Report, Split
-    from sft_play.data.render import TokenRow
-    from sft_play.train.trainer import build_trainer
+    from sft_play.data.masks.render import TokenRow
+    from sft_play.data.splits import Split
+    from sft_play.data.stats import RowStats
+    from sft_play.training.trainer import build_trainer, plan_callbacks
 
     times: list[float] = []
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class Watch(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             settle()
             times.append(time.perf_counter())
@@ -251,37 +252,39 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, blueprint: Any, model: Any
     ids = [7 + index % 50 for index in range(row.seq_len)]
     rows = [TokenRow("random", list(ids), list(ids)) for _ in range(plan.batch.effective_batch * STEPS)]
     with tempfile.TemporaryDirectory() as folder:
+        run_folder = RunFolder(Path(folder) / "run")
         trainer = build_trainer(
             config,
             plan,
-            RunFolder(Path(folder) / "run"),
+            run_folder,
             model=model,
             tokenizer=tokenizer,
-            peft_config=blueprint.peft_config,
-            train=Split(tuple(rows), Report("random", "text")),
+            peft_config=model_spec.peft_config,
+            train=Split(tuple(rows), RowStats("random", "text")),
             evaluation=None,
-            callbacks=[Watch()],
         )
+        for callback in (Watch(), *plan_callbacks(config, plan, run_folder, trainer)):
+            trainer.add_callback(callback)
         trainer.args.save_strategy = SaveStrategy.NO  # the last step would write gigabytes
         reset_peak()
         trainer.train()
     return times[-1] - times[0], len(times) - 1
 
 
-def plain_loop(config: RunConfig, plan: Plan, blueprint: Any, model: Any) -> tuple[float, int]:
+def plain_loop(config: RunConfig, plan: Plan, model_spec: Any, model: Any) -> tuple[float, int]:
     """The same step with the model's own loss over whole logits."""
     import torch
     from peft import get_peft_model
 
-    from sft_play.train.trainer import checkpoint_first_layers
+    from sft_play.training.trainer import checkpoint_first_layers
 
     device = next(model.parameters()).device
     if config.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         checkpoint_first_layers(model, plan.checkpointed_layers)
-    if blueprint.peft_config is not None:
+    if model_spec.peft_config is not None:
         model.enable_input_require_grads()
-        model = get_peft_model(model, blueprint.peft_config)
+        model = get_peft_model(model, model_spec.peft_config)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
@@ -350,7 +353,7 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
             for label, key in ((kind, kind), (f"traced_{kind}", f"traced_{kind}")):
                 if measured.get(kind) and predicted.get(key):
                     found.setdefault(label, {})[name] = round(predicted[key] / measured[kind], 4)
-    spread = {
+    options = {
         label: {
             "median": statistics.median(values.values()),
             "least": min(values.values()),
@@ -358,7 +361,7 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
         }
         for label, values in found.items()
     }
-    return {"spread": spread, **found}
+    return {"spread": options, **found}
 
 
 def write(path: Path, hardware: Hardware, runs: dict[str, Any]) -> None:
@@ -384,7 +387,7 @@ def main() -> int:
     runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     hardware = detect().first(1)
     import sft_play.trace.step
-    import sft_play.train.trainer  # noqa: F401  (imported once, before the forks)
+    import sft_play.training.trainer  # noqa: F401  (imported once, before the forks)
 
     with tempfile.TemporaryDirectory() as scratch:
         for row, kind in tasks(grid(given.small), runs):

@@ -26,10 +26,10 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect, named
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.memory import Step
-from sft_play.plan.precision import Precision
-from sft_play.plan.throughput import predict_speed, rates_of
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
+from sft_play.planner.throughput import predict_speed, rates_of
 from sft_play.runs import versions, write_json
 
 MODES = {"full", "lora", "qlora"}

@@ -59,7 +59,7 @@ def work() -> None:
     """In a process of its own: for each line read, take steps for that many seconds and write how many."""
     import torch
 
-    from sft_play.train.starter_base import make_model
+    from sft_play.training.starter_base import make_model
 
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -179,8 +179,10 @@ def main() -> None:
                     loop.kill()
                     loop.wait()
     finally:
-        for process in [*processes.values(), *loops]:
+        for process in processes.values():
             process.kill()
+        for loop in loops:
+            loop.kill()
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect().as_json(),

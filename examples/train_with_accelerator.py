@@ -21,10 +21,10 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sft_play.data.formats import Chat
-from sft_play.data.render import Renderer, TokenRow
+from sft_play.data.masks.render import Renderer, TokenRow
+from sft_play.data.sources.formats import Chat
 from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
-from sft_play.train.starter_base import make_tokenizer
+from sft_play.training.starter_base import make_tokenizer
 
 IGNORED = -100
 CHATS = [
@@ -140,6 +140,10 @@ def main():
             losses = []
     folder = save_sharded(accelerator, model, args.save, tokenizer=tokenizer)
     accelerator.print(f"saved: {folder}")
+    accelerator.wait_for_everyone()
+    # DDP's model is freed before the process group ends: the last to hold the group ends gloo's threads, and DDP would
+    # do that while it holds the GIL, for which a thread that frees its last gather may wait.
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 
 

@@ -14,7 +14,7 @@ from sft_play.variables import refusal
 
 
 def main(words):
-    """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check was made."""
+    """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
     given = words.index("--given")
     empty = words.index("--empty")
     text = refusal(words[:given], words[given + 1 : empty], words[empty + 1 :])

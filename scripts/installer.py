@@ -1,4 +1,5 @@
-"""How the packages of an environment are installed: by uv where it fits, else by pip, with a log and room on the disk.
+"""How the packages of an environment are installed: by uv where it fits, else by pip; with a log and a check of the
+disk.
 
 Standard library only, and nothing newer than Python 3.6, like setup_env.py.
 """
@@ -13,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
-# These would lead the installer away from the environment, or make's own flags into a package's build; torch's build
-# is chosen here, so uv is not to choose another.
+# These would make the installer use another environment, or pass make's flags into a package's build. UV_TORCH_BACKEND
+# would choose another build of torch than ours.
 MISLEADING = (
     *("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_DRY_RUN"),
     *("UV_SYSTEM_PYTHON", "UV_TORCH_BACKEND", "UV_OVERRIDE"),
@@ -22,16 +23,16 @@ MISLEADING = (
 )
 OF_UV = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_NO_INDEX")
 LINES_SHOWN = 15
-"""Of the log, where a step failed."""
+"""Lines of the log that a failed step shows."""
 QUIET_S = 30.0
-"""Between two lines of progress where the output is no terminal."""
+"""Seconds between two lines of progress where the output is not a terminal."""
 
 CLEARED = "\r\033[K"
-"""Takes a line of progress off a terminal."""
+"""Clears a line of progress on a terminal."""
 
 
 class Installer(NamedTuple):
-    """The program that installs, what it was told of indexes (empty: nothing), and why it was taken."""
+    """The program that installs, its configured indexes (empty: none), and why it was chosen."""
 
     name: str
     command: Tuple[str, ...]  # up to and with `install`
@@ -40,7 +41,7 @@ class Installer(NamedTuple):
 
 
 def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The environment for pip and uv: the user's proxies and indexes stay, what leads them out of .venv goes."""
+    """The environment for pip and uv: with the user's proxies and indexes, without `MISLEADING`."""
     kept = {name: value for name, value in environ.items() if name not in MISLEADING}
     kept.update(PIP_USER="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")  # a question would end in the log
     return kept
@@ -50,7 +51,7 @@ def clean_environ(environ: Mapping[str, str]) -> Dict[str, str]:
 
 
 def choose(python: str, environ: Mapping[str, str], pip_settings: str) -> Installer:
-    """uv where it is on PATH and knows of the indexes that pip knows of, else the environment's own pip.
+    """uv where it is on PATH and has indexes configured if pip has, else the environment's own pip.
 
     `pip_settings` is what `pip config list` printed: uv reads none of it (docs.astral.sh/uv/pip/compatibility).
     """
@@ -102,18 +103,18 @@ def pip_settings(python: str, environ: Mapping[str, str]) -> str:
 
 
 def options(installer: Installer) -> List[str]:
-    """What each call of the installer is given: uv compiles as pip does, pip draws no bars into a log."""
+    """Options of each call: uv compiles to bytecode as pip does, and pip draws no progress bars into the log."""
     return ["--compile-bytecode"] if installer.name == "uv" else ["--progress-bar", "off"]
 
 
 def from_index(installer: Installer, url: str) -> List[str]:
-    """This index and no other, for packages whose own needs come later from the usual one."""
-    given_up = [] if installer.name == "uv" else ["--retries", "2"]
-    return ["--no-deps", "--index-url", url, *given_up]
+    """This index alone, for packages whose dependencies come later from the usual one."""
+    retries = [] if installer.name == "uv" else ["--retries", "2"]
+    return ["--no-deps", "--index-url", url, *retries]
 
 
 def beside_index(installer: Installer, url: str) -> List[str]:
-    """The usual index and this one, the pins taken where they are."""
+    """The usual index and this one; each pin comes from the one that has it."""
     strategy = ["--index-strategy", "unsafe-best-match"] if installer.name == "uv" else []
     return ["--extra-index-url", url, *strategy]
 
@@ -122,7 +123,7 @@ def beside_index(installer: Installer, url: str) -> List[str]:
 
 
 def missing_room(installer: Installer, venv: Path, environ: Mapping[str, str], download: int, disk: int) -> str:
-    """Where bytes are missing for it, in words; empty where they fit.
+    """Which disks lack room for it, as text; empty where it fits.
 
     pip keeps every wheel in the folder for temporary files until all are unpacked. uv unpacks into its cache, and links
     from there where that is on the environment's disk.
@@ -165,7 +166,7 @@ def device(path: Path) -> int:
 
 
 class Logged:
-    """Runs commands with their output in a file, and shows the person one line of how far it is."""
+    """Runs commands with their output in a file, and shows one line of progress."""
 
     def __init__(self, log: Path) -> None:
         self.log, self.begun = log, time.monotonic()
@@ -194,23 +195,23 @@ class Logged:
                 raise
 
     def _watched(self, process: "subprocess.Popen[bytes]") -> int:
-        """Its exit code, and until then a line that a terminal renews every second, a file every half minute."""
-        terminal, said = sys.stderr.isatty(), time.monotonic()
+        """Its exit code; until then a line of progress, every second on a terminal, else every half minute."""
+        terminal, shown_at = sys.stderr.isatty(), time.monotonic()
         try:
             while True:
                 try:
                     return process.wait(timeout=1)
                 except subprocess.TimeoutExpired:
-                    if terminal or time.monotonic() - said >= QUIET_S:
-                        said = time.monotonic()
-                        self._show(said - self.begun, terminal)
+                    if terminal or time.monotonic() - shown_at >= QUIET_S:
+                        shown_at = time.monotonic()
+                        self._show(shown_at - self.begun, terminal)
         finally:
             if terminal:
                 sys.stderr.write(CLEARED)
                 sys.stderr.flush()
 
     def _show(self, elapsed_s: float, terminal: bool) -> None:
-        """The last line that the installer wrote, in place of the one before on a terminal."""
+        """The installer's last line; on a terminal it replaces the one before."""
         newest = [line for line in self.tail() if not line.startswith(("WARNING", "$ "))][-1:] or ["…"]
         width = shutil.get_terminal_size().columns - 1 if terminal else 100
         text = f"[setup] {elapsed_s:3.0f} s: {''.join(newest)}"[:width]

@@ -1,8 +1,8 @@
-"""Renews requirements.lock with the newest versions that fit pyproject.toml, and prints what changed.
+"""Updates requirements.lock to the newest versions that fit pyproject.toml, and prints what changed.
 
 pip resolves in a dry run inside a throw-away environment: nothing is installed, .venv is neither needed nor
 touched. torch keeps its present pin unless TORCH names another one, because the other wheels are built
-against it. Runs on the oldest supported Python that is there: what fits it fits the newer ones as well.
+against it. Runs on the oldest supported Python of the machine: what fits it fits the newer ones as well.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from installer import clean_environ
 from setup_env import NEWEST, ROOT, Python, SetupError, named_python, search_python, show
 
 LOCK = ROOT / "requirements.lock"
-# torch's CUDA builds pin these exactly themselves; a pin of ours would only be in the way of a CPU build.
+# torch's CUDA builds pin these exactly themselves; our pins would only break a CPU build.
 TORCH_OWN = re.compile(r"nvidia-|cuda-|triton$")
-# Since this version a dry run reads a wheel's metadata and leaves the wheel (torch: gigabytes) where it is
-# (pypa/pip#13482); fast-deps does the same with an index that does not serve metadata as files of their own.
+# Since this version a dry run reads a wheel's metadata without downloading the wheel (torch: gigabytes;
+# pypa/pip#13482); fast-deps does the same with an index that does not serve metadata as separate files.
 OLDEST_PIP = (25, 3)
 
 HEADER = """\
 # The versions that `make setup` installs: one tested set within the ranges of pyproject.toml.
-# Written by `make lock` (scripts/lock.py) on Python {python}. It constrains pip, it is no list to install.
-# torch stands without a local suffix, so that PyPI's CUDA build fits as well as a CPU build; the nvidia-*,
+# Written by `make lock` (scripts/lock.py) on Python {python}. It constrains pip and is not a list to install.
+# torch has no local suffix here, so that PyPI's CUDA build fits as well as a CPU build; the nvidia-*,
 # cuda-* and triton packages that torch itself pins are left out.
 """
 
@@ -51,24 +51,24 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def requirements(pyproject: dict[str, Any]) -> list[str]:
-    """All that the project can need: the build tool, the dependencies and every extra."""
+    """Everything that the project can need: the build tool, the dependencies and every extra."""
     project = pyproject["project"]
     extras = [requirement for extra in project["optional-dependencies"].values() for requirement in extra]
     return [*pyproject["build-system"]["requires"], *project["dependencies"], *extras]
 
 
 def requirement_name(requirement: str) -> str:
-    """The package that a requirement is about."""
+    """The package that a requirement names."""
     match = re.match(r"[A-Za-z0-9._-]+", requirement)
     return canonical(match.group() if match else requirement)
 
 
 def report_pins(report: dict[str, Any], direct: set[str]) -> dict[str, str]:
     """Name and version of what pip would install, without local suffixes and what torch pins itself."""
-    found = {canonical(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]}
+    versions = {canonical(item["metadata"]["name"]): item["metadata"]["version"] for item in report["install"]}
     return {
         name: version.split("+")[0]
-        for name, version in sorted(found.items())
+        for name, version in sorted(versions.items())
         if name in direct or not TORCH_OWN.match(name)  # nvidia-ml-py is ours, not torch's
     }
 
@@ -79,13 +79,13 @@ def torch_pin(environ: dict[str, str], old: dict[str, str]) -> str:
     if re.fullmatch(r"\d+(\.\d+)+", version):
         return version
     raise SetupError(
-        f"torch is to be held at {version!r}, which is no version (TORCH, else the pin in {LOCK.name}).\n"
+        f"torch should be pinned at {version!r}, which is not a version (TORCH, else the pin in {LOCK.name}).\n"
         "  Name one: make lock TORCH=2.13.0"
     )
 
 
 def changes(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """One line for each pin that came, went or moved."""
+    """One line for each pin that was added, removed or changed."""
     names = sorted(old.keys() | new.keys())
     return [
         f"{name} {old.get(name, '(none)')} -> {new.get(name, '(none)')}"
@@ -101,17 +101,17 @@ def call(*command: str | Path) -> None:
     if code != 0:
         raise SetupError(
             f"`{' '.join(text[:5])} …` ended with exit code {code}; the lines above say why.\n"
-            f"  {LOCK.name} is as it was. Repair what they name (the network, a range) and repeat"
+            f"  {LOCK.name} is unchanged. Fix what they name (the network, a range) and repeat"
         )
 
 
 def check_pip(python: Path) -> None:
     """Raises when the pip of an environment would download whole wheels in a dry run."""
-    found = subprocess.check_output([python, "-m", "pip", "--version"], text=True).split()[1]
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_PIP:
+    version = subprocess.check_output([python, "-m", "pip", "--version"], text=True).split()[1]
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_PIP:
         raise SetupError(
             f"pip {show(OLDEST_PIP)} or newer is needed, so that resolving torch does not download it; the "
-            f"newest that was found is {found}.\n  Check which index pip uses (pip config list)"
+            f"newest that was found is {version}.\n  Check which index pip uses (pip config list)"
         )
 
 
@@ -146,7 +146,7 @@ def write_lock(pins: dict[str, str], python: Python) -> None:
 
 
 def renew(python: Python) -> None:
-    """A renewed requirements.lock and a printed list of what changed."""
+    """Update requirements.lock, and print what changed."""
     import tomllib  # not at the top: an older Python still has to get as far as choosing this one
 
     wanted = requirements(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")))
@@ -168,7 +168,7 @@ def choose() -> Python:
 
 
 def main() -> int:
-    """The exit code: 0 after a renewal, 2 after a message that says what to do."""
+    """The exit code: 0 after an update, 2 after a message that says what to do."""
     try:
         python = choose()
         if sys.version_info[:2] != python.version:

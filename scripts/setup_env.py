@@ -1,9 +1,10 @@
 """Builds the checkout's .venv from the pinned versions, or says in one message why it cannot.
 
-`make` runs this before every target that needs the environment; it is silent and quick when nothing is to do.
-It reads three variables of the environment: VENV (an environment of the user's: only looked at), PYTHON (the Python to
-build with) and TORCH (the build of torch; left out, the one that the driver runs). With the word `unsloth` it builds
-.venv-unsloth instead, whose pins exclude those of .venv; with `setup` a person asked for .venv itself.
+`make` runs this before every target that needs the environment; it is silent and quick when there is nothing to do.
+It reads three environment variables: VENV (the user's own environment, which is only checked), PYTHON (the Python to
+build with) and TORCH (the build of torch; by default the one that the driver runs). With the word `unsloth` it builds
+.venv-unsloth instead, whose pins conflict with those of .venv; `setup` means that a person asked for .venv itself; a
+target that needs an extra (`dapt-docx`, `eval`, …) adds it.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
 builds first.
@@ -34,6 +35,14 @@ from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
+EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added
+EXTRAS = {  # extras of pyproject.toml that targets of make add to .venv: for what, and the targets
+    "documents": ("reading documents", ("dapt-docx", "test", "coverage")),
+    "eval": ("judging answers", ("eval", "ship", "test", "coverage")),
+    "serve": ("serving models", ("serve", "test", "coverage")),
+    "export": ("reading GGUF files", ("export", "export-test", "test", "coverage")),
+}
+TASKS_EXTRA = ("tasks", "lm-evaluation-harness")  # for `make eval TASKS=`
 OLDEST, NEWEST = (3, 11), (3, 14)  # as `requires-python` in pyproject.toml
 RANGE = f"Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 PYTHONS = ("python3", "python3.14", "python3.13", "python3.12", "python3.11")
@@ -56,15 +65,15 @@ Runner = Callable[[Sequence[str], Path], int]
 
 
 class Python(NamedTuple):
-    """What a Python on this machine says about itself."""
+    """A Python of this machine, by its own report."""
 
-    path: str  # of the base executable, also when it was asked inside an environment
+    path: str  # of the base executable, also where the Python belongs to an environment
     version: Version
     has_pip: bool  # whether it can make environments with pip in them
 
 
 class Environment(NamedTuple):
-    """What can be built: its folder in the checkout, its pins, and how it is spoken of."""
+    """An environment that can be built: its folder in the checkout, its pins, its target of make."""
 
     folder: str
     pins: str
@@ -73,17 +82,17 @@ class Environment(NamedTuple):
 
     @property
     def lock_file(self) -> str:
-        """Beside the folder, since the folder itself is emptied for a new build."""
+        """Beside the folder, since a new build empties the folder."""
         return self.folder + ".lock"
 
     @property
     def log_file(self) -> str:
-        """What the installer printed, of the newest build."""
+        """The installer's output of the newest build."""
         return self.folder + ".log"
 
 
 MAIN = Environment(".venv", "requirements.lock", "setup", ())
-# Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop itself by its place.
+# Unsloth, and what this project's training loop needs beside it; Unsloth's process finds the loop by its path.
 UNSLOTH = Environment(
     ".venv-unsloth",
     "requirements-unsloth.lock",
@@ -100,7 +109,7 @@ class SetupError(Exception):
 
 
 class NoTorchError(SetupError):
-    """pytorch.org did not give the build of torch that was taken."""
+    """pytorch.org did not deliver the chosen build of torch."""
 
 
 def say(text: str) -> None:
@@ -139,8 +148,15 @@ def dependency_lines(pyproject: str) -> List[str]:
     return kept
 
 
+def extra_requirements(pyproject: str, extra: str) -> List[str]:
+    """The requirements of an extra in pyproject.toml, one on each line there."""
+    lines = meaningful(pyproject)
+    start = lines.index(extra + " = [") + 1
+    return [line.strip('",') for line in lines[start : lines.index("]", start)]]
+
+
 def digest(root: Path, version: Version, what: Environment = MAIN) -> str:
-    """What identifies a build: the pins, the Python version, and the place (scripts in a venv name it)."""
+    """Identifies a build: the pins, the Python version, and the path (scripts in a venv contain it)."""
     lock = (root / what.pins).read_text(encoding="utf-8")
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     wanted = list(what.needs) or dependency_lines(pyproject)
@@ -157,13 +173,13 @@ def live_version(venv: Path) -> Optional[Version]:
     if not python.exists():
         return None
     if Path(sys.executable).parent.resolve() == python.parent.resolve():
-        return sys.version_info[:2]  # it is what runs us: no need to start it again
-    found = probe(str(python))
-    return found.version if found else None
+        return sys.version_info[:2]  # it runs this script: no need to start it again
+    answer = probe(str(python))
+    return answer.version if answer else None
 
 
 def ready_text(root: Path, version: Version, what: Environment = MAIN, torch: str = "") -> str:
-    """What the stamp says when .venv is complete."""
+    """The stamp of a complete .venv."""
     return f"ready {digest(root, version, what)} python {show(version)} torch {torch}\n"
 
 
@@ -189,26 +205,26 @@ def refuse_foreign(venv: Path) -> None:
         return
     variable = "VENV" if venv.name == MAIN.folder else "UNSLOTH_VENV"
     raise SetupError(
-        f"{venv} was not built by this project (it has no {STAMP}), so it stays as it is.\n"
-        f"  To use it as it is:   make TARGET {variable}={venv.name}\n"
-        f"  To have one built:    mv {venv.name} {venv.name}.mine   and run make again"
+        f"{venv} was not built by this project (it has no {STAMP}), so it is not changed.\n"
+        f"  To use it unchanged:  make TARGET {variable}={venv.name}\n"
+        f"  To build another:     mv {venv.name} {venv.name}.mine   and run make again"
     )
 
 
 def check_own(venv: str) -> None:
-    """Raises unless VENV, an environment of the user's, has a Python; nothing in it is changed."""
+    """Raises unless VENV, the user's own environment, has a Python; nothing in it is changed."""
     python = Path(venv) / "bin" / "python"
+    why = f"there is no program {python.absolute()}"
     try:
         if stat.S_ISREG(python.stat().st_mode) and os.access(str(python), os.X_OK):
             return
-        found = f"there is no program {python.absolute()}"
     except (FileNotFoundError, NotADirectoryError):
-        found = f"there is no program {python.absolute()}"
+        pass
     except (OSError, ValueError) as error:  # no permission, a loop of links, a name that is too long
-        found = f"{python.absolute()} cannot be read: {getattr(error, 'strerror', None) or error}"
+        why = f"{python.absolute()} cannot be read: {getattr(error, 'strerror', None) or error}"
     hint = " (a ~ inside quotes is not expanded: write $HOME)" if venv.startswith("~") else ""
     raise SetupError(
-        f"VENV={venv} was asked for, but {found}{hint}.\n"
+        f"VENV={venv} was asked for, but {why}{hint}.\n"
         "  Name the folder of an environment that has bin/python, or leave VENV out: "
         "make then builds and uses .venv"
     )
@@ -218,7 +234,7 @@ def check_own(venv: str) -> None:
 
 
 def probe(command: str) -> Optional[Python]:
-    """What a Python says about itself, None if it does not answer."""
+    """A Python's report about itself; None if it does not answer."""
     try:
         answer = subprocess.run(
             [command, "-EsSB", "-c", PROBE],
@@ -229,7 +245,7 @@ def probe(command: str) -> Optional[Python]:
         major, minor, has_pip, path = os.fsdecode(answer).strip().split(" ", 3)
         return Python(path, (int(major), int(minor)), has_pip == "1")
     except (OSError, ValueError, subprocess.CalledProcessError):
-        return None  # not there, not executable, a pyenv shim without a version, or no Python at all
+        return None  # missing, not executable, a pyenv shim without a version, or not a Python at all
 
 
 def supported(python: Python) -> bool:
@@ -241,35 +257,35 @@ def named_python(command: str) -> Python:
     """The Python that PYTHON= names; raises when it is missing or unsuitable."""
     python = probe(command)
     if python is None:
-        found = "nothing there answers as Python"
+        why = "it does not answer as Python"
     elif not supported(python):
-        found = "that is Python " + show(python.version)
+        why = "it is Python " + show(python.version)
     elif not python.has_pip:
         raise SetupError(without_pip("PYTHON=" + command, python))
     else:
         return python
     raise SetupError(
-        f"PYTHON={command} was asked for, but {found}; this project needs {RANGE}.\n"
+        f"PYTHON={command} was asked for, but {why}; this project needs {RANGE}.\n"
         f"  Name another one (PYTHON=/path/to/python{show(NEWEST)}), leave PYTHON out to search PATH, "
-        "or use an environment you have (VENV=/path)"
+        "or use your own environment (VENV=/path)"
     )
 
 
 def search_python(names: Sequence[str] = PYTHONS) -> Python:
-    """The first suitable Python on PATH; raises with what was found instead."""
-    found = [(name, python) for name in names for python in [probe(name)] if python is not None]
-    fitting = [(name, python) for name, python in found if supported(python)]
+    """The first suitable Python on PATH; raises with the unsuitable ones."""
+    pythons = [(name, python) for name in names for python in [probe(name)] if python is not None]
+    fitting = [(name, python) for name, python in pythons if supported(python)]
     for _, python in fitting:
         if python.has_pip:
             return python
     if fitting:
         raise SetupError(without_pip(*fitting[0]))
-    versions = ", ".join(f"{name} is {show(python.version)}" for name, python in found)
+    versions = ", ".join(f"{name} is {show(python.version)}" for name, python in pythons)
     raise SetupError(
         f"This project needs {RANGE}. Looked on PATH for {', '.join(names)}; "
         f"found: {versions or 'none of them'}.\n"
         f"  Install one of these versions, name one (make setup PYTHON=/path/to/python{show(NEWEST)}), "
-        "or use an environment you have (VENV=/path)"
+        "or use your own environment (VENV=/path)"
     )
 
 
@@ -280,7 +296,7 @@ def without_pip(name: str, python: Python) -> str:
         f"{name} is Python {version} ({python.path}), but it lacks the venv or ensurepip module that "
         "builds .venv.\n"
         f"  On Debian or Ubuntu: apt install python3-venv (or python{version}-venv). Otherwise name another "
-        "Python (PYTHON=/path) or an environment you have (VENV=/path)"
+        "Python (PYTHON=/path) or your own environment (VENV=/path)"
     )
 
 
@@ -288,7 +304,7 @@ def without_pip(name: str, python: Python) -> str:
 
 
 def how(venv: Path, environ: Mapping[str, str], asked: str) -> Tuple[Installer, Choice]:
-    """What installs into an environment that has its pip, and which build of torch."""
+    """The installer for an environment that has its pip, and the build of torch for it."""
     python = str(venv / "bin" / "python")
     by = installer.choose(python, environ, installer.pip_settings(python, environ))
     return by, torch_build.choose(torch_build.look(), asked, by.configured)
@@ -316,13 +332,13 @@ def install_steps(root: Path, by: Installer, torch: Choice, what: Environment = 
 
 
 def family_pins(root: Path, what: Environment) -> List[str]:
-    """The pins of torch, and of what has to come as the same build."""
+    """The pins of torch, and of packages that must be of the same build."""
     lines = meaningful((root / what.pins).read_text(encoding="utf-8"))
     return [line for line in lines if line.split("==")[0] in torch_build.FAMILY]
 
 
 def empty(venv: Path) -> None:
-    """An empty .venv, marked as ours from the first moment on: an interrupted build can then be repaired."""
+    """Empty .venv, marked as ours first, so that an interrupted build can be repaired."""
     venv.mkdir(exist_ok=True)
     (venv / STAMP).write_text("building\n", encoding="utf-8")
     for entry in list(venv.iterdir()):
@@ -335,7 +351,7 @@ def empty(venv: Path) -> None:
 def build(
     root: Path, venv: Path, python: Python, run: Runner, what: Environment, environ: Mapping[str, str], asked: str
 ) -> None:
-    """A complete .venv with its stamp; raises when a step fails, and the next call starts afresh."""
+    """Build .venv with its stamp; raises when a step fails, and the next call starts over."""
     start = time.monotonic()
     say(f"building {what.folder} with Python {show(python.version)} ({python.path}); this takes minutes, once")
     empty(venv)
@@ -347,7 +363,7 @@ def build(
     except NoTorchError:
         if torch.name != "cpu" or asked == "cpu":
             raise
-        say(f"{torch.source} did not give it ({root / what.log_file})")
+        say(f"{torch.source} did not deliver it ({root / what.log_file})")
         torch = Choice(torch_build.OF_INDEX, None, "every build runs on a CPU")
         announce(by, torch, venv, environ, root / what.log_file)
         install(root, by, torch, run, what, start)
@@ -356,7 +372,7 @@ def build(
 
 
 def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environment, start: float) -> None:
-    """Every package, each step with its line; raises NoTorchError where pytorch.org did not give torch."""
+    """Install every package, with a line for each step; raises NoTorchError where pytorch.org did not deliver torch."""
     for title, command in install_steps(root, by, torch, what):
         say(f"{time.monotonic() - start:3.0f} s: {title}")
         try:
@@ -371,7 +387,7 @@ def install(root: Path, by: Installer, torch: Choice, run: Runner, what: Environ
 
 
 def announce(by: Installer, torch: Choice, venv: Path, environ: Mapping[str, str], log: Path) -> None:
-    """Says what comes, from where and how much; raises where the disks do not hold it."""
+    """Log what is installed, from where and how much; raises where a disk lacks room."""
     download, disk, text = torch_build.sizes(torch)
     say(f"{torch_build.label(torch)}: {torch.why}")
     say(f"{text}; {by.why}, its log is {log}")
@@ -397,9 +413,45 @@ def take(title: str, command: Sequence[str], root: Path, run: Runner, what: Envi
     )
 
 
+def needed_extras(asked: Sequence[str], environ: Mapping[str, str]) -> List[Tuple[str, str]]:
+    """The extras that targets of make need, each with what it is for."""
+    needed = [(extra, purpose) for extra, (purpose, targets) in EXTRAS.items() if not set(asked).isdisjoint(targets)]
+    return [*needed, TASKS_EXTRA] if "eval" in asked and environ.get("TASKS") else needed
+
+
+def add_extra(extra: str, purpose: str, root: Path, environ: Mapping[str, str], run: Optional[Runner] = None) -> None:
+    """Add an extra at its pins to a .venv that is ready; raises when it cannot be installed."""
+    venv = root / MAIN.folder
+    if has_extra(venv, extra):
+        return
+    with build_lock(root):
+        if has_extra(venv, extra):  # another make may have added it while we waited
+            return
+        needs = extra_requirements((root / "pyproject.toml").read_text(encoding="utf-8"), extra)
+        names = ", ".join(need.split(">")[0] for need in needs)
+        say(f"adding the packages for {purpose} to {MAIN.folder}, once, as {MAIN.pins} pins them: {names}")
+        python = str(venv / "bin" / "python")
+        by = installer.choose(python, environ, installer.pip_settings(python, environ))
+        command = [*by.command, "--constraint", MAIN.pins, *installer.options(by), *needs]
+        try:
+            take(f"installing the {extra} extra", command, root, run or Logged(root / MAIN.log_file), MAIN)
+        except SetupError as error:
+            raise SetupError(
+                f"{error}\n  Or, in your own environment (make with VENV=/path): pip install 'sft-play[{extra}]'"
+            ) from None
+        stamp = venv / EXTRA_STAMP.format(extra)
+        stamp.write_text((venv / STAMP).read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def has_extra(venv: Path, extra: str) -> bool:
+    """Whether an extra was added since .venv was built."""
+    stamp = venv / EXTRA_STAMP.format(extra)
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == (venv / STAMP).read_text(encoding="utf-8")
+
+
 @contextlib.contextmanager
 def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
-    """Held by one make at a time; a second one says that it waits."""
+    """A lock that one make holds at a time; a second one logs that it waits."""
     with (root / what.lock_file).open("a") as file:
         os.set_inheritable(file.fileno(), True)
         try:
@@ -411,19 +463,19 @@ def build_lock(root: Path, what: Environment = MAIN) -> Iterator[None]:
 
 
 def other_build(venv: Path, environ: Mapping[str, str], what: Environment) -> str:
-    """A line about the build of torch that a new environment would get, empty where this one has it.
+    """A line about the build of torch that a new environment would get; empty where this one has it.
 
-    Nobody's environment is rebuilt for it: a node without GPUs may share the disk with those that have some.
+    The environment is not rebuilt for it: a node without GPUs may share the disk with nodes that have some.
     """
-    had = (venv / STAMP).read_text(encoding="utf-8").split()[-1]
+    present = (venv / STAMP).read_text(encoding="utf-8").split()[-1]
     try:
-        now = how(venv, environ, "")[1]
+        best = how(venv, environ, "")[1]
     except BuildError as error:
         return str(error)
-    if had in (now.name, torch_build.OF_INDEX):
+    if present in (best.name, torch_build.OF_INDEX):
         return ""
     return (
-        f"{what.folder} has the build {had} of torch, and this machine would get {now.name} ({now.why}); "
+        f"{what.folder} has the build {present} of torch, and this machine would get {best.name} ({best.why}); "
         f"to rebuild: make {what.target} TORCH=auto"
     )
 
@@ -438,7 +490,7 @@ def ensure(
 ) -> None:
     """A usable environment: the user's VENV, or a .venv that fits the pins, built if need be.
 
-    `by_name`: a person asked for the environment, not for a target that needs it, and is told of its torch.
+    `by_name`: a person asked for the environment itself, and gets a line about a better build of torch.
     """
     if environ.get("VENV") and what is MAIN:
         check_own(environ["VENV"])
@@ -462,11 +514,14 @@ def ensure(
             build(root, venv, python, run or Logged(root / what.log_file), what, environ, asked)
 
 
-def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False) -> int:
+def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False, targets: Sequence[str] = ()) -> int:
     """0 with a usable environment, 2 after a message that says what to do, 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         ensure(root, os.environ, what=what, by_name=by_name)
+        if not os.environ.get("VENV"):
+            for extra, purpose in needed_extras(targets, os.environ):
+                add_extra(extra, purpose, root, os.environ)
     except (SetupError, BuildError) as error:
         say(str(error))
         return 2
@@ -475,7 +530,7 @@ def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False) 
             raise
         say(
             f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built there.\n"
-            "  Make it readable and writable for you, leave room on the disk, or use one that you have "
+            "  Make it readable and writable for you, make room on the disk, or use your own "
             f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)"
         )
         return 2
@@ -486,4 +541,11 @@ def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False) 
 
 
 if __name__ == "__main__":
-    sys.exit(main(what=UNSLOTH if sys.argv[1:] == ["unsloth"] else MAIN, by_name=len(sys.argv) > 1))
+    asked = sys.argv[1:]
+    sys.exit(
+        main(
+            what=UNSLOTH if asked == ["unsloth"] else MAIN,
+            by_name="setup" in asked or "unsloth" in asked,
+            targets=asked,
+        )
+    )

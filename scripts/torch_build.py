@@ -1,7 +1,7 @@
-"""Which build of torch this machine can run, where it is, and what it takes of network and disk.
+"""Which build of torch this machine can run, where to get it, and its size on the network and on the disk.
 
 The package index has one build of torch for Linux, pytorch.org has all of them. The driver decides: a build for CUDA 13
-does not start on a driver before 580, and one for CUDA 12.6 has no kernels for GPUs newer than Hopper.
+does not run on a driver before 580, and one for CUDA 12.6 has no kernels for GPUs newer than Hopper.
 Standard library only, and nothing newer than Python 3.6, like setup_env.py, which asks here before it installs.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 VERSION = "2.13.0"
-"""The pin of torch that the tables below are about; a test fails when requirements.lock moves away from it."""
+"""The version of torch that the tables below are for; a test fails when requirements.lock pins another."""
 WHEELS = "https://download.pytorch.org/whl/"
 OF_INDEX = "index"
-"""Stands for whatever build the user's package index has."""
+"""The build that the user's package index has, whichever it is."""
 FAMILY = ("torch", "torchvision")
-"""Packages that have to come as the same build."""
+"""Packages that must be of the same build."""
 KFD = "/sys/class/kfd/kfd/topology/nodes"
 MIB = 2**20
 
@@ -27,7 +27,7 @@ Capability = Tuple[int, int]
 
 
 class Build(NamedTuple):
-    """A build of torch for Linux: who can run it, and the MiB of the whole environment with it (None: not known)."""
+    """A build of torch for Linux: what runs it, and the MiB of the whole environment with it (None: not known)."""
 
     label: str
     driver: Tuple[int, ...]  # the oldest of NVIDIA's that runs it; empty: needs none
@@ -55,21 +55,21 @@ ROCM_TARGETS = (
 
 
 class BuildError(Exception):
-    """No build can be taken; the text is the whole message."""
+    """No build can be chosen; the text is the whole message."""
 
 
 class Machine(NamedTuple):
-    """What decides which build runs here."""
+    """The facts that decide which build runs here."""
 
     system: str  # as sys.platform says
     arch: str
     driver: str = ""  # version of NVIDIA's; empty without one
-    gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where nobody tells
+    gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where unknown
     amd: Tuple[str, ...] = ()  # AMD's, as gfx942
 
 
 class Choice(NamedTuple):
-    """The build that is taken, the index that has it (None: the user's own), and why."""
+    """The chosen build, the index that has it (None: the user's own), and why."""
 
     name: str
     source: Optional[str]
@@ -93,7 +93,7 @@ def look() -> Machine:
 
 
 def output(command: Sequence[str]) -> str:
-    """What a program prints; empty where it is missing, fails or does not come back."""
+    """What a program prints; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(list(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -111,9 +111,9 @@ def text_of(path: str) -> str:
 
 def read_smi(text: str) -> Tuple[str, Tuple[Tuple[str, Capability], ...]]:
     """Driver and GPUs of nvidia-smi's lines, such as `580.65.06, 8.9, NVIDIA L4`."""
-    found = re.findall(r"^(\d+(?:\.\d+)+), (\d+)\.(\d+), (.+?)\s*$", text, re.MULTILINE)
-    gpus = tuple((name, (int(major), int(minor))) for _, major, minor, name in found)
-    return (found[0][0] if found else ""), gpus
+    rows = re.findall(r"^(\d+(?:\.\d+)+), (\d+)\.(\d+), (.+?)\s*$", text, re.MULTILINE)
+    gpus = tuple((name, (int(major), int(minor))) for _, major, minor, name in rows)
+    return (rows[0][0] if rows else ""), gpus
 
 
 def read_kernel(text: str) -> str:
@@ -138,9 +138,9 @@ def asked_build(environ: Mapping[str, str]) -> str:
         return asked
     version = re.fullmatch(r"\d+(\.\d+)+", asked)
     raise BuildError(
-        f"TORCH={asked} was asked for, which is {'a version' if version else 'no build of torch'}.\n"
+        f"TORCH={asked} was asked for, which is {'a version' if version else 'not a build of torch'}.\n"
         f"  make setup takes {', '.join(BUILDS)}, {OF_INDEX} (what your package index has) or auto (what the driver "
-        f"runs); a version is moved by make lock TORCH=X.Y.Z"
+        f"runs); make lock TORCH=X.Y.Z changes the version"
     )
 
 
@@ -149,7 +149,7 @@ def choose(machine: Machine, asked: str = "", configured: str = "") -> Choice:
     if asked not in ("", "auto"):
         name, why = asked, f"as TORCH={asked} asks"
     elif configured:
-        name, why = OF_INDEX, f"{configured}, and no other is asked"
+        name, why = OF_INDEX, f"{configured}, and no other build was asked for"
     else:
         name, why = fitting(machine)
     of_index = name == OF_INDEX or (not configured and name == on_package_index(machine))
@@ -167,7 +167,7 @@ def fitting(machine: Machine) -> Tuple[str, str]:
         raise BuildError(refusal(machine))
     if machine.arch == "x86_64" and any(gpu in ROCM_TARGETS for gpu in machine.amd):
         return "rocm7.2", f"there is an AMD GPU ({', '.join(machine.amd)})"
-    amd = f"torch's ROCm build is not for {', '.join(machine.amd)}" if machine.amd else "no GPU's driver is here"
+    amd = f"torch's ROCm build is not for {', '.join(machine.amd)}" if machine.amd else "no GPU driver was found"
     return "cpu", f"{amd}; make setup TORCH=cu130 builds for machines with one"
 
 
@@ -180,13 +180,13 @@ def on_package_index(machine: Machine) -> str:
 
 def obstacles(machine: Machine, build: Build) -> List[str]:
     """Why a build for CUDA does not run here."""
-    found = []
+    reasons = []
     if version_of(machine.driver) < build.driver:
-        found.append(f"needs driver {'.'.join(map(str, build.driver))} or newer")
+        reasons.append(f"needs driver {'.'.join(map(str, build.driver))} or newer")
     for name, capability in dict.fromkeys(machine.gpus):
         if not build.oldest <= capability <= build.newest:
-            found.append(f"has no kernels for {name} (capability {capability[0]}.{capability[1]})")
-    return found
+            reasons.append(f"has no kernels for {name} (capability {capability[0]}.{capability[1]})")
+    return reasons
 
 
 def version_of(text: str) -> Tuple[int, ...]:
@@ -197,14 +197,13 @@ def version_of(text: str) -> Tuple[int, ...]:
 def refusal(machine: Machine) -> str:
     """The message where the driver runs no build."""
     cuda = {name: obstacles(machine, build) for name, build in BUILDS.items() if build.driver}
-    reasons = "\n".join(f"    {BUILDS[name].label} ({name}): {'; '.join(found)}" for name, found in cuda.items())
-    helped = [name for name, found in cuda.items() if not any("no kernels" in text for text in found)]
-    update = (
-        f"update NVIDIA's driver to {max(BUILDS[name].driver for name in helped)[0]} or newer, or " if helped else ""
-    )
+    reasons = "\n".join(f"    {BUILDS[name].label} ({name}): {'; '.join(texts)}" for name, texts in cuda.items())
+    with_kernels = [name for name, texts in cuda.items() if not any("no kernels" in text for text in texts)]
+    newest = max((BUILDS[name].driver for name in with_kernels), default=())
+    update = f"update NVIDIA's driver to {newest[0]} or newer, or " if newest else ""
     return (
         f"torch has no build that runs with NVIDIA's driver {machine.driver} here:\n{reasons}\n"
-        f"  To go on: {update}train on the CPU: make setup TORCH=cpu"
+        f"  To continue, {update}train on the CPU: make setup TORCH=cpu"
     )
 
 
@@ -212,7 +211,7 @@ def refusal(machine: Machine) -> str:
 
 
 def sizes(choice: Choice) -> Tuple[int, int, str]:
-    """Bytes to download and on the disk (the least of it where that is not known), and both in words."""
+    """Bytes to download and on the disk (a lower bound where that is not known), and a text about both."""
     least = BUILDS["cpu"]
     build = BUILDS.get(choice.name, least)
     download, disk = (build.download or least.download or 0), (build.disk or least.disk or 0)

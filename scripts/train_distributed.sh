@@ -7,7 +7,7 @@
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 2
 python=${VENV:-$root/.venv}/bin/python
 if [ ! -x "$python" ]; then
-  echo "[train-distributed] error: $python is not there; run make setup, or name an environment of yours: VENV=/path" >&2
+  echo "[train-distributed] error: $python does not exist; run make setup, or name your own environment: VENV=/path" >&2
   exit 2
 fi
 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,4 +1,4 @@
-"""Where caches live: what can be made again, and is worth keeping; and the lock under which one is made."""
+"""The folder of caches, which hold what can be rebuilt; and the lock under which one is built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: str) -> Iterator[None]:
-    """Hold the lock in this file; `waiting` is said where another process holds it."""
+    """Hold the lock on this file; logs `waiting` where another process holds it."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

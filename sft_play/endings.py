@@ -1,6 +1,6 @@
-"""How a process ends: when it is told to, when its terminal is closed, and with the process that started it.
+"""How a process ends: on a stop request, when its terminal closes, and with the process that started it.
 
-Standard library only, so that the smallest child can take part.
+Standard library only, so that the smallest child process can use it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import FrameType
 from typing import Any
 
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
-"""In a process that was started for another one: `PID:SIGNAL`, whom it ends with, and how."""
+"""In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal."""
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
-"""In a command of the Makefile's: `MAKE:PID`, make's process id and the command's own, with which make started it."""
+"""In a command run by make: `MAKE:PID`, make's process id and the command's own."""
 ECHO_S = 1.0
-"""Two signals this close are one request: a batch system signals every process, and so does what started the ranks."""
+"""Two signals this close together are one request: a batch system signals every process, then the launcher does too."""
 _LOOK_S = 0.5
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -30,15 +30,16 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def leave_with(parent: int, number: signal.Signals) -> None:
-    """Have this process sent a signal when its parent ends, however that ends.
+    """Get a signal when the parent of this process ends, however it ends.
 
-    Linux's kernel does it, when the thread ends that started this process; elsewhere a thread looks twice a second.
+    On Linux the kernel sends it, when the thread that started this process ends; elsewhere a thread checks twice a
+    second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent, number), daemon=True, name="sft_play parent watch").start()
-    if os.getppid() != parent:  # it ended before it could be watched
+    if os.getppid() != parent:  # the parent ended before it could be watched
         os.kill(os.getpid(), number)
 
 
@@ -51,44 +52,47 @@ def _watch(parent: int, number: signal.Signals) -> None:
 def ends_with_me(
     environment: Mapping[str, str], *, number: signal.Signals = signal.SIGKILL, parent: int | None = None
 ) -> dict[str, str]:
-    """The environment of a child that calls `leave_with_starter` first; nothing of what it would save is wanted, unless
-    `number` says SIGTERM."""
+    """The environment of a child that calls `leave_with_starter` first. By default it is killed, without saving
+    anything; SIGTERM as `number` lets it save."""
     return {**environment, PARENT_VARIABLE: f"{parent or os.getpid()}:{number.name}"}
 
 
 def leave_with_starter() -> None:
-    """End with the process that started this one for a purpose of its own, or with make; others are left to themselves.
+    """End with the process that started this one as its helper, or with make; without their variables do nothing.
 
-    What this process starts does not inherit the variables: each child is told by its own parent.
+    The children of this process do not inherit the variables: each child gets its own parent's.
     """
     parent, _, name = os.environ.pop(PARENT_VARIABLE, "").partition(":")
     make, _, child = os.environ.pop(MAKE_VARIABLE, "").partition(":")
     if parent.isdigit():
         leave_with(int(parent), signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM)
-    elif make.isdigit() and child == str(os.getpid()):  # else a wrapper stands between (VENV=), whose child this is
+    elif make.isdigit() and child == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
         leave_with(int(make), signal.SIGTERM)
 
 
 def main() -> None:
-    """`python -m sft_play.endings MODULE WORDS...`: a module of somebody else's, which ends with who started it."""
+    """`python -m sft_play.endings MODULE WORDS...`: a third-party module, run so that it ends with the process that
+    started it. A program's path in the place of the module runs that program; it ends so on Linux only."""
     leave_with_starter()
     del sys.argv[0]
+    if os.sep in sys.argv[0]:
+        os.execv(sys.argv[0], sys.argv)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-# --- when it is told to ---------------------------------------------------------------------------------------------
+# --- on a stop request ----------------------------------------------------------------------------------------------
 
 _asked_at: float | None = None
-"""When this process was first told to stop (monotonic seconds); of all StopSignals that are open."""
+"""When this process was first asked to stop (monotonic seconds); shared by all open StopSignals."""
 _open = 0
 
 
 class StopSignals:
-    """While open, Ctrl-C, SIGTERM and SIGHUP (a terminal that is closed) are requests to stop.
+    """While open, Ctrl-C, SIGTERM and SIGHUP (a terminal that closes) are requests to stop.
 
-    The first calls `first` with its number. Another one calls `again`, unless it is no request of its own: the same
-    from another process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that
-    was ignored when the process began (nohup) stays ignored.
+    The first calls `first` with its number, another one `again`, unless it only repeats the first: one from another
+    process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that was ignored
+    when the process began (nohup) stays ignored.
     """
 
     def __init__(self, first: Callable[[int], None], again: Callable[[int], None] | None = None) -> None:
@@ -114,7 +118,7 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         global _asked_at
-        if os.getpid() != self._process:  # a fork, such as a data loader's: the process that needs it will end it
+        if os.getpid() != self._process:  # a fork, such as a data loader's worker: its parent ends it
             return
         if number == signal.SIGHUP:
             leave_dead_terminal()
@@ -130,14 +134,14 @@ class StopSignals:
 
 
 def interrupt(number: int) -> None:
-    """What a request to stop does where there is nothing to save: it unwinds as Ctrl-C does."""
+    """The stop request where there is nothing to save: unwinds as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def leave_dead_terminal() -> None:
-    """Let standard output and error of a terminal that was closed go nowhere: writing to it fails (EIO).
+    """Send standard output and error to the null device once their terminal is closed: writing to it fails (EIO).
 
-    What fails then is any library's line or progress bar, in the midst of the save that the signal asked for.
+    Otherwise a library's log line or progress bar would fail in the middle of the save that the signal asked for.
     """
     for descriptor in (1, 2):
         try:

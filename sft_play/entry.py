@@ -1,6 +1,6 @@
-"""What runs before the program: words, in place of tracebacks, for a Python that cannot run it and for an early Ctrl-C.
+"""Runs before the program: messages in place of tracebacks for a Python that cannot run it, and for an early Ctrl-C.
 
-The program's own imports take a second, need a new Python and need packages. So nothing of it is imported at the top of
+The program's own imports take a second, and need a new Python and packages. So nothing of it is imported at the top of
 this file, which is written for Python 3.6.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 OLDEST = (3, 11)
 """As `requires-python` in pyproject.toml says."""
-EXIT_MEND = 2
+EXIT_USER = 2
 EXIT_STOPPED = 130
 
 
@@ -24,9 +24,9 @@ def main(command: "Optional[str]" = None) -> int:
     name = next((word for word in words if not word.startswith("-")), "sft-play")[:20]
     is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if is_heard:
-        # Nothing is open yet, and an exception would be lost or reworded by the imports that it falls into.
+        # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
         signal.signal(signal.SIGINT, lambda number, frame: _leave(name))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which make held back while Python started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < OLDEST:
         needed = ".".join(map(str, OLDEST))
         return _refuse(
@@ -34,7 +34,10 @@ def main(command: "Optional[str]" = None) -> int:
         )
     try:
         from sft_play.cli import main as run
+        from sft_play.cli import prepare
         from sft_play.log import output_failure, survive_lost_output
+
+        prepare(words)
     except ModuleNotFoundError as error:
         text = missing_package(error, words)
         if text is None:
@@ -46,13 +49,13 @@ def main(command: "Optional[str]" = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _guarded(run, words, name)
     if is_heard:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left is Python's own end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
     lost = output_failure()
     return _refuse(name, lost) if lost and code == 0 else code
 
 
 def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
-    """The program's exit code; in words where a package is missing, or where a Ctrl-C became another exception."""
+    """The program's exit code; a message where a package is missing, or where a Ctrl-C became another exception."""
     try:
         code = run(words)
         assert isinstance(code, int)
@@ -79,9 +82,9 @@ def _was_stopped(error: "Optional[BaseException]") -> bool:
 
 
 def _unraisable(caught: "Any") -> None:
-    """A Ctrl-C that fell where nothing can be raised (in a weak reference's callback) is given again."""
+    """Repeat a Ctrl-C that came where nothing can be raised (in a weak reference's callback)."""
     if issubclass(caught.exc_type, KeyboardInterrupt):
-        import threading  # from a thread, and in a moment: raised in this hook it would be lost again
+        import threading  # from a thread, a moment later: raised in this hook it would be lost again
 
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
@@ -91,7 +94,7 @@ def _unraisable(caught: "Any") -> None:
 def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":
     """The message for a package that this Python does not have; None where a module of our own is missing.
 
-    A package that is there and lacks a module keeps its traceback: that is its fault or ours.
+    An installed package that lacks a module keeps its traceback: that is a bug of the package or ours.
     """
     import contextlib
     from importlib.util import find_spec
@@ -125,17 +128,17 @@ def _way_out(words: "Sequence[str]") -> str:
 
 def _refuse(name: str, text: str) -> int:
     _say(f"[{name}] error: {text}")
-    return EXIT_MEND
+    return EXIT_USER
 
 
 def _leave(name: str) -> None:
-    """End at once, before anything was begun."""
-    _say(f"[{name}] stopped by the user before anything was begun")
+    """End at once, before anything has started."""
+    _say(f"[{name}] stopped by the user before anything was started")
     os._exit(EXIT_STOPPED)
 
 
 def _say(text: str) -> None:
-    """One line on standard error, whether or not somebody reads it."""
+    """One line on standard error; errors of writing it are ignored."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in text)
     try:
         os.write(2, (shown + "\n").encode("utf-8", "replace"))

@@ -1,5 +1,5 @@
-"""Variables of the environment: those that a process started for another purpose must not inherit, OpenMP's, and the
-setting of PyTorch's CUDA allocator."""
+"""Environment variables: those that an independent process must not inherit, OpenMP's, and those of PyTorch's CUDA
+allocator."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from sft_play.log import one_line
 from sft_play.variables import VARIABLES
 
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
-"""What make passes to a command."""
+"""Variables that make passes to a command."""
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *("SFT_PLAY_RUN", "SFT_PLAY_RESUMED", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
     *("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID"),
 )
-"""What a launcher tells its ranks; and OMP_NUM_THREADS, which without a launcher is the user's own word."""
+"""Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's."""
+THREADS_VARIABLE = "SFT_PLAY_THREADS"
+"""Threads of each CPU rank of a run that is repeated: those that it had."""
 FAMILIES = ("PET_", "OMPI_COMM_", "PMI_", "MPI_LOCAL", "MV2_COMM_")
-"""How other launchers' names of the same things begin."""
+"""Prefixes of other launchers' names for the same."""
 
 
 def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a run that this one starts beside itself: this package first, this run's place left out."""
+    """The environment of a run started beside this one: this package first, this run's rank variables left out."""
     left_out = {*OF_MAKE, *OF_LAUNCHERS, *(["OMP_NUM_THREADS"] if "WORLD_SIZE" in environment else [])}
     kept = {
         name: value for name, value in environment.items() if name not in left_out and not name.startswith(FAMILIES)
@@ -40,38 +42,39 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
 SPINNING = {"GOMP_SPINCOUNT": "10000"}
 """On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
 
-That is as quick as the milliseconds of the default, and what comes to run beside it later costs less.
+That is as fast as the default's milliseconds, and costs less once other work runs beside it.
 """
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""On a busy machine they sleep at once: spinning takes the cores from the very threads that are waited for.
+"""On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for.
 
-Fewer threads would round otherwise; how they wait changes no number. Figures: benchmarks/README.md.
+How they wait changes no number, while fewer threads would round differently. Figures: benchmarks/README.md.
 """
 _SAYS_HOW_THREADS_WAIT = {*SPINNING, *SLEEPING, "KMP_BLOCKTIME"}
 _BUSY_CORES = 0.5
-"""From so many cores taken by others the machine counts as busy: with a thread a core, one busy core holds up all."""
+"""From this many cores in use by others, the machine counts as busy: with a thread per core, one busy core delays
+all."""
 
 
 def busy_cores(*, seconds: float = 0.1) -> float:
-    """How many cores the machine was busy with for so long, while this process slept."""
+    """How many cores the machine kept busy over this time, while this process slept."""
     share: float = psutil.cpu_percent(seconds) / 100
     return share * (psutil.cpu_count() or 1)
 
 
 def waiting_threads(environment: Mapping[str, str], *, measured: Callable[[], float] = busy_cores) -> dict[str, str]:
-    """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment says it."""
+    """Variables to set before torch is loaded: how OpenMP's threads wait. Empty where the environment sets it."""
     if _SAYS_HOW_THREADS_WAIT & set(environment):
         return {}
     return dict(SLEEPING if measured() > _BUSY_CORES else SPINNING)
 
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""Where PyTorch's caching allocator reads its setting, before the older names that still count."""
+"""The variables from which PyTorch's caching allocator reads its setting; the older names still count."""
 OLDER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments:True"
-"""Segments that grow by pages in place of ones of fixed size: steps whose lengths change leave fewer holes."""
+"""Segments that grow by pages instead of fixed-size ones: steps of changing lengths leave less fragmentation."""
 _SIMULATED = ("expandable_segments",)
-"""Options of the allocator that a plan's bound covers, whatever they are."""
+"""Options of the allocator that the plan's bound covers, whatever their values."""
 
 
 def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
@@ -91,23 +94,23 @@ def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/"))
 
 
 def allocator_words(environment: Mapping[str, str]) -> str:
-    """What the allocator of this process is told, and whether the plan's bound covers it."""
+    """A line on this process's allocator setting, and on options that the plan's bound does not cover."""
     name = next((one for one in (ALLOCATOR, *OLDER_ALLOCATOR) if environment.get(one, "").strip()), None)
     if name is None:
         return "Allocator: PyTorch's default, segments of fixed size"
-    said = environment[name].strip()
-    others = [one for one in _options(said) if one not in _SIMULATED]
-    text = f"Allocator: {name}={one_line(said)}"
+    setting = environment[name].strip()
+    others = [one for one in _options(setting) if one not in _SIMULATED]
+    text = f"Allocator: {name}={one_line(setting)}"
     if others:
         verb = "is" if len(others) == 1 else "are"
-        text += f"; {', '.join(map(one_line, others))} {verb} not simulated: the plan's bound is not theirs"
+        text += f"; {', '.join(map(one_line, others))} {verb} not simulated: the plan's bound does not cover it"
     return text
 
 
-def _options(said: str) -> list[str]:
-    """Names in `a:1,b:[256:1,512:2],c:True`; what stands in brackets is a value."""
+def _options(setting: str) -> list[str]:
+    """Names in `a:1,b:[256:1,512:2],c:True`; what is in brackets is a value."""
     depth, outside = 0, ""
-    for letter in said:
+    for letter in setting:
         depth += (letter == "[") - (letter == "]")
         outside += letter if depth == 0 else ""
     return [name for name in (part.partition(":")[0].strip() for part in outside.split(",")) if name]

@@ -1,27 +1,28 @@
-"""The error tree: what a user can mend. Every other exception is a fault of ours and keeps its traceback.
+"""The error tree: what a user can fix. Every other exception is a bug of ours and keeps its traceback.
 
-Each class is also the standard library's type that it refines, so that people's own scripts can catch either.
-The message says what was asked, what was found, and what to do.
+Each class is also the standard-library type that it refines, so that scripts can catch either. The message says what
+was asked, what was found, and what to do.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 
 class SftPlayError(Exception):
-    """Root of the tree; `exit_code` is what the command line answers with."""
+    """Root of the tree; `exit_code` is the exit code of the command line."""
 
     exit_code = 2
 
 
 class ConfigError(SftPlayError, ValueError):
-    """The run YAML, an override or a flag says something that cannot be read or cannot be meant."""
+    """The run YAML, an override or a flag cannot be read or is not valid."""
 
 
 class HardwareError(SftPlayError, ValueError):
-    """A machine that was named does not exist in the catalogue, or the one that is there cannot be used."""
+    """A named machine is not in the catalogue, or the present one cannot be used."""
 
 
 class DataError(SftPlayError, ValueError):
@@ -45,13 +46,17 @@ class RunFolderError(SftPlayError, FileExistsError):
 
 
 class TrainingError(SftPlayError, RuntimeError):
-    """Training was stopped because going on would waste it, such as a tensor that gets no gradient."""
+    """Training was stopped because continuing would waste it, such as a tensor that gets no gradient."""
 
 
 class DoesNotFit(SftPlayError, MemoryError):
-    """No micro-batch fits the memory there is."""
+    """No micro-batch fits into memory. `plan`: the plan that shows it, as JSON."""
 
     exit_code = 3
+
+    def __init__(self, message: str = "", *, plan: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.plan = plan
 
 
 class Interrupted(SftPlayError, KeyboardInterrupt):
@@ -62,7 +67,7 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
 
 @contextlib.contextmanager
 def in_stage(name: str | None) -> Iterator[None]:
-    """Names the stage of a curriculum in what is refused of it; None: the run has none."""
+    """Adds the name of a curriculum's stage to errors about it; None: the run has none."""
     try:
         yield
     except SftPlayError as error:

@@ -1,9 +1,9 @@
-"""How a rank of several ends: written down by the rank itself, for the agent that started it to word once.
+"""How a rank of several ends: recorded by the rank itself, so that the agent that started it reports it once.
 
 A rank writes into the file that torch's launcher names in TORCHELASTIC_ERROR_FILE, in the form that the launcher reads
-(`message`, `extraInfo`), with our own part beside it. Under our agent (`sft_play.train.agent`) the rank itself prints
-nothing of it: of eight ranks that find the same mistake one would like to read once. Under another launcher it prints
-as a single process does.
+(`message`, `extraInfo`), with our own part beside it. Under our agent (`sft_play.training.elastic_agent`) the rank does
+not print it, so that a mistake that eight ranks find is reported once. Under another launcher it prints as a single
+process does.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, redact
 
 AGENT_VARIABLE = "SFT_PLAY_AGENT"
-"""In a rank: the process id of our agent, which words how its ranks ended."""
+"""In a rank: the process id of our agent, which reports how its ranks ended."""
 RUN_VARIABLE = "SFT_PLAY_RUN"
 """In ranks and their agent: the run folder that the command planned and named for them."""
 COMMAND_VARIABLE = "SFT_PLAY_COMMAND"
-"""In an agent: the command that its words begin with, where it is not a training's."""
+"""In an agent: the command that its messages start with, where it does not train."""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 BEAT_NAME = "beat.txt"
-"""Beside the error file: the step at which the rank was last, readable after it was killed."""
+"""Beside the error file: the rank's latest step, readable after it was killed."""
 FAULT_NAME = "fault.txt"
-"""Beside the error file: the stacks of a rank that a fault of the machine code ended (SIGSEGV, SIGABRT)."""
+"""Beside the error file: the stacks of a rank that crashed in native code (SIGSEGV, SIGABRT)."""
 ORPHAN_S = 120.0
-"""How long a rank may go on saving once its agent is gone. Half a minute is short for a checkpoint of some 10 GiB; a
-rank that hangs holds a GPU meanwhile."""
+"""How long a rank may keep saving after its agent is gone. Half a minute is short for a checkpoint of 10 GiB; but as
+long as this lasts, a rank that hangs keeps a GPU busy."""
 
-Kind = Literal["mend", "stopped", "fault", "peer", "hung"]
-"""For the user to mend; stopped by the user; a fault of ours or of a library; another rank went away; one hangs."""
+Kind = Literal["user", "stopped", "fault", "peer", "hung"]
+"""The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs."""
 
 _PEER_GONE = re.compile(
     r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no route|unreachable)"
@@ -62,7 +62,7 @@ _WAITED = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended, in its own words; `time` is that of the first word, in seconds since 1970."""
+    """How a rank ended, as it reported it; `time` is when it first did, in seconds since 1970."""
 
     kind: Kind
     exit_code: int
@@ -81,13 +81,13 @@ _fault_file: Any = None
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Which kind of end an exception is."""
+    """Which kind of ending an exception is."""
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return "stopped"
     if isinstance(error, SftPlayError):
-        return "mend"
+        return "user"
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, (RuntimeError, ConnectionError)):  # what torch.distributed raises are RuntimeErrors
+    if isinstance(error, (RuntimeError, ConnectionError)):  # torch.distributed raises RuntimeErrors
         if _WAITED.search(text):
             return "hung"
         if _PEER_GONE.search(text):
@@ -96,12 +96,12 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def hand_over(error: BaseException) -> bool:
-    """Write down how this rank ends; whether its agent says it, so that the rank need not.
+    """Record how this rank ends; returns whether its agent reports it, so that the rank need not.
 
-    False too where this process is no rank.
+    Also False where this process is not a rank.
     """
     kind = kind_of(error)
-    code = {"mend": 2, "stopped": Interrupted.exit_code}.get(kind, 1)
+    code = {"user": 2, "stopped": Interrupted.exit_code}.get(kind, 1)
     write_down(
         kind,
         str(error),
@@ -116,10 +116,10 @@ def hand_over(error: BaseException) -> bool:
 def write_down(
     kind: Kind, message: str, *, name: str = "", exit_code: int = 1, stack: str = "", error: BaseException | None = None
 ) -> None:
-    """Write a failure into the launcher's file; nothing without one.
+    """Write a failure into the launcher's file; without such a file do nothing.
 
-    The first word stands: what follows it, such as the connections that break when a rank leaves, only hides it. The
-    one thing that may take its place is a message of ours about the very same exception.
+    The first failure stays: what follows it, such as the connections that break when a rank leaves, only hides it. It
+    is replaced only by a message of ours about the same exception.
     """
     global _written
     path = os.environ.get(ERROR_FILE_VARIABLE)
@@ -129,10 +129,9 @@ def write_down(
         if _written is not None and not _is_worded(error, _written[0]):
             return
         if under_agent() and threading.current_thread() is threading.main_thread():
+            # The agent ends the other ranks at the first failure, but they finish writing theirs.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(
-                    number, signal.SIG_IGN
-                )  # the agent ends the others at the first failure: not while writing
+                signal.signal(number, signal.SIG_IGN)
         failure = Failure(
             kind=kind,
             exit_code=exit_code,
@@ -148,14 +147,14 @@ def write_down(
         shown = f"{name}: {failure.message}" if name else failure.message
         extra = {"py_callstack": failure.traceback or shown, "timestamp": str(int(failure.time))}
         answer = {"message": {"message": shown, "extraInfo": extra}, "sft_play": asdict(failure)}
-        with contextlib.suppress(OSError):  # a full disk must not hide what is being reported
+        with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
             aside = Path(f"{path}.{os.getpid()}")
             aside.write_text(json.dumps(answer), encoding="utf-8")
             aside.replace(path)
 
 
 def _is_worded(error: BaseException | None, earlier: BaseException | None) -> bool:
-    """Whether an error of ours words an earlier exception that it was raised from."""
+    """Whether one of our errors rephrases an earlier exception that it was raised from."""
     cause = error.__cause__ if isinstance(error, SftPlayError) else None
     return cause is not None and cause is earlier
 
@@ -165,7 +164,7 @@ def _safe(text: str) -> str:
 
 
 def read(error_file: Path) -> Failure | None:
-    """The failure that a rank wrote down; None where it wrote none, or not in our form."""
+    """The failure that a rank recorded; None where it recorded none, or not in our form."""
     try:
         own = json.loads(error_file.read_text(encoding="utf-8"))["sft_play"]
         return Failure(**own)
@@ -183,27 +182,27 @@ def numbered(ranks: Sequence[int]) -> str:
 
 
 def under_agent() -> bool:
-    """Whether this process is a rank whose agent, our own, is alive."""
+    """Whether this process is a rank whose agent is ours and alive."""
     return os.environ.get(AGENT_VARIABLE) == str(os.getppid())
 
 
 def beside_error_file(name: str) -> Path | None:
-    """A file of this rank's own that its launcher finds; None where no launcher named a folder."""
+    """A file of this rank that its launcher finds; None where no launcher named a folder."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     return Path(path).with_name(name) if path else None
 
 
 def begin_process() -> None:
-    """Settle what ends this process: whoever started it for a purpose of its own, and of a rank its launcher too.
+    """Set up what ends this process: the process that started it as a helper and, for a rank, its launcher.
 
-    A rank that is told to stop before the training takes the signals over closes what is open, and writes its end down.
+    A rank that is told to stop before the training handles signals closes what is open, and records its end.
     """
     global _fault_file
     endings.leave_with_starter()
     if not under_agent():
         _leave_with_launcher(os.environ)
         return
-    endings.StopSignals(endings.interrupt).__enter__()  # as long as the process lives
+    endings.StopSignals(endings.interrupt).__enter__()  # for the life of the process
     path = beside_error_file(FAULT_NAME)
     if path is not None:
         with contextlib.suppress(OSError):
@@ -214,8 +213,8 @@ def begin_process() -> None:
 
 
 def _leave_with_launcher(environment: Mapping[str, str]) -> None:
-    """End a rank with what started it: torch's or DeepSpeed's launcher by the variables that it sets, or our agent that
-    has ended before this rank could look."""
+    """End a rank with its launcher: torch's or DeepSpeed's, by the variables that they set, or with our agent where
+    that ended before this rank could watch it."""
     agent = environment.get(AGENT_VARIABLE, "")
     if "RANK" in environment and agent.isdigit() and not psutil.pid_exists(int(agent)):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -224,7 +223,7 @@ def _leave_with_launcher(environment: Mapping[str, str]) -> None:
 
 
 def _leave_after(agent: int) -> None:
-    """Wait for the agent's end, of which this rank is told; end the rank where it does not save and stop."""
+    """Wait for the agent to end, then end the rank unless it saves and stops itself."""
     while os.getppid() == agent:
         time.sleep(1)
     time.sleep(ORPHAN_S)
@@ -232,7 +231,7 @@ def _leave_after(agent: int) -> None:
 
 
 def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:
-    """Every living process that an agent's ranks are or have started, by the variable that they inherited."""
+    """Every living process among an agent's ranks and what they started, by the variable that they inherited."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             is_own = process.environ().get(AGENT_VARIABLE) == str(agent)
@@ -241,7 +240,7 @@ def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:
 
 
 def end_leftovers(agent: int, *, patience_s: float) -> list[int]:
-    """Wait for what an agent's ranks have left behind and end what does not end; the pids that had to be killed."""
+    """Wait for the processes that an agent's ranks left behind, and kill those that do not end; returns their pids."""
     deadline = time.monotonic() + patience_s
     while (left := list(ranks_of_agent(agent))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -263,7 +262,7 @@ def end_at_once(agent: int) -> None:
 
 
 def out_of_memory_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since the machine started; None where unknown."""
+    """How many processes the kernel's OOM killer has killed since the machine started; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")

@@ -1,13 +1,14 @@
-"""Logging set up once, by entry points only; and what makes text safe to show.
+"""Logging, set up once and only by entry points; and functions that make text safe to show.
 
-Modules say `logger = logging.getLogger(__name__)` and nothing else. Rank 0 speaks at INFO, the others at
-WARNING with their rank in the prefix.
+Modules only use `logger = logging.getLogger(__name__)`. Rank 0 logs at INFO, the others at WARNING with their rank in
+the prefix.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
@@ -23,7 +24,7 @@ from typing import Any, TextIO
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
-# Shapes of tokens that services hand out: they are secret wherever they come from.
+# Token formats of services: secret wherever they come from.
 _TOKEN_SHAPES = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}"
     r"|glpat-[\w-]{16,}|npm_[A-Za-z0-9]{20,}|AIza[\w-]{30,}|xox[abpros]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}(\.[\w-]*)?)"
@@ -42,15 +43,20 @@ def escape_control(text: str) -> str:
 
 
 def one_line(text: str, *, limit: int = 120) -> str:
-    """Text as it may stand inside a message: one line, escaped, cut at `limit` characters."""
+    """Text fit for a message: one line, escaped, cut at `limit` characters."""
     flat = escape_control(text).replace("\n", "\\n").replace("\t", "\\t")
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def secret_values(environment: Iterable[tuple[str, str]]) -> list[str]:
-    """Values of environment variables whose names say that they are secret, longest first."""
-    found = {value for name, value in environment if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET}
-    return sorted(found, key=len, reverse=True)
+    """Values of environment variables whose names mark them as secret, longest first."""
+    secrets = {value for name, value in environment if _is_secret(name) and len(value) >= _SHORTEST_SECRET}
+    return sorted(secrets, key=len, reverse=True)
+
+
+@functools.cache  # the names stay the same, and every line of every log asks
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None
 
 
 def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
@@ -67,7 +73,7 @@ QUIET_LOGGERS = {
     "torch.distributed.tensor._redistribute": "tells how two collectives of a mesh could be one, norm and checkpoint",
     "torch.distributed.tensor._collective_utils": "tells that gloo gathers where NCCL exchanges",
 }
-"""Loggers of libraries whose warnings a user cannot act on, and what they say; their errors are shown."""
+"""Loggers of libraries whose warnings a user cannot act on, and what they warn about; their errors are shown."""
 
 
 class _PlainFormatter(logging.Formatter):
@@ -86,7 +92,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 class _Once(logging.Filter):
-    """Lets a warning of a library through once: the same text every step hides the others."""
+    """Lets a library's warning through once: repeated at every step, it would bury other messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,12 +109,12 @@ class _Once(logging.Filter):
 
 
 def _is_for_terminals(record: logging.LogRecord) -> bool:
-    """Leaves out what stands on the terminal in another form, such as in a progress bar."""
+    """Drops records that the terminal already shows in another form, such as a progress bar."""
     return not getattr(record, "file_only", False)
 
 
 class _OnceOverRanks(logging.Filter):
-    """Lets a warning through on the first rank of a node that has it; the others would say the same."""
+    """Lets a warning through on the first rank of a node that has it; the others would repeat it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -128,18 +134,18 @@ class _OnceOverRanks(logging.Filter):
 
 
 def _folder_of_ranks(environment: Mapping[str, str]) -> Path | None:
-    """A folder that the ranks of this node share: torch's launcher gives each a folder of its own below it."""
+    """A folder that the ranks of this node share: torch's launcher gives each rank a folder below it."""
     file = environment.get("TORCHELASTIC_ERROR_FILE")
     folder = Path(file).parent.parent if file else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stdout` is at the time, so that lines stand above a progress bar that redirects it."""
+    """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
-        self.setStream(sys.stdout)
+        self.stream = sys.stdout  # not by setStream, which flushes the old stream: it may be closed
         super().emit(record)
 
 
@@ -163,21 +169,21 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-# --- output that goes away --------------------------------------------------------------------------------------------
+# --- output without a reader ------------------------------------------------------------------------------------------
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)
-"""What writing answers once the reader of a pipe has left, or a terminal was closed."""
+"""Errors of a write after the reader of a pipe has left, or a terminal was closed."""
 _lost: dict[int, OSError] = {}
 
 
 class _Output(io.FileIO):
-    """Standard output or error, which nobody's leaving breaks: `plan | head` plans on, and a training trains on.
+    """Standard output or error that outlives its reader: `plan | head` finishes the plan, and a training continues.
 
-    From the first failure on, what is written goes to the null device, what the libraries and children write too.
+    After the first failed write, output goes to the null device, also that of libraries and children.
     """
 
     def write(self, data: Any) -> int:
-        """Write; all of it is said to be written once nobody reads."""
+        """Write; returns the number of bytes also where nobody reads them."""
         try:
             return super().write(data)
         except OSError as error:
@@ -194,14 +200,14 @@ def _lose(number: int, error: OSError) -> None:
 
 
 def survive_lost_output() -> None:
-    """Let no write to this process's standard output and error fail; called by entry points, once.
+    """Keep writes to this process's standard output and error from failing; entry points call it once.
 
-    A reader that leaves a pipe (`make plan | head`) is no fault, and ends nothing: the command comes to its end, writes
-    its files and answers with its own exit code.
+    A pipe whose reader leaves (`make plan | head`) is not an error: the command finishes, writes its files and exits
+    with its own code.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if stream is None:  # closed before the start (`>&-`)
+        if stream is None:  # closed at the start (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (open to the end)
             continue
         if not isinstance(stream, io.TextIOWrapper) or not _is_descriptor(stream, number):
@@ -209,14 +215,14 @@ def survive_lost_output() -> None:
         stream.flush()
         raw = _Output(number, "w", closefd=False)
         is_unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
-        made = io.TextIOWrapper(
+        wrapper = io.TextIOWrapper(
             raw if is_unbuffered else io.BufferedWriter(raw),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
-        setattr(sys, name, made)
+        setattr(sys, name, wrapper)
 
 
 def _is_descriptor(stream: io.TextIOWrapper, number: int) -> bool:
@@ -227,29 +233,29 @@ def _is_descriptor(stream: io.TextIOWrapper, number: int) -> bool:
 
 
 def output_is_lost() -> bool:
-    """Whether nobody reads standard output any more, so that what only shows something may end."""
+    """Whether standard output has lost its reader, so that a command that only displays something may end."""
     return 1 in _lost
 
 
 def output_failure() -> str | None:
-    """Why standard output could not be written; None where it was, or where its reader left."""
+    """Why standard output could not be written; None where it could, or where only its reader left."""
     with contextlib.suppress(ValueError):
         sys.stdout.flush()
     error = _lost.get(1)
     if error is None or error.errno in _GONE:
         return None
-    return f"standard output cannot be written: {error.strerror}; what was said is incomplete"
+    return f"standard output cannot be written: {error.strerror}; the output is incomplete"
 
 
 def start_log_buffer() -> MemoryHandler:
-    """A handler that keeps what is said before there is a folder to write it to."""
+    """Keeps records until there is a folder to write them to."""
     buffer = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
     logging.getLogger().addHandler(buffer)
     return buffer
 
 
 def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.Handler:
-    """Append the log to `path` from now on, what `buffer` kept first."""
+    """Append the log to `path` from now on, starting with what `buffer` kept."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_TimedFormatter())
     handler.addFilter(_Once())
@@ -264,12 +270,12 @@ def write_log_to(path: Path, *, buffer: MemoryHandler | None = None) -> logging.
 
 
 class _LogFile(logging.FileHandler):
-    """`train.log`: a disk that is full or gone is said once, where every line would bring a traceback."""
+    """`train.log`: a full or missing disk is reported once, not with a traceback for every line."""
 
     _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say that the file cannot be written; faults of ours keep their traceback."""
+        """Report that the file cannot be written; bugs of ours keep their traceback."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

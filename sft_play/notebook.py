@@ -1,7 +1,7 @@
-"""A notebook over ranks: each runs all code cells in order, as Jupyter would one after the other; rank 0 prints.
+"""A notebook over ranks: each rank runs all code cells in order, as Jupyter would; rank 0 prints.
 
-The cells are compiled as they stand, under names such as `work.ipynb, cell 3`, so that a traceback shows the cell and
-its line. No kernel is started: what only IPython understands (`!pip`, `%%bash`) is refused before anything runs.
+The cells are compiled as they are, under names such as `work.ipynb, cell 3`, so that a traceback shows the cell and its
+line. No kernel is started: code that only IPython understands (`!pip`, `%%bash`) is refused before anything runs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sft_play.log import one_line
 
 COMMAND = "run-notebook"
 CPU_RANKS = 2
-"""Ranks without a GPU and without NPROC: the fewest that show what several do."""
+"""Ranks without a GPU and without NPROC: the fewest that show the effect of several."""
 _IGNORED = re.compile(r"%(matplotlib|load_ext|reload_ext|autoreload|config|time|pdb)\b.*|%%(time|capture)\b.*")
-"""Magic lines that change how a notebook looks in a browser, and nothing that it computes."""
+"""Magic lines that change how a notebook looks in a browser, but nothing that it computes."""
 _MAGIC = re.compile(r"[%!?].*|.*\?|[\w., ]+=\s*[%!].*")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell: its number among the code cells, counted from 1, the name it runs under, and its text."""
+    """A code cell: its number among the code cells, from 1, the name it runs under, and its text."""
 
     number: int
     name: str
@@ -47,10 +47,10 @@ class Cell:
 
 
 def read(path: Path) -> list[Cell]:
-    """The code cells of a notebook that have something to run.
+    """The non-empty code cells of a notebook.
 
     Raises:
-        ConfigError: there is no such file, it is no notebook of format 4 in Python, or cells hold lines that only
+        ConfigError: there is no such file, it is not a notebook of format 4 in Python, or cells hold lines that only
             IPython understands: all of them are named.
         SyntaxError: a cell is not Python.
     """
@@ -65,11 +65,11 @@ def read(path: Path) -> list[Cell]:
             cells.append(Cell(number, name, source, tree))
     if refused:
         raise ConfigError(
-            f"NOTEBOOK={one_line(str(path))} holds what only IPython understands, and every rank would run it: "
-            f"{'; '.join(refused)}; take it out, or write it in Python (the module subprocess)"
+            f"NOTEBOOK={one_line(str(path))} has code that only IPython understands, and every rank would run it: "
+            f"{'; '.join(refused)}; remove it, or write it in Python (the module subprocess)"
         )
     if not cells:
-        raise ConfigError(f"NOTEBOOK={one_line(str(path))} has no code cell with anything in it")
+        raise ConfigError(f"NOTEBOOK={one_line(str(path))} has no code cell that is not empty")
     return cells
 
 
@@ -80,17 +80,17 @@ def _sources(path: Path) -> Iterator[str]:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         near = sorted(other.name for other in path.absolute().parent.glob("*.ipynb"))
-        there = f"; there are: {one_line(', '.join(near[:12]))}" if near else ""
-        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){there}") from None
+        others = f"; there are: {one_line(', '.join(near[:12]))}" if near else ""
+        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){others}") from None
     except OSError as error:
         raise ConfigError(f"{shown} cannot be read: {error.strerror}; name a notebook (.ipynb)") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a null character in the name
-        raise ConfigError(f"{shown} is no notebook: not valid JSON ({one_line(str(error))})") from None
+        raise ConfigError(f"{shown} is not a notebook: not valid JSON ({one_line(str(error))})") from None
     if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or data.get("nbformat") != 4:
-        found = data.get("nbformat") if isinstance(data, dict) else None
+        version = data.get("nbformat") if isinstance(data, dict) else None
         raise ConfigError(
-            f"{shown} is no notebook of format 4 (nbformat: {one_line(str(found))}); open and save it in Jupyter, or "
-            "jupyter nbconvert --to notebook --nbformat 4"
+            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); open and save it in Jupyter, "
+            "or run jupyter nbconvert --to notebook --nbformat 4"
         )
     metadata: Any = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
     kernel = metadata.get("kernelspec") or metadata.get("language_info") or {}
@@ -104,9 +104,9 @@ def _sources(path: Path) -> Iterator[str]:
 
 
 def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
-    """A cell as Python, lines that change nothing left out; and the magic lines that would change something.
+    """A cell as Python, without magics that change nothing; and the magic lines that would change something.
 
-    A line is looked at only where Python does not understand it: `%` may begin the second line of an expression.
+    Only lines that Python does not understand are examined: `%` may start the second line of an expression.
     """
     lines, refused = source.splitlines(), []
     for _ in range(len(lines)):
@@ -114,14 +114,14 @@ def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
             ast.parse("\n".join(lines), name)
             break
         except SyntaxError as error:
-            place = (error.lineno or 1) - 1
-            text = lines[place] if place < len(lines) else ""
+            index = (error.lineno or 1) - 1
+            text = lines[index] if index < len(lines) else ""
             bare = text.strip()
             if not _MAGIC.fullmatch(bare):
                 break
             if not _IGNORED.fullmatch(bare):
-                refused.append((place + 1, bare))
-            lines[place] = text[: len(text) - len(text.lstrip())] + ("pass" if not bare.startswith("%%") else "")
+                refused.append((index + 1, bare))
+            lines[index] = text[: len(text) - len(text.lstrip())] + ("pass" if not bare.startswith("%%") else "")
     return "\n".join(lines), refused
 
 
@@ -132,10 +132,10 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
     """Run the cells in this process, from the notebook's folder; the exit code.
 
     Raises:
-        SftPlayError: what a cell raised of the project's own errors, with the cell and its line.
+        SftPlayError: as a cell raised it, with the cell and its line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # lines come as they are printed, in a pipe too
+        sys.stdout.reconfigure(line_buffering=True)  # lines appear as they are printed, in a pipe too
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
     sys.modules["__main__"] = module
@@ -158,7 +158,7 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
 
 
 def _display(*values: Any) -> None:
-    """IPython's word for showing values in the midst of a cell."""
+    """IPython's function for displaying values within a cell."""
     for value in values:
         sys.displayhook(value)
 
@@ -173,20 +173,20 @@ def _codes(cell: Cell) -> list[types.CodeType]:
 
 
 def _own_frames(error: BaseException, cell: Cell) -> Any:
-    """The traceback from the cell on: how it came to be run says nothing."""
-    found = error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename != cell.name:
-        found = found.tb_next
-    return found
+    """The traceback from the cell on: the frames before it are ours."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != cell.name:
+        frames = frames.tb_next
+    return frames
 
 
 def _line(error: BaseException, cell: Cell) -> int:
-    found = _own_frames(error, cell)
-    return int(found.tb_lineno) if found is not None else 1
+    frames = _own_frames(error, cell)
+    return int(frames.tb_lineno) if frames is not None else 1
 
 
 def _failed(error: Exception, cell: Cell) -> int:
-    """Say how a cell failed; the exit code."""
+    """Report how a cell failed; returns the exit code."""
     error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
     if not failures.hand_over(error):
         sys.stderr.write("".join(traceback.format_exception(error)))
@@ -197,31 +197,31 @@ def _failed(error: Exception, cell: Cell) -> int:
 
 
 def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Sequence[int] = ()) -> Launch:
-    """The command that starts the ranks, and its variables: a rank a GPU, or `CPU_RANKS`.
+    """The command that starts the ranks, and its variables: one rank per GPU, or `CPU_RANKS`.
 
     Raises:
-        ConfigError: more ranks are asked for than there are GPUs, or GPUs that are not there.
+        ConfigError: more ranks are asked for than there are GPUs, or GPUs that do not exist.
     """
-    there = len(machine.gpus)
-    count = processes or len(gpus) or there or CPU_RANKS
-    if (gpus and max(gpus) >= there) or (there and count > (len(gpus) or there)):
+    present = len(machine.gpus)
+    count = processes or len(gpus) or present or CPU_RANKS
+    if (gpus and max(gpus) >= present) or (present and count > (len(gpus) or present)):
         asked = f"GPUS={','.join(map(str, gpus))}" if gpus else f"NPROC={count}"
-        raise ConfigError(f"{asked}: this machine has {there} GPUs, and each rank needs one of its own")
-    made = torchrun(
+        raise ConfigError(f"{asked}: this machine has {present} GPUs, and each rank needs its own")
+    launch = torchrun(
         [COMMAND, "--notebook", str(path.absolute())],
         processes=count,
         nodes=Nodes(),
         threads=None if machine.gpus else max(1, machine.cpu_cores // count),
         gpus=",".join(str(gpu) for gpu in gpus) or None,
     )
-    return dataclasses.replace(made, environment={**made.environment, failures.COMMAND_VARIABLE: COMMAND})
+    return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: COMMAND})
 
 
-def start(made: Launch) -> NoReturn:
-    """Become the agent of the ranks: signals and the exit code are its own from here on."""
+def start(launch: Launch) -> NoReturn:
+    """Replace this process by the agent of the ranks, which handles signals and sets the exit code."""
     package = str(Path(__file__).resolve().parents[1])
     kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(made.words[0], made.watched, {**kept, **made.environment})
+    os.execve(launch.words[0], launch.watched, {**kept, **launch.environment})

@@ -1,7 +1,7 @@
-"""The run folder: its name, what is in it, and what an existing one means.
+"""The run folder: its name, its contents, and what to do with an existing one.
 
-Everything written here goes through `redact`: no token, key or credential of the environment, of a config or of
-a git remote reaches a file. Files are written aside and renamed, so that a kill never leaves half of one.
+Everything written here goes through `redact`: no token, key or credential of the environment, of a config or of a git
+remote reaches a file. Files are written aside and renamed, so that a kill never leaves half of one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import socket
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -33,7 +33,7 @@ from sft_play.config.leaves import leaves
 from sft_play.config.load import LoadedConfig, differing_keys, resolved
 from sft_play.config.schema import OutputConfig, RunConfig
 from sft_play.errors import RunFolderError
-from sft_play.log import one_line, redact
+from sft_play.log import one_line, redact, secret_values
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ STAGES = "stages"
 DEEPSPEED_FILE = "deepspeed.json"
 """In a run folder: DeepSpeed's config, every value resolved."""
 LOCK = "run.lock"
-"""In a run folder while a process writes it: who that is. What is locked is the file, not that it is there."""
+"""In a run folder while a process writes it: which process. The lock is on the file, not its existence."""
 FORMAT = "sft_play run 1"
-"""What the manifest's `format` says: only a folder that holds it is ours to resume, replace or discard."""
+"""The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard."""
 
 PACKAGES = (
     "torch",
@@ -83,18 +83,18 @@ FREE_TO_CHANGE = frozenset(
         "model.mesh_shape",
     }
 )
-"""Keys that may differ when a run is resumed: they change no number of the training."""
+"""Keys that may differ when a run is resumed: they do not change the training's numbers."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder and the names in it, or that of one of its stages (`run` is set then)."""
+    """A run's folder and the names in it, or that of one of its stages (then `run` is set)."""
 
     path: Path
     run: RunFolder | None = None
-    """The run that this is a stage of: log, metrics and curves lie there."""
+    """The run that this is a stage of: log, metrics and curves are there."""
     is_last: bool = False
-    """Whether what this stage has trained is what the run has trained."""
+    """Whether what this stage trained is the run's result."""
 
     def of_stage(self, name: str, *, is_last: bool = False) -> RunFolder:
         """The folder of a stage."""
@@ -107,7 +107,7 @@ class RunFolder:
 
     @property
     def stage(self) -> str | None:
-        """The name of the stage; None of a whole run."""
+        """The name of the stage; None for a whole run."""
         return self.path.name if self.run is not None else None
 
     @property
@@ -117,7 +117,7 @@ class RunFolder:
 
     @property
     def metrics_path(self) -> Path:
-        """One JSON object a line: what was logged at each step and evaluation, of each stage."""
+        """One JSON object per line: what was logged at each step and evaluation, of every stage."""
         return self.whole.path / "metrics.jsonl"
 
     @property
@@ -132,7 +132,7 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """Folder of TensorBoard's event files; a stage has one in that of the run, which shows all of them."""
+        """Folder of TensorBoard's event files; a stage's is inside the run's, which shows all of them."""
         return self.path / "tb" if self.run is None else self.run.tensorboard / self.path.name
 
     def model_path(self, *, adapter: bool) -> Path:
@@ -141,7 +141,7 @@ class RunFolder:
         return folder.path / ("adapter" if adapter else "model")
 
     def begin_stage(self, manifest: Mapping[str, Any], *, plan: Mapping[str, Any], config: RunConfig) -> None:
-        """Make the folder of a stage, or go on with the one that is there."""
+        """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved(config, effective_batch=plan.get("effective_batch")))
         old = self.manifest() if self.manifest_path.is_file() else {}
@@ -151,17 +151,17 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a stage was begun."""
+        """Whether a stage was started."""
         return self.manifest_path.is_file()
 
     def has_finished(self, *, adapter: bool) -> bool:
-        """Whether a stage was trained to its end, and what it trained is there."""
+        """Whether a stage was trained to its end, and its result is there."""
         return (
             self.has_begun and self.manifest().get("status") == "finished" and self.model_path(adapter=adapter).is_dir()
         )
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest as it stands.
+        """The manifest.
 
         Raises:
             RunFolderError: the folder is not a run of this toolkit.
@@ -171,11 +171,11 @@ class RunFolder:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError):
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise RunFolderError(f"{self.path} holds no manifest of this toolkit; it is not a run folder of ours")
+            raise RunFolderError(f"{self.path} has no manifest of this toolkit, so it is not a run folder")
         return manifest
 
     def update_manifest(self, **changes: Any) -> None:
-        """Write the manifest anew with some entries changed."""
+        """Rewrite the manifest with some entries changed."""
         write_json(self.manifest_path, self.manifest() | changes)
 
     def write_json(self, name: str, value: Any) -> None:
@@ -203,17 +203,18 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def _scrub(value: Any) -> Any:
-    """The value with its texts redacted before JSON escapes them."""
+def _scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:
+    """The value with its texts redacted before JSON escapes them; `secrets` None: those of the environment."""
+    secrets = secret_values(os.environ.items()) if secrets is None else secrets
     if isinstance(value, str):
-        return redact(value)
+        return redact(value, secrets=secrets)
     if isinstance(value, Mapping):
-        return {redact(str(key)): _scrub(item) for key, item in value.items()}
-    return [_scrub(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {redact(str(key), secrets=secrets): _scrub(item, secrets) for key, item in value.items()}
+    return [_scrub(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def output_dir(output: OutputConfig) -> Path:
-    """The folder of the run folders; raises RunFolderError where it can be none."""
+    """The folder of the run folders; raises RunFolderError where it cannot be a folder."""
     try:
         base = Path(output.dir).expanduser()
         is_file = base.exists() and not base.is_dir()
@@ -231,12 +232,13 @@ def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
         RunFolderError: the name could leave `output.dir`.
     """
     if output.name is None:
-        return f"{_safe(config_path.stem)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
+        stem = re.sub(r"[^\w.-]+", "-", config_path.stem).strip(".-") or "run"
+        return f"{stem}-{now.strftime('%Y%m%dT%H%M%SZ')}"
     return checked_name(output.name, key="output.name")
 
 
 def checked_name(name: str, *, key: str) -> str:
-    """The name, when it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
+    """The name, if it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
     bad = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
     if bad or ".." in name or not name or len(name.encode()) > 200:
         raise RunFolderError(
@@ -244,10 +246,6 @@ def checked_name(name: str, *, key: str) -> str:
             "without separators, `..` or a leading dot, such as output.name=gsm8k-r16"
         )
     return name
-
-
-def _safe(stem: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", stem).strip(".-") or "run"
 
 
 def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
@@ -264,8 +262,8 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
         path, number = base / f"{name}-{number}", number + 1
     if path.exists() and output.if_exists == "fail":
         raise RunFolderError(
-            f"the run folder {path} exists; choose output.if_exists=resume (go on with it), "
-            "output.if_exists=replace (move it aside and start anew), or another output.name"
+            f"the run folder {path} exists; choose output.if_exists=resume (continue it), "
+            "output.if_exists=replace (move it aside and start over), or another output.name"
         )
     if path.exists() and output.if_exists == "replace":
         RunFolder(path).manifest()  # refuses early what create() would refuse
@@ -274,12 +272,12 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
 
 
 def goes_on(folder: RunFolder, output: OutputConfig) -> bool:
-    """Whether a start with this folder goes on with the run that is in it."""
+    """Whether a start with this folder resumes the run in it."""
     return folder.path.exists() and output.if_exists == "resume"
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether a run is done, which is said."""
+    """Whether a run is finished; logs it if so."""
     if folder.manifest().get("status") != "finished":
         return False
     logger.info("The run %s is finished; there is nothing to resume", folder.path)
@@ -289,20 +287,20 @@ def is_finished(folder: RunFolder) -> bool:
 def create(
     folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any], by: int | None = None
 ) -> Lock:
-    """Make the folder with config, plan and manifest, or nothing of it; one that is to be replaced is moved aside.
+    """Create the folder with config, plan and manifest, or nothing; one to be replaced is moved aside.
 
-    It is locked before anybody can see it.
+    It is locked before anyone can see it.
 
     Args:
         by: whose lock is taken; see `lock`.
 
     Raises:
-        RunFolderError: the folder exists (another start may have made it meanwhile), is being written, or cannot be
-            made.
+        RunFolderError: the folder exists (another start may have created it), is being written, or cannot be
+            created.
     """
-    made_meanwhile = f"the run folder {folder.path} was made by another start meanwhile; start again"
+    taken = f"the run folder {folder.path} was created by another process in the meantime; start again"
     if folder.path.exists() and loaded.config.output.if_exists != "replace":
-        raise RunFolderError(made_meanwhile)
+        raise RunFolderError(taken)
     try:
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
@@ -319,13 +317,13 @@ def create(
         try:
             if folder.path.exists():
                 if loaded.config.output.if_exists != "replace":
-                    raise RunFolderError(made_meanwhile)
+                    raise RunFolderError(taken)
                 move_aside(folder)
             building.rename(folder.path)
         except BaseException as error:
             mark.close()
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise RunFolderError(made_meanwhile) from None
+                raise RunFolderError(taken) from None
             raise
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -342,36 +340,30 @@ def move_aside(folder: RunFolder) -> Path:
     """
     folder.manifest()
     with lock(folder) as mark:
-        aside = _name_aside(folder)
+        stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
+        aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}")
+        while aside.exists():
+            aside, number = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}"), number + 1
         folder.path.rename(aside)
         mark.folder = RunFolder(aside)
-    return aside
-
-
-def _name_aside(folder: RunFolder) -> Path:
-    stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 2
-    aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}")
-    while aside.exists():
-        aside = folder.path.with_name(f"{folder.path.name}.replaced-{stamp}-{number}")
-        number += 1
     return aside
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
 LAUNCHER, WRITER = 0, 1
-"""Who locks a part of a run only: the command that started its ranks, and the rank (or their agent) that writes."""
+"""Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes."""
 _HELD = (errno.EACCES, errno.EAGAIN)
 _LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
-"""What this process has locked, by device and inode: to open and close such a file once more would unlock it."""
+"""What this process has locked, by device and inode: opening and closing such a file again would release the lock."""
 
 
 class Lock:
-    """Marks a run folder as being written until it is closed, or the process ends, however it does."""
+    """Marks a run folder as being written until it is closed or the process ends, however it ends."""
 
     def __init__(self, folder: RunFolder, descriptor: int, by: int | None) -> None:
         self.folder = folder
-        """Where the folder is; whoever moves it says so."""
+        """Where the folder is; code that moves it updates this."""
         self._descriptor: int | None = descriptor
         self._by = by
         self._pid = os.getpid()
@@ -386,68 +378,69 @@ class Lock:
         self.close()
 
     def close(self) -> None:
-        """Let the folder go; the file goes with the last who had it."""
+        """Release the folder; the last holder removes the file."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None or os.getpid() != self._pid:  # a fork's copy locks nothing
+        if descriptor is None or os.getpid() != self._pid:  # a fork's copy holds no lock
             return
         path = self.folder.path / LOCK
         with contextlib.suppress(OSError):
             if self._by is not None:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where the other part is locked still
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the other part is still locked
             if _is_file(descriptor, path):
                 path.unlink()
         os.close(descriptor)
 
 
 def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
-    """Mark a run folder as being written; asked by whatever moves, resumes or writes one.
+    """Mark a run folder as being written; called by whatever moves, resumes or writes one.
 
-    Locks are fcntl's: the kernel lets them go when the process ends, its data loaders do not inherit them, and those of
-    other nodes are seen through NFS. On a disk without locks the note of who writes is believed.
+    Locks are fcntl's: the kernel releases them when the process ends, data loaders do not inherit them, and those of
+    other nodes are visible through NFS. On a file system without locks the note of who writes is trusted.
 
     Args:
-        by: None for the whole run. LAUNCHER and WRITER are parts of one that have a process each: one of them does not
-            exclude the other, and each excludes everybody else.
+        by: None for the whole run. LAUNCHER and WRITER lock a part each, for two processes of one run: they do not
+            exclude each other, and each excludes everybody else.
 
     Raises:
         RunFolderError: another process is writing the run, or the folder cannot be written.
     """
     path = folder.path / LOCK
     for _ in range(100):
-        _refuse_own(folder, path)
+        _refuse_second_lock(folder, path)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
         try:
             _take(folder, descriptor, by)
-            if not _is_file(descriptor, path):  # it went between opening and locking
+            if not _is_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
             if by != WRITER or not os.fstat(descriptor).st_size:
                 _write_note(descriptor)
-            found = os.fstat(descriptor)
+            status = os.fstat(descriptor)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
             raise
-        mark = _LOCKED_HERE[found.st_dev, found.st_ino] = Lock(folder, descriptor, by)
+        mark = _LOCKED_HERE[status.st_dev, status.st_ino] = Lock(folder, descriptor, by)
         return mark
-    raise RunFolderError(f"{path} is made and removed again and again by other processes; start again")
+    raise RunFolderError(f"{path} is created and removed repeatedly by other processes; start again")
 
 
-def _refuse_own(folder: RunFolder, path: Path) -> None:
+def _refuse_second_lock(folder: RunFolder, path: Path) -> None:
+    """Raises RunFolderError where this process has the lock: to the kernel, a second one by it is the same lock."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return
-    mine = _LOCKED_HERE.get((found.st_dev, found.st_ino))
+    mine = _LOCKED_HERE.get((status.st_dev, status.st_ino))
     if mine is not None and mine._descriptor is not None:
-        raise RunFolderError(f"{folder.path} is being written by this very process (pid {os.getpid()})")
+        raise RunFolderError(f"{folder.path} is already being written by this process (pid {os.getpid()})")
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one that the path names now."""
+    """Whether the open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -455,30 +448,30 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _take(folder: RunFolder, descriptor: int, by: int | None) -> None:
-    """Lock an open lock file or a part of it; raises RunFolderError with who has it."""
+    """Lock an open lock file or a part of it; raises RunFolderError with the holder."""
     length, start = (0, 0) if by is None else (1, by)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
         if error.errno in _HELD:
             raise _being_written(folder, _note(descriptor)) from None
-        _ask_note(folder, _note(descriptor), by, f"the disk knows no locks ({error.strerror})")
+        _refuse_by_note(folder, _note(descriptor), by, f"the file system does not support locks ({error.strerror})")
 
 
-def _ask_note(folder: RunFolder, note: Mapping[str, Any], by: int | None, because: str) -> None:
-    """Without locks: raises RunFolderError where the note names another machine, or a process that lives here."""
-    logger.warning("%s: %s; a run that is going on in this folder is known by its note in %s only, and two that begin "
+def _refuse_by_note(folder: RunFolder, note: Mapping[str, Any], by: int | None, because: str) -> None:
+    """Without locks: raises RunFolderError where the note names another machine, or a live process of this one."""
+    logger.warning("%s: %s; a run in progress in this folder is known only by its note in %s, and two that start "
                    "at the same moment do not see each other", folder.path, because, LOCK)  # fmt: skip
     pid, host = note.get("pid"), note.get("host")
     if not isinstance(pid, int) or by == WRITER:
         return
     if host != socket.gethostname():
-        raise _being_written(folder, note, f"; where that process is gone, remove {folder.path / LOCK}")
+        raise _being_written(folder, note, f"; if that process is gone, remove {folder.path / LOCK}")
     with contextlib.suppress(ProcessLookupError):
         with contextlib.suppress(PermissionError):
             os.kill(pid, 0)
         if pid != os.getpid():
-            raise _being_written(folder, note, f"; where that is another program's, remove {folder.path / LOCK}")
+            raise _being_written(folder, note, f"; if it belongs to another program, remove {folder.path / LOCK}")
 
 
 def _being_written(folder: RunFolder, note: Mapping[str, Any], more: str = "") -> RunFolderError:
@@ -486,15 +479,15 @@ def _being_written(folder: RunFolder, note: Mapping[str, Any], more: str = "") -
     who = f" (pid {pid} on {one_line(str(host))}, since {one_line(str(note.get('since')))})" if pid else ""
     stop = f"kill {pid}" if host == socket.gethostname() else f"kill {pid} on {one_line(str(host))}"
     return RunFolderError(
-        f"{folder.path} is being written by another process{who}; wait until it has ended, stop it"
+        f"{folder.path} is being written by another process{who}; wait until it ends, stop it"
         f"{f' ({stop}, which saves its state)' if pid else ''}, or give another output.name{more}"
     )
 
 
 def _note(descriptor: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
-        return found if isinstance(found, dict) else {}
+        note = json.loads(os.pread(descriptor, 4096, 0).decode("utf-8", "replace"))
+        return note if isinstance(note, dict) else {}
     return {}
 
 
@@ -506,7 +499,7 @@ def _write_note(descriptor: int) -> None:
 
 
 def discard(folder: RunFolder) -> None:
-    """Remove a run that this start made and that never took a step."""
+    """Remove a run that this start created and that never took a step."""
     folder.manifest()
     shutil.rmtree(folder.path)
 
@@ -522,6 +515,8 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
         "seed": loaded.config.train.seed,
         "versions": versions(),
         "git": git_state(Path.cwd()),
+        "code": code_facts(),
+        "cwd": str(Path.cwd()),
         "hardware": hardware,
         "data": data,
         "choices": [],
@@ -530,81 +525,114 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
 
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and what can change a run's numbers; None where not installed."""
-    found: dict[str, str | None] = {"sft_play": sft_play.__version__, "python": platform.python_version()}
+    by_package: dict[str, str | None] = {"sft_play": sft_play.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found | {"platform": f"{platform.system()} {platform.machine()}"}
+            by_package[package] = None
+    return by_package | {"platform": f"{platform.system()} {platform.machine()}"}
+
+
+PACKAGE = Path(sft_play.__file__).resolve().parent
+
+
+def code_facts(package: Path = PACKAGE) -> dict[str, Any]:
+    """What identifies the program's own code: a digest of its files, and the git state of its checkout.
+
+    `git` is None where the package is installed, or lies in a repository that does not track it.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*")):
+        if file.suffix in (".py", ".yaml") and file.is_file():
+            digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    is_tracked = git_answer(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    return {"sha256": digest.hexdigest(), "git": git_state(package) if is_tracked else None}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether files differ from it; None outside a repository. Remotes are not read."""
-
-    def ask(*words: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    commit = ask("rev-parse", "HEAD")
+    """Commit, branch and whether the working tree differs; None outside a repository. Remotes are not read."""
+    commit = git_answer(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changed = ask("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "branch": ask("rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+    changed = git_answer(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "branch": git_answer(folder, "rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+
+
+def git_answer(folder: Path, *words: str) -> str | None:
+    """What git prints; None where there is no git, or it refuses."""
+    try:
+        answer = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
-    """The run to go on with: a named one, or the newest unfinished run of this config.
+    """The run to resume: the named one, or the newest unfinished run of this config.
 
     Raises:
         RunFolderError: there is none, or the named one is finished or not ours.
     """
     base = output_dir(output)
     if name is not None or output.name is not None:
-        return _named_run(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
-    runs = [(folder, manifest) for folder, manifest in _runs(base) if _is_of(manifest, config_path)]
-    unfinished = [item for item in runs if item[1].get("status") != "finished"]
+        folder = run_at(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
+        if folder.manifest().get("status") == "finished":
+            raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
+        return folder
+    config = str(config_path.absolute())
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    of_config = [(folder, manifest) for folder, manifest in manifests if manifest.get("config_path") == config]
+    unfinished = [item for item in of_config if item[1].get("status") != "finished"]
     if not unfinished:
-        finished = f" ({len(runs)} finished)" if runs else ""
+        finished = f" ({len(of_config)} finished)" if of_config else ""
         raise RunFolderError(
             f"no unfinished run of {config_path} in {base}{finished}; start one with make train CONFIG={config_path}"
         )
     return max(unfinished, key=lambda item: (str(item[1].get("started")), str(item[0].path)))[0]
 
 
-def _named_run(base: Path, name: str) -> RunFolder:
+def run_at(base: Path, name: str) -> RunFolder:
+    """The run of that name in an output folder.
+
+    Raises:
+        RunFolderError: there is none, or it is not one of ours.
+    """
     folder = RunFolder(base / name)
     if not folder.path.is_dir():
-        there = ", ".join(sorted(other.path.name for other, _ in _runs(base))[-8:]) or "none"
-        raise RunFolderError(f"there is no run {name} in {base}; the runs there: {there}")
-    if folder.manifest().get("status") == "finished":
-        raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
+        there = ", ".join(other.path.name for other in list(runs_in(base))[-8:]) or "none"
+        raise RunFolderError(f"there is no run {one_line(name)} in {base}; the runs there: {there}")
+    folder.manifest()
     return folder
 
 
-def _runs(base: Path) -> Iterable[tuple[RunFolder, dict[str, Any]]]:
+def run_named(base: Path, run: str) -> RunFolder:
+    """The run that RUN names: by its name in an output folder, or by its own path.
+
+    Raises:
+        RunFolderError: there is none, or it is not one of ours.
+    """
+    given = Path(run).expanduser()
+    if given.name != run or (given / MANIFEST).is_file():
+        return run_at(given.parent, given.name)
+    return run_at(base, checked_name(run, key="RUN"))
+
+
+def runs_in(base: Path, *, replaced: bool = False) -> Iterator[RunFolder]:
+    """Every run of this toolkit directly below an output folder, by name; with `replaced` those moved aside too."""
     for path in sorted(base.iterdir()) if base.is_dir() else []:
-        if path.name.startswith(".") or ".replaced-" in path.name:
-            continue
-        try:
-            yield RunFolder(path), RunFolder(path).manifest()
-        except RunFolderError:
-            continue
-
-
-def _is_of(manifest: Mapping[str, Any], config_path: Path) -> bool:
-    return manifest.get("config_path") == str(config_path.absolute())
+        if replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
+            with contextlib.suppress(RunFolderError):
+                RunFolder(path).manifest()
+                yield RunFolder(path)
 
 
 def check_same_run(
     folder: RunFolder, loaded: LoadedConfig, *, data: dict[str, Any], batch: dict[str, Any], backend: str = "bnb"
 ) -> None:
-    """Raises RunFolderError, listing every difference, when a run was made with settings that change its numbers.
+    """Raises RunFolderError, listing every difference, if a run was started with settings that change its numbers.
 
-    The batch may be split in another way over other ranks: what a step sees is the effective batch.
+    The batch may be split differently over other ranks: what matters is the effective batch.
     """
     try:
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
@@ -624,25 +652,25 @@ def check_same_run(
     for name, facts in data.items():
         was = recorded.get(name) if isinstance(recorded, dict) else None
         if not isinstance(was, dict):
-            lines.append(f"data {name}: the run's manifest does not say what it was")
+            lines.append(f"data {name}: the run's manifest does not record what it was")
         elif was.get("sha256") != facts.get("sha256"):
             lines.append(f"data {name}: the content of {facts.get('path')} has changed since the run started")
-    trained_by = manifest.get("backend", "bnb")  # the only one before the manifest named it
+    trained_by = manifest.get("backend", "bnb")  # the only backend before the manifest named it
     if trained_by != backend and "tuning.backend" not in differing:
-        lines.append(f"tuning backend: the run was trained by {trained_by}, and here {backend} would train it on")
+        lines.append(f"tuning backend: the run was trained by {trained_by}, and {backend} would continue it here")
     before = manifest.get("batch")
     if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")
     if lines:
         listed = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
         raise RunFolderError(
-            f"{folder.path} was made with other settings, so going on would mix two runs:\n{listed}\n"
+            f"{folder.path} was started with other settings, and continuing would mix two runs:\n{listed}\n"
             "set these back, or start a new run"
         )
 
 
 def _came_later(old: Mapping[str, Any], key: str, now: Any) -> bool:
-    """Whether a setting is one that the version of an old run did not have, and has the value that changes nothing."""
+    """Whether a setting did not exist in the version of an old run, and has the value that changes nothing."""
     *outer, name = key.split(".")
     for part in outer:
         old = old.get(part) if isinstance(old.get(part), dict) else {}  # type: ignore[assignment]
@@ -662,32 +690,38 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def first_day(folder: RunFolder) -> date:
+    """The day of the run's first start, for chat templates that write the date."""
+    kept = folder.manifest().get("template_date") if folder.manifest_path.is_file() else None
+    return date.fromisoformat(kept) if isinstance(kept, str) else date.today()
+
+
 def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> None:
-    """Drop the lines of metrics after `step`, of a run with stages those of this one: a resumed run writes those steps
+    """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
     again."""
     if path.exists():
-        kept = [line for line, entry in _metrics(path) if entry["step"] <= step or entry.get("stage") != stage]
+        kept = [line for line, entry in metrics(path) if entry["step"] <= step or entry.get("stage") != stage]
         write_text(path, "".join(f"{line}\n" for line in kept))
 
 
 def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
-    """The figures of the validation rows by step, from before training on: `step`, `loss`, `exact_match`.
+    """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`.
 
     A resumed run has those of its earlier starts too.
     """
-    found: dict[int, dict[str, Any]] = {}
-    for _, entry in _metrics(path) if path.exists() else ():
+    by_step: dict[int, dict[str, Any]] = {}
+    for _, entry in metrics(path) if path.exists() else ():
         if entry.get("stage") != stage:
             continue
         figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
         if figures:
             empty = {"step": entry["step"], "loss": None, "exact_match": None}
-            found[entry["step"]] = found.get(entry["step"], empty) | figures
-    return [found[step] for step in sorted(found)]
+            by_step[entry["step"]] = by_step.get(entry["step"], empty) | figures
+    return [by_step[step] for step in sorted(by_step)]
 
 
-def _metrics(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Lines of metrics.jsonl that are whole, each with what it says."""
+def metrics(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Complete lines of metrics.jsonl, each with its content."""
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)

@@ -1,5 +1,6 @@
-"""Which command takes which variable of make, and which flag: the one table that make, the program and the tests read.
+"""The variables of make, and the program's flags for them, in one table.
 
+Make's check of its command line, `make help`, the program's flags and their help, its `Request` and the tests read it.
 Standard library only, and nothing newer than Python 3.6: `scripts/check_variables.py` reads it with any Python, before
 there is an environment.
 """
@@ -16,118 +17,223 @@ TARGETS = {
 LAUNCHING = ("train-distributed", "train-deepspeed", "launch-command")
 TRAINING = ("train", *LAUNCHING, "resume")
 DESCRIBING = ("plan", "doctor", "render", "preview", "check", "full-pipeline")
-"""Commands that say something about the run which `train` with the same words would start."""
+"""Commands about the run that `train` with the same words would start."""
+_FINISHED = (
+    "chat",
+    "infer",
+    "eval",
+    "merge",
+    "merge-test",
+    "report",
+    "reproduce",
+    "ship",
+    "export",
+    "export-test",
+    "serve",
+    "push",
+)
+"""Commands that work on a finished run."""
+_LISTING = ("compare", "runs", "prune")
 _DATA = ("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline")
 _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
     *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
+    *_FINISHED,
+    *_LISTING,
     *_DATA,
 )
+COMMANDS = (*_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
+"""Every command of `sft-play`."""
 _BENCHMARKS = (
     *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
     *("bench-data", "benchmark-speed", "mutation-score"),
 )
 _ANSWERING = (
-    *(
-        "plan",
-        "memory-model-score",
-        "verify-layouts",
-        "doctor",
-        "gpu-info",
-        "gpu-selftest",
-        "memory-check",
-        "mask-score",
-    ),
-    *_DATA,
+    *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "gpu-selftest", "memory-check"),
+    *("mask-score", *_DATA),
 )
+_LAUNCHED = (*LAUNCHING, "resume", "doctor")
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")
-COMMANDS_OF_MAKE = ("help", "setup", "setup-unsloth", "lock", "test", "lint", "format", "clean", *_BENCHMARKS)
-"""Targets that are no commands of `sft-play`."""
+COMMANDS_OF_MAKE = (
+    *("help", "setup", "setup-unsloth", "lock", "test", "coverage", "lint", "format", "clean"),
+    *_BENCHMARKS,
+)
+"""Targets that are not commands of `sft-play`."""
 _ANYWHERE = ("*",)
 
 
 class Variable(NamedTuple):
     """A variable of make, and the flag of the program that means the same.
 
-    `kind`: "text", which may not be empty; "list", of which there may be none; "switch", off where it is empty or 0.
-    `ranks`: the commands that take the flag though make's target of that name does not pass the variable.
+    `commands`: those that take it. `help` and `example`: its line of `make help`, and the help of its flag.
+    `kind`: how `Request` reads it: "text", "path", "names" (with commas), "count" (from 1) and "number" (from 0) may
+    not be empty; "list" may; "switch" is off where it is empty or 0; "launch" is read by `launch/launch_options.py`.
+    `of`: what a count or a number counts, for error messages.
+    `ranks`: commands that take the flag, although make's target of that name does not pass the variable.
     """
 
     commands: Tuple[str, ...]
-    help: str = ""
+    help: str
+    example: str
     kind: str = "text"
     has_flag: bool = True
     ranks: Tuple[str, ...] = ()
+    of: str = ""
 
 
-_TO_RANKS = ("train",)  # a rank runs `train` with the layout that its parent, or a person with torchrun, gave it
+_TO_RANKS = ("train", "rank")
+"""Commands that run as a rank, with the layout that the parent, or a person with torchrun, gave."""
 VARIABLES: Dict[str, Variable] = {
-    "CONFIG": Variable(_CONFIGURED, "run YAML"),
-    "SET": Variable(_CONFIGURED, "settings that replace those of CONFIG", kind="list", has_flag=False),
-    "HARDWARE": Variable(("plan", "gpu-info", "check", "full-pipeline"), "plan for a named machine, such as 2xH200"),
-    "RUN": Variable(("resume", "consolidate", "memory-check", *_BOARDS), "name of a run, or its folder"),
-    "JSON": Variable(_ANSWERING, "print one JSON object and nothing else", kind="switch"),
-    "OUT": Variable((*_ANSWERING, "consolidate", *_BENCHMARKS), "write the answer to this file too"),
-    "TRACE": Variable(("plan",), "confirm the choice by a trace", kind="switch"),
-    "WHATIF": Variable(("plan",), "a grid, such as model.max_seq_len=2048,4096"),
-    "MAX": Variable(("plan",), "find the largest seq_len, batch or model that fits"),
-    "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour"),
-    "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks"),
-    "LAYOUTS": Variable(("verify-layouts",), "those to compare, such as ddp,fsdp"),
-    "MODES": Variable(("verify-layouts",), "full, lora, qlora"),
-    "STEPS": Variable(("verify-layouts",), "optimizer steps of each run"),
-    "FULL": Variable(("gpu-info",), "ask torch what it sees", kind="switch"),
-    "WATCH": Variable(("memory-check",), "renew until Ctrl-C", kind="switch"),
-    "YES": Variable(("tb-clean",), "remove without asking", kind="switch"),
+    "CONFIG": Variable(_CONFIGURED, "the run YAML", "FILE", kind="path", ranks=("rank",)),
+    "SET": Variable(
+        _CONFIGURED,
+        "settings that replace those of CONFIG",
+        "'a.b=1 c.d=[x, y]'",
+        kind="list",
+        has_flag=False,
+        ranks=("rank",),
+    ),
+    "HARDWARE": Variable(
+        ("plan", "gpu-info", "check", "full-pipeline"), "plan for this machine instead of the present one", "2xH200"
+    ),
+    "RUN": Variable(
+        ("resume", "consolidate", "memory-check", *_BOARDS, *_FINISHED),
+        "name of a run, or its folder (resume, consolidate and what looks at runs); last: the newest finished one",
+        "NAME",
+    ),
+    "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", kind="switch"),
+    "OUT": Variable(
+        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS),
+        "write the answer to this file too",
+        "FILE",
+        kind="path",
+    ),
+    "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", kind="switch"),
+    "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
+    "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
+    "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", kind="number", of="the money of a GPU-hour"),
+    "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks", "FILE", kind="path"),
+    "LAYOUTS": Variable(("verify-layouts",), "the layouts to compare", "ddp,fsdp", kind="names"),
+    "MODES": Variable(("verify-layouts",), "full, lora, qlora", "lora", kind="names"),
+    "STEPS": Variable(("verify-layouts",), "optimizer steps of each run", "4", kind="count", of="optimizer steps"),
+    "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", kind="switch"),
+    "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", kind="switch"),
+    "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", kind="names"),
+    "CHECKPOINTS": Variable(("prune",), "remove only the checkpoints of finished runs", "1", kind="switch"),
+    "YES": Variable(("tb-clean", "prune", "push"), "remove or upload without asking", "1", kind="switch"),
     "FORCE": Variable(
-        ("process", "style", "dapt-docx", "render", "preview", "full-pipeline", "setup-accelerate"),
-        "write over files that were edited by hand",
+        (
+            *("process", "style", "dapt-docx", "render", "preview", "full-pipeline", "setup-accelerate", "merge"),
+            *("export", "reproduce"),
+        ),
+        "overwrite what was edited by hand or is there (commands on data, setup-accelerate, merge, export); reproduce: "
+        "train by the present code where the run's cannot be had",
+        "1",
         kind="switch",
     ),
-    "STYLE": Variable(("style", "full-pipeline"), "the system prompt"),
-    "N": Variable(("preview",), "how many examples"),
-    "ROW": Variable(("preview",), "this row, counted from 1"),
-    "TEMPLATES": Variable(("mask-score",), "folder of chat templates"),
-    "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer"),
-    "NOTEBOOK": Variable(("run-notebook",), "the notebook (.ipynb) to run over ranks"),
-    "STRATEGY": Variable(
-        (*LAUNCHING, "resume", "doctor", "plan"), "layout over several ranks: ddp, fsdp, zero2, …", ranks=_TO_RANKS
+    "STYLE": Variable(("style", "full-pipeline"), "the system prompt", "'You are terse.'"),
+    "N": Variable(("preview",), "how many examples", "5", kind="count", of="examples"),
+    "ROW": Variable(("preview",), "this row of the training file", "12", kind="count", of="a row, counted from 1"),
+    "TEMPLATES": Variable(("mask-score",), "folder of chat templates", "FOLDER", kind="path"),
+    "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer", "FOLDER"),
+    "NOTEBOOK": Variable(
+        ("run-notebook",), "the notebook (.ipynb) to run over ranks, from its own folder", "FILE", kind="path"
     ),
-    "NPROC": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate", "run-notebook"), "processes on this node"),
-    "GPUS": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate", "run-notebook"), "GPUs to use, such as 0,1"),
-    "NNODES": Variable((*LAUNCHING, "resume", "doctor"), "machines (with NODE_RANK, MASTER_ADDR, MASTER_PORT)"),
-    "NODE_RANK": Variable((*LAUNCHING, "resume", "doctor"), has_flag=False),
-    "MASTER_ADDR": Variable((*LAUNCHING, "resume", "doctor"), has_flag=False),
-    "MASTER_PORT": Variable((*LAUNCHING, "resume", "doctor"), has_flag=False),
-    "DEEPSPEED_CONFIG": Variable((*LAUNCHING, "resume", "doctor"), "DeepSpeed's file", ranks=_TO_RANKS),
-    "ACCELERATE_CONFIG": Variable((*LAUNCHING, "resume", "doctor", "setup-accelerate"), has_flag=False),
-    "NUM_MACHINES": Variable(("setup-accelerate",), has_flag=False),
-    "MACHINE_RANK": Variable(("setup-accelerate",), has_flag=False),
-    "MAIN_IP": Variable(("setup-accelerate",), has_flag=False),
-    "MAIN_PORT": Variable(("setup-accelerate",), has_flag=False),
-    "INTERACTIVE": Variable(("setup-accelerate",), kind="switch", has_flag=False),
-    "TB_PORT": Variable(_WATCHED, has_flag=False),
-    "TB_HOST": Variable(_WATCHED, has_flag=False),
-    "TB_KEEP": Variable(_WATCHED, kind="switch", has_flag=False),
-    "SMALL": Variable(("benchmark", "benchmark-engines"), kind="switch", has_flag=False),
-    "ROWS": Variable(("bench-data",), has_flag=False),
-    "TRL_ROWS": Variable(("bench-data",), has_flag=False),
-    "MUTANTS": Variable(("mutation-score",), has_flag=False),
-    "SEED": Variable(("mutation-score",), has_flag=False),
-    "TESTS": Variable(("test",), kind="list", has_flag=False),
-    "TORCH": Variable(("lock", "setup", "setup-unsloth"), has_flag=False),
-    "PYTHON": Variable(_ANYWHERE, has_flag=False),
-    "VENV": Variable(_ANYWHERE, has_flag=False),
-    "UNSLOTH_VENV": Variable(_ANYWHERE, has_flag=False),
+    "INPUT": Variable(("infer",), "prompts: one a line (.txt), or rows as training reads them", "FILE", kind="path"),
+    "OUTPUT": Variable(("infer",), "where the answers go, as JSONL", "FILE", kind="path", has_flag=False),
+    "MAX_NEW_TOKENS": Variable(("chat", "infer", "eval"), "longest answer", "512", kind="count", of="tokens"),
+    "TEMPERATURE": Variable(
+        ("chat",), "of sampling; 0 takes the likeliest token", "0.7", kind="number", of="a temperature"
+    ),
+    "SYSTEM": Variable(("chat",), "the system prompt", "'You are terse.'"),
+    "ENGINE": Variable(("serve",), "what serves: transformers (default), or vllm where it is installed", "vllm"),
+    "HOST": Variable(("serve",), "the address to listen on; others than 127.0.0.1 are open to the network", "0.0.0.0"),
+    "PORT": Variable(("serve",), "the port; 0 takes any free one", "8000"),
+    "DTYPE": Variable(("merge",), "dtype of the merged weights: bf16, fp16, fp32", "bf16"),
+    "BASE": Variable(("merge",), "of a QLoRA run, the weights to merge into: dequantized, original", "original"),
+    "LIMIT": Variable(
+        ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", kind="count", of="rows"
+    ),
+    "SPLIT": Variable(("eval",), "which held-out rows: val, test", "val"),
+    "DATA": Variable(("eval",), "rows of this file instead, in any format that training reads", "FILE"),
+    "METRICS": Variable(
+        ("eval",), "of answers: exact_match, rouge_l, chrf, your module:function, or none", "rouge_l", kind="names"
+    ),
+    "TASKS": Variable(("eval",), "tasks of lm-evaluation-harness too", "gsm8k,mmlu", kind="names"),
+    "TOLERANCE": Variable(
+        ("ship",),
+        "nats a token by which the loss on general text and chats may rise",
+        "0.3",
+        kind="number",
+        of="nats a token",
+    ),
+    "REPLAY": Variable(
+        ("ship",), "compute the verdict of this ship.json again, without the model", "FILE", kind="path"
+    ),
+    "SERVE": Variable(
+        ("check",), "engines that are to load the result: vllm, sglang, llama.cpp", "vllm,sglang", kind="names"
+    ),
+    "FORMAT": Variable(("export",), "what to export for: gguf, ollama, vllm", "gguf"),
+    "QUANT": Variable(("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)", "q8_0"),
+    "LLAMA_CPP": Variable(
+        ("export", "export-test"), "a checkout of llama.cpp, in place of the fetched converter", "FOLDER", kind="path"
+    ),
+    "REPO": Variable(("push",), "the repository on the Hugging Face hub", "user/name"),
+    "MERGED": Variable(("push",), "upload the merged model in place of the adapter", "1", kind="switch"),
+    "PUBLIC": Variable(("push",), "make the repository public; a new one is private without it", "1", kind="switch"),
+    "STRATEGY": Variable(
+        (*_LAUNCHED, "plan"),
+        "layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …",
+        "zero2",
+        kind="launch",
+        ranks=_TO_RANKS,
+    ),
+    "NPROC": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "processes on this node", "2", kind="launch"),
+    "GPUS": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "the GPUs to use", "0,1", kind="launch"),
+    "NNODES": Variable(_LAUNCHED, "several nodes, the command once on each (with the next three)", "2", kind="launch"),
+    "NODE_RANK": Variable(_LAUNCHED, "which of them this one is, from 0", "0", kind="launch", has_flag=False),
+    "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", kind="launch", has_flag=False),
+    "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", kind="launch", has_flag=False),
+    "DEEPSPEED_CONFIG": Variable(
+        _LAUNCHED, "your DeepSpeed file (JSON or YAML)", "FILE", kind="launch", ranks=_TO_RANKS
+    ),
+    "ACCELERATE_CONFIG": Variable(
+        (*_LAUNCHED, "setup-accelerate"), "your accelerate configuration", "FILE", has_flag=False
+    ),
+    "NUM_MACHINES": Variable(("setup-accelerate",), "how many machines", "2", has_flag=False),
+    "MACHINE_RANK": Variable(("setup-accelerate",), "which of them this one is, from 0", "0", has_flag=False),
+    "MAIN_IP": Variable(("setup-accelerate",), "the address of machine 0", "HOST", has_flag=False),
+    "MAIN_PORT": Variable(("setup-accelerate",), "a free port there", "29500", has_flag=False),
+    "INTERACTIVE": Variable(("setup-accelerate",), "answer accelerate's own questions", "1", "switch", has_flag=False),
+    "TB_PORT": Variable(_WATCHED, "TensorBoard's port", "6006", has_flag=False),
+    "TB_HOST": Variable(_WATCHED, "TensorBoard's address", "127.0.0.1", has_flag=False),
+    "TB_KEEP": Variable(_WATCHED, "keep TensorBoard running after the run", "1", kind="switch", has_flag=False),
+    "SMALL": Variable(("benchmark", "benchmark-engines"), "small runs, on a CPU too", "1", "switch", has_flag=False),
+    "ROWS": Variable(("bench-data",), "how many rows", "10000,1000000", has_flag=False),
+    "TRL_ROWS": Variable(("bench-data",), "how many of them TRL prepares", "10000", has_flag=False),
+    "MUTANTS": Variable(("mutation-score",), "how many changes", "200", has_flag=False),
+    "SEED": Variable(("mutation-score",), "which sample of them", "0", has_flag=False),
+    "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", kind="list", has_flag=False),
+    "TORCH": Variable(
+        ("lock", "setup", "setup-unsloth"),
+        "the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z",
+        "BUILD",
+        has_flag=False,
+    ),
+    "PYTHON": Variable(_ANYWHERE, "the Python (3.11 to 3.14) that .venv is built with", "PATH", has_flag=False),
+    "VENV": Variable(_ANYWHERE, "use this environment of yours; it is never built or changed", "PATH", has_flag=False),
+    "UNSLOTH_VENV": Variable(
+        _ANYWHERE, "the environment that has Unsloth, where it is not .venv-unsloth", "PATH", has_flag=False
+    ),
 }
 """Every variable of make that the toolkit reads."""
 FLAGS: Dict[str, Tuple[str, ...]] = {
-    "--deepspeed": (*TRAINING, "doctor"),
-    "--tensorboard": TRAINING,
-    "--local_rank": TRAINING,
+    "--deepspeed": (*TRAINING, "doctor", "rank"),
+    "--tensorboard": (*TRAINING, "rank"),
+    "--local_rank": (*TRAINING, "rank"),
 }
-"""Flags that are no variables, and the commands that take them."""
+"""Flags that are not variables, and the commands that take them."""
 
 OTHER_WORDS = {
     "RANK": "NODE_RANK",
@@ -141,7 +247,7 @@ OTHER_WORDS = {
     "DEVICES": "GPUS",
     "LAYOUT": "STRATEGY",
 }
-"""What launchers call the same things, in capitals without underscores."""
+"""Other launchers' names for the same, in capitals without underscores."""
 
 OF_OTHERS = (
     *(
@@ -176,7 +282,7 @@ OF_OTHERS = (
         "XLA_",
     ),
 )
-"""How the names of other programs' and libraries' variables begin: `make train HF_TOKEN=…` hands them on."""
+"""Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on."""
 _OTHERS = (
     *("ALL_PROXY", "BROWSER", "CC", "CFLAGS", "CI", "COLUMNS", "CPATH", "CXX", "CXXFLAGS", "DISPLAY", "FORCE_COLOR"),
     *("GNUMAKEFLAGS", "HOME", "HTTPS_PROXY", "HTTP_PROXY", "LANG", "LANGUAGE", "LDFLAGS", "LIBRARY_PATH", "LINES"),
@@ -192,8 +298,7 @@ def command_of(target: str) -> str:
 
 def targets() -> Set[str]:
     """Every target of make that the table speaks of."""
-    named = {command for variable in VARIABLES.values() for command in variable.commands} - set(_ANYWHERE)
-    return {*named, *TARGETS, *COMMANDS_OF_MAKE, "generate"}
+    return {*COMMANDS, *TARGETS, *COMMANDS_OF_MAKE}
 
 
 def is_taken(name: str, target: str) -> bool:
@@ -208,11 +313,24 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     return tuple(one for one in (*variable.commands, *variable.ranks) if one not in (*TARGETS, *COMMANDS_OF_MAKE))
 
 
+_FEW = 4
+
+
+def help_lines() -> List[str]:
+    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning."""
+    lines = []
+    for name, variable in VARIABLES.items():
+        few = variable.commands != _ANYWHERE and len(variable.commands) <= _FEW
+        takers = f"{', '.join(variable.commands)}: " if few else ""
+        lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
+    return lines
+
+
 def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) -> Optional[str]:
     """What is wrong with the variables on make's command line, in one line; None where nothing is.
 
     Args:
-        goals: the targets that were asked for; those that the table does not know are make's to refuse.
+        goals: the targets that were asked for; make itself refuses those that the table does not have.
         given: the names of all variables on the command line, of which `empty` have no value.
     """
     asked = [goal for goal in (goals or ["help"]) if goal in targets()]
@@ -221,7 +339,11 @@ def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) ->
     words = f"make {' '.join(asked)}" if goals else "make without a target"
     wrong = [text for name in sorted(given) for text in [_wrong(name, asked, words)] if text]
     for name in sorted(empty):
-        if name in VARIABLES and VARIABLES[name].kind == "text" and any(is_taken(name, goal) for goal in asked):
+        if (
+            name in VARIABLES
+            and VARIABLES[name].kind not in ("list", "switch")
+            and any(is_taken(name, goal) for goal in asked)
+        ):
             wrong.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
     return "; ".join(wrong) or None
 
@@ -231,20 +353,32 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
     if name in VARIABLES:
         if any(is_taken(name, goal) for goal in asked):
             return None
-        return f"{name}= is not used by {words}; it belongs to {_takers(name)}"
+        refused = f"{name}= is not used by {words}; it belongs to {_takers(name)}"
+        is_run = any(command_of(goal) in (*TRAINING, *DESCRIBING) for goal in asked)
+        return f"{refused} (the setting: SET='{SETTINGS[name]}=...')" if is_run and name in SETTINGS else refused
     if name.upper() in _OTHERS:
         return None
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
     near = OTHER_WORDS.get(_plain(name)) or nearest(name, own, list(VARIABLES))
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"
-        return f"{name}= is no variable of {words}; did you mean {near}=?{whose}"
+        return f"{name}= is not a variable of {words}; did you mean {near}=?{whose}"
     if name.startswith(OF_OTHERS):
         return None
     return (
-        f"{name}= is no variable of {words}, which takes {', '.join(own)} (a setting of the run YAML goes into "
+        f"{name}= is not a variable of {words}, which takes {', '.join(own)} (a setting of the run YAML goes into "
         f"SET='a.b=1'; a variable for another program goes before make: {name}=... make)"
     )
+
+
+SETTINGS = {
+    "BASE": "model.name",
+    "DATA": "data.train_path",
+    "OUTPUT": "output.dir",
+    "SEED": "train.seed",
+    "STEPS": "train.max_steps",
+}
+"""Variables of some targets whose names stand for a setting where a run is trained or described."""
 
 
 def _takers(name: str) -> str:
@@ -254,7 +388,7 @@ def _takers(name: str) -> str:
 
 
 def nearest(name: str, *choices: Sequence[str]) -> Optional[str]:
-    """The name that was probably meant: of the first list that has one at all; None where none is near.
+    """The name that was probably meant, from the first list that has a near one; None where none is near.
 
     Case, hyphens and underscores do not count. Of short names one letter may differ, of longer ones two.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 from sft_play.environment import OF_MAKE, waiting_threads
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared" / "data"
+SHARED = Path(os.environ.get("SFT_PLAY_SHARED") or ROOT.parent / "shared" / "data")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what runs in its background with Ctrl-C ignored, which every process of a test would inherit.
@@ -31,14 +33,18 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 def shared(name: str) -> Path:
-    """A file of the shared material, or a skip that says so."""
+    """A file of the shared material (`../shared/data`, or SFT_PLAY_SHARED), or a skip that says so."""
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"the shared material is not here: {path}")
     return path
 
 
-LONGEST_FIRST = ("test_starter", "test_distributed", "test_failures", "test_trace", "test_endings", "test_going_on")
+LONGEST_FIRST = (
+    *("test_starter", "test_failures", "test_train", "test_stages", "test_distributed", "test_makefile"),
+    *("test_fsdp_loading", "test_trace", "test_tensorboard", "test_score", "test_plan_inputs", "test_ways_in"),
+    *("test_mask_score", "test_memory_check", "test_endings", "test_going_on"),
+)
 """Files that take minutes: first, so that no process is left with one when the other has nothing to do."""
 
 
@@ -47,11 +53,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+_IMPORTS_OF_LIBRARIES = 300
+_frozen_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Leave what libraries made at import out of Python's garbage collections, of which every run makes several:
+    each walks through a million objects that stay."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + _IMPORTS_OF_LIBRARIES:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
+
+
 VARIABLES = (
     *(name for name in OF_MAKE if name not in ("TESTS", "TORCH")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_AGENT", "SFT_PLAY_PARENT", "SFT_PLAY_MAKE", "TORCHELASTIC_ERROR_FILE"),
+    *(
+        "SFT_PLAY_RUN",
+        "SFT_PLAY_RESUMED",
+        "SFT_PLAY_AGENT",
+        "SFT_PLAY_PARENT",
+        "SFT_PLAY_MAKE",
+        "TORCHELASTIC_ERROR_FILE",
+    ),
     "GLOO_SOCKET_IFNAME",
+    "PYTEST_ADDOPTS",
 )
 """Variables of make and of launchers, which a test sets for itself."""
 
@@ -69,6 +97,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("SFT_PLAY_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("huggingface")))
         yield
+
+
+DRAWING = ("test_report", "test_compare", "test_trained_story")
+"""Files whose tests look at charts."""
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run ends with a report, whose charts take a second to draw: elsewhere it is written without them."""
+    if request.path.stem not in DRAWING:
+        monkeypatch.setattr("sft_play.finished.report.drawn", lambda charts: [])
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +138,14 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat(question: str, answer: str) -> dict[str, object]:
     """A row of one question and one answer."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def need_documents_extra() -> None:
+    """Skips a test that reads documents where the extra is not installed."""
+    from sft_play.documents.documents import PACKAGES
+
+    for module in PACKAGES.values():
+        pytest.importorskip(module, reason="the documents extra is not installed; make test adds it")
 
 
 Command = Callable[..., tuple[int, str]]

@@ -57,22 +57,22 @@ def whole_gradients(trainer: Any) -> int:
 def run(words: list[str], found: Path | None) -> int:
     """One run; its facts go into `found`."""
     from sft_play.cli import main as command
-    from sft_play.train import engine
-    from sft_play.train.trainer import PlannedTrainer
+    from sft_play.training import distributed
+    from sft_play.training.trainer import PlannedTrainer
 
     facts: dict[str, Any] = {}
-    prove, step = engine.prove, PlannedTrainer.training_step
+    check_engine, step = distributed.check_engine, PlannedTrainer.training_step
 
     def proved(trainer: Any, plan: Any) -> Any:
         facts.update(told(trainer))
-        return prove(trainer, plan)
+        return check_engine(trainer, plan)
 
     def stepped(self: Any, *args: Any, **options: Any) -> Any:
         loss = step(self, *args, **options)
         facts["whole_gradients"] = max(facts.get("whole_gradients", 0), whole_gradients(self))
         return loss
 
-    engine.prove, PlannedTrainer.training_step = proved, stepped
+    distributed.check_engine, PlannedTrainer.training_step = proved, stepped
     code = command(words)
     if found is not None:
         found.write_text(json.dumps(facts))
@@ -106,9 +106,9 @@ def free_port() -> int:
 
 def main(runs: Path, found: Path) -> int:
     """Run them all; the exit code is that of the first rank that fails, which ends the other one."""
-    import sft_play.train.run
+    import sft_play.training.run
 
-    print(f"{sft_play.train.run.__name__} and all that it needs is imported", flush=True)
+    print(f"{sft_play.training.run.__name__} and all that it needs is imported", flush=True)
     facts = []
     for words in json.loads(runs.read_text()):
         port = free_port()

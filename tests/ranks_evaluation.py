@@ -18,13 +18,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
-from sft_play.data.dataset import Report, Split
+from sft_play.data.masks.render import IGNORED
+from sft_play.data.splits import Split
+from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
-from sft_play.plan.plan import make_plan
+from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs import RunFolder
-from sft_play.train.rows import MASKED
-from sft_play.train.trainer import build_trainer
+from sft_play.training.trainer import build_trainer
 
 SIZES = (1, 3, 5, 11, 64)
 """Rows of an evaluation batch; there are 11 rows."""
@@ -35,8 +36,8 @@ def rows_of(count: int = len(LENGTHS)) -> Dataset:
     """Rows of very different lengths, of which a random share is trained on; one has no trained token."""
     draw = np.random.default_rng(1)
     ids = [draw.integers(3, 300, size=length).tolist() for length in LENGTHS[:count]]
-    labels = [[token if draw.random() < 0.6 else MASKED for token in row] for row in ids]
-    labels[1] = [MASKED] * len(labels[1])
+    labels = [[token if draw.random() < 0.6 else IGNORED for token in row] for row in ids]
+    labels[1] = [IGNORED] * len(labels[1])
     return Dataset.from_dict({"input_ids": ids, "labels": labels, "source": [0] * len(ids)})
 
 
@@ -47,12 +48,12 @@ def trainer_of(model: Path, folder: Path, *overrides: str, ranks: int = 1, rows:
         "train: {effective_batch_size: 4, batch_size: 2, max_steps: 2, report_to: [], save_steps: 9, warmup_steps: 0}\n"
     )
     config = config_from_text(text, name="run.yaml", overrides=list(overrides))
-    plan = make_plan(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks))
-    split = Split(rows_of() if rows is None else rows, Report("rows", "rows"))
+    plan = make_plan(PlanRequest(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks)))
+    split = Split(rows_of() if rows is None else rows, RowStats("rows", "rows"))
     return build_trainer(
         config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, plan.precision.load)),
-        tokenizer=AutoTokenizer.from_pretrained(model), train=split, evaluation=split, callbacks=[],
+        tokenizer=AutoTokenizer.from_pretrained(model), train=split, evaluation=split,
     )  # fmt: skip
 
 

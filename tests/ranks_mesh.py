@@ -19,10 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sft_play.errors import ModelError
 from sft_play.facts.families import TENSOR_PARALLEL
-from sft_play.plan.layout import Layout
-from sft_play.train import context_parallel, tensor_parallel
-from sft_play.train.collate import Collator
-from sft_play.train.model import linear_layers
+from sft_play.planner.layout import Layout
+from sft_play.training import context_parallel, tensor_parallel
+from sft_play.training.collate import Collator
+from sft_play.training.model import linear_layers
 
 RANKS = 2
 NOT_DIVIDED = ("apertus", "phi3", "olmo2", "mixtral", "qwen3_moe")

@@ -11,12 +11,12 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ModelConfig
 from sft_play.errors import ModelError
-from sft_play.plan.moments import Step
+from sft_play.planner.memory.step_memory import Step
 from sft_play.trace import confirm
 from sft_play.trace.replay import BIRTH
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record, trace_step
-from sft_play.train.attention import choose_attention
+from sft_play.training.attention import choose_attention
 from tests.test_trace import GEMMA3, GPT2, LLAMA
 
 pytestmark = pytest.mark.build
@@ -156,9 +156,9 @@ def test_flash_attention_is_refused_where_transformers_would_take_another_kernel
     """gpt-oss lists the kernels that know its sinks; flash-attn 2 is not among them."""
     from transformers import GptOssForCausalLM
 
-    from sft_play.train import attention
+    from sft_play.training import attention
 
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     config = config_from_text("model: {name: x, attn_implementation: flash_attention_2}", name="run")
-    with pytest.raises(ModelError, match="other kernels alone"):
+    with pytest.raises(ModelError, match="runs only with other kernels"):
         choose_attention(config, GptOssForCausalLM)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data import formats
-from sft_play.data.messages import NOTE_ENCODED_TWICE
 from sft_play.data.process import ProcessReport, process
+from sft_play.data.sources import formats
+from sft_play.data.sources.messages import NOTE_ENCODED_TWICE
 from sft_play.errors import DataError
-from tests.conftest import shared
+from tests.bundled import ORIGINS, bad_inputs
+
+pytestmark = pytest.mark.parametrize("origin", ORIGINS)
 
 
-def run(tmp_path, name: str, *settings: str) -> ProcessReport:
+def run(tmp_path, origin: str, name: str, *settings: str) -> ProcessReport:
     config = config_from_text(
-        f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {shared('bad_inputs')}/{name}, out_dir: {tmp_path}, "
+        f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {bad_inputs(origin)}/{name}, out_dir: {tmp_path}, "
         "val_fraction: 0, test_fraction: 0}}",
         name="run.yaml",
         overrides=settings,
@@ -32,10 +34,10 @@ WHOLE_FILES = {
 
 
 @pytest.mark.parametrize("name", WHOLE_FILES)
-def test_a_file_that_cannot_be_read_says_where_and_what_to_do(tmp_path, name):
+def test_a_file_that_cannot_be_read_says_where_and_what_to_do(origin, tmp_path, name):
     for settings in ((), ("data.on_bad_row=skip",)):
         with pytest.raises(DataError) as error:
-            run(tmp_path, name, *settings)
+            run(tmp_path, origin, name, *settings)
         for part in WHOLE_FILES[name]:
             assert part in str(error.value)
     assert not list(tmp_path.glob("*.json*"))
@@ -45,29 +47,30 @@ BAD_ROWS = {
     "01_malformed_line.jsonl": (
         6,
         ":4: not valid JSON (the string that starts at column 43 is not closed. "
-        'Line: {"messages": [{"role": "user", "content": "half a line)',
+        'Line: {"messages": [{"role": "user", "content": "CUT)',
     ),
-    "10_missing_key.jsonl": (6, ":3: messages is missing (format messages; keys there: conversations)"),
+    "10_missing_key.jsonl": (6, ":3: messages is missing (format messages; its keys: conversations)"),
     "11_null_content.jsonl": (6, ":3: content is not text (messages[1].content is null, expected a string)"),
     "13_empty_messages.jsonl": (6, ":3: messages is empty"),
     "14_ends_with_user.jsonl": (6, ":3: ends with a user turn, nothing to learn from it"),
     "17_role_typo.jsonl": (6, ':3: unknown role "asistant" (messages[1]; did you mean "assistant"?)'),
     "18_content_is_number.jsonl": (6, ":3: content is not text (messages[1].content is a number, expected a string)"),
     "19_output_is_object.json": (1, ":1:52: output is not text (it is an object)"),
-    "24_duplicate_json_key.jsonl": (6, ':1: the key "messages" stands twice in one object'),
+    "24_duplicate_json_key.jsonl": (6, ':1: the key "messages" occurs twice in one object'),
     "27_lone_surrogate.jsonl": (6, ":1: half of a surrogate pair (a broken emoji) in the text"),
     "30_nan_literal.jsonl": (1, ":1: NaN is not JSON"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_row_that_cannot_be_used_is_named_and_may_be_skipped(tmp_path, name):
+def test_a_row_that_cannot_be_used_is_named_and_may_be_skipped(origin, tmp_path, name):
     kept, message = BAD_ROWS[name]
+    message = message.replace("CUT", {"bundled": "it stops", "shared": "half a line"}[origin])
     with pytest.raises(DataError) as error:
-        run(tmp_path, name)
+        run(tmp_path, origin, name)
     assert message in str(error.value)
     assert f"1 of {kept + 1} rows cannot be used" in str(error.value)
-    report = run(tmp_path, name, "data.on_bad_row=skip")
+    report = run(tmp_path, origin, name, "data.on_bad_row=skip")
     assert (report.rows_in, report.rows_kept) == (kept + 1, kept)
     assert sum(places.count for places in report.dropped.values()) == 1
 
@@ -86,8 +89,8 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_only_looks_odd_is_read_whole_without_a_word(tmp_path, name):
-    report = run(tmp_path, name)
+def test_what_only_looks_odd_is_read_whole_without_a_word(origin, tmp_path, name):
+    report = run(tmp_path, origin, name)
     assert report.rows_kept == READ[name]
     assert (report.notes, report.dropped) == ({}, {})
 
@@ -102,28 +105,28 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_what_can_be_used_but_looks_wrong_is_counted_and_named(tmp_path, name):
+def test_what_can_be_used_but_looks_wrong_is_counted_and_named(origin, tmp_path, name):
     rows, note, lines = NOTED[name]
-    report = run(tmp_path, name)
+    report = run(tmp_path, origin, name)
     assert report.rows_kept == rows
     assert [place.rpartition(":")[2] for place in report.notes[note].first] == lines
     assert any(note in line for line in report.lines())
 
 
-def test_options_mend_what_was_noted(tmp_path):
-    report = run(tmp_path, "12_empty_assistant.jsonl", "data.drop_empty=true")
+def test_options_mend_what_was_noted(origin, tmp_path):
+    report = run(tmp_path, origin, "12_empty_assistant.jsonl", "data.drop_empty=true")
     assert (report.rows_kept, report.dropped["the answer is empty"].count) == (6, 2)
-    assert run(tmp_path, "16_two_users_in_a_row.jsonl", "data.merge_consecutive=true").notes == {}
+    assert run(tmp_path, origin, "16_two_users_in_a_row.jsonl", "data.merge_consecutive=true").notes == {}
 
 
-def test_duplicates_are_counted_and_left_out_where_asked(tmp_path):
-    report = run(tmp_path, "26_duplicates_and_leak.jsonl")
+def test_duplicates_are_counted_and_left_out_where_asked(origin, tmp_path):
+    report = run(tmp_path, origin, "26_duplicates_and_leak.jsonl")
     assert [place.rpartition(":")[2] for place in report.duplicates.first] == ["7", "8", "9"]
-    assert run(tmp_path, "26_duplicates_and_leak.jsonl", "data.process.drop_duplicates=true").rows_kept == 6
+    assert run(tmp_path, origin, "26_duplicates_and_leak.jsonl", "data.process.drop_duplicates=true").rows_kept == 6
 
 
-def test_the_same_row_in_train_and_val_is_counted(tmp_path):
-    source = shared("bad_inputs/26_duplicates_and_leak.jsonl").read_text().splitlines(keepends=True)
+def test_the_same_row_in_train_and_val_is_counted(origin, tmp_path):
+    source = (bad_inputs(origin) / "26_duplicates_and_leak.jsonl").read_text().splitlines(keepends=True)
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "train.jsonl").write_text("".join(source[:6]))
@@ -134,6 +137,6 @@ def test_the_same_row_in_train_and_val_is_counted(tmp_path):
     assert process(config, token_counter=lambda texts: [1] * len(texts)).leaks.count == 3
 
 
-def test_every_broken_file_of_rows_is_tried():
+def test_every_broken_file_of_rows_is_tried(origin):
     tried = {*WHOLE_FILES, *BAD_ROWS, *READ, *NOTED, "26_duplicates_and_leak.jsonl"}
-    assert tried == {path.name for path in shared("bad_inputs").glob("*.json*")}
+    assert tried == {path.name for path in bad_inputs(origin).glob("*.json*")}

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+from pathlib import Path
 
 import pytest
 import yaml
 
-from sft_play import start
-from sft_play.config.load import config_from_text, resolved
+from sft_play import runs
+from sft_play.config.load import LoadedConfig, config_from_text, resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import named
-from sft_play.plan.batching import BatchPlan, arithmetic, effective_batch, splits
-from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import Stopped
-from sft_play.plan.plan import make_plan
-from sft_play.plan.show import batch_lines
-from sft_play.plan.ways_out import ways_out
+from sft_play.facts.hardware import Hardware, named
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.suggestions import suggestions
+from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, splits
+from sft_play.planner.layout import Stopped
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.show import batch_lines
+from sft_play.runs import RunFolder
+from sft_play.starting.over_ranks import plan_ranks
+from sft_play.starting.resumed import kept_of
 from tests.models import uneven_run
 from tests.test_distributed import start as call
 
@@ -69,7 +75,7 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
 def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     config = written("train.batch_size=2", "train.grad_accum=2")
     hardware = named(machine)
-    plan = make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware)
+    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware))
     assert (plan.batch.micro_batch, plan.batch.grad_accum) == (2, 2)
     assert plan.batch.effective_batch == 4 * plan.batch.ranks == plan.as_json()["effective_batch"]
     assert any("train.effective_batch_size was not given" in line for line in batch_lines(plan, config))
@@ -77,7 +83,7 @@ def test_a_config_of_one_gpu_plans_unchanged_on_more(machine):
     if plan.batch.ranks == 8:
         return
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=32 is not train\.batch_size=2"):
-        make_plan(explicit, shape_of("Qwen/Qwen2.5-0.5B"), hardware)
+        make_plan(PlanRequest(explicit, shape_of("Qwen/Qwen2.5-0.5B"), hardware))
 
 
 def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back():
@@ -97,7 +103,7 @@ def test_ways_out_keep_an_effective_batch_that_follows():
     config = written(
         "train.batch_size=16", "train.grad_accum=2", "model.max_seq_len=4096", "model.name=meta-llama/Llama-3.1-8B"
     )
-    found = list(ways_out(config, shape_of("meta-llama/Llama-3.1-8B"), named("1xRTX4090")))
+    found = list(suggestions(PlanRequest(config, shape_of("meta-llama/Llama-3.1-8B"), named("1xRTX4090"))))
     settings = [way.setting for way in found if way.setting and "batch_size" in way.setting]
     assert "train.batch_size=1 train.grad_accum=32" in settings
     for way in settings:
@@ -110,7 +116,9 @@ def test_the_largest_counts_the_batch_that_follows():
     shape, hardware = shape_of("Qwen/Qwen2.5-0.5B"), named("1xRTX4090")
     follows = written("train.batch_size=1", "train.grad_accum=1", "tuning.mode=full")
     explicit = written("train.batch_size=1", "train.grad_accum=1", "train.effective_batch_size=1", "tuning.mode=full")
-    assert largest_that_fits("batch", follows, shape, hardware) == largest_that_fits("batch", explicit, shape, hardware)
+    assert largest_that_fits("batch", PlanRequest(follows, shape, hardware)) == largest_that_fits(
+        "batch", PlanRequest(explicit, shape, hardware)
+    )
 
 
 def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do():
@@ -131,13 +139,12 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             ranks = draw.choice([first, stopped.ranks, draw.randint(1, 8)])
             if kept % ranks:
                 with pytest.raises(RunFolderError, match=f"do not divide its effective batch of {kept} ") as refused:
-                    start._as_stopped(config, stopped, ranks)
+                    kept_of(config, stopped, ranks)
                 fitting = [int(word) for word in str(refused.value).rpartition(": ")[2].split(", ")]
                 assert fitting == [number for number in range(1, 2 * ranks + 1) if kept % number == 0]
                 kinds.add("refused")
                 continue
-            planned = start._as_stopped(config, stopped, ranks)
-            found = splits(planned.train, ranks=ranks)
+            found = splits(config.train, ranks=ranks, fixed=kept_of(config, stopped, ranks).batch)
             assert all(batch.effective_batch == kept for batch in found)
             again = found[0]
             if len(found) == 1:
@@ -147,6 +154,43 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             kinds.add("one split" if len(found) == 1 else "the plan splits")
             stopped = Stopped("ddp", again.micro_batch, again.grad_accum, ranks)
     assert kinds == {"refused", "one split", "the plan splits"}
+
+
+def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_path):
+    """Over any ranks, under a plan of its own: what is compared with the run folder is the user's config."""
+    draw = random.Random(16)
+    kinds = set()
+    for number in range(40):
+        micro, accum, first = draw.choice([1, 2, 4]), draw.choice([1, 2, 3]), draw.choice([1, 2, 3, 4])
+        effective = micro * accum * first
+        size, passes, whole = (
+            f"train.batch_size={micro}",
+            f"train.grad_accum={accum}",
+            f"train.effective_batch_size={effective}",
+        )
+        given = draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)])
+        loaded = LoadedConfig(written(*given), Path("run.yaml"), "", given)
+        before = loaded.config.model_dump()
+        folder = RunFolder(tmp_path / str(number))
+        batch = {"micro_batch": micro, "grad_accum": accum, "ranks": first}
+        manifest = {**runs.new_manifest(loaded, hardware={}, data={}), "batch": batch, "layout": "ddp"}
+        runs.create(
+            folder, loaded, manifest=manifest | {"processes": first}, plan={"effective_batch": effective}
+        ).close()
+        kept = json.loads((folder.path / "resolved.json").read_text())["train"]
+        ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
+        machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)
+        strategy = "ddp" if ranks > 1 else "single"
+        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), going_on=folder)
+        assert plan.batch.effective_batch == effective
+        assert plan.batch.ranks == ranks
+        assert loaded.config.model_dump() == before
+        now = resolved(loaded.config, effective_batch=plan.batch.effective_batch)["train"]
+        for name in ("batch_size", "grad_accum", "effective_batch_size"):
+            assert now[name] == kept[name], (given, first, ranks)
+        runs.check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
+        kinds.add((len(given), ranks == first))
+    assert len(kinds) == 6
 
 
 @pytest.mark.build
@@ -167,7 +211,7 @@ def test_a_batch_that_follows_trains_and_resumes_over_other_ranks(tmp_path, tiny
         ended = call(tmp_path, "resume", *words, "train.stop_after_steps=1", RUN="one", **given)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
-    assert "micro 2 x accum 4 x 1 ranks (stopped under 2): the effective batch of 8 is kept" in (
+    assert "micro 2 x accum 4 x 1 ranks (stopped with 2): the effective batch of 8 is kept" in (
         (folder / "train.log").read_text()
     )
 

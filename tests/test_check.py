@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 
-from sft_play import pipeline
+from sft_play.commands.check import STATES, Report, finding_lines
+from sft_play.commands.check import check as check_run
+from sft_play.commands.full_pipeline import full_pipeline
+from sft_play.commands.preview import preview
+from sft_play.commands.render import Renderings, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
-from sft_play.data import judge
-from sft_play.data.formats import Chat
-from sft_play.data.judge import Check
-from sft_play.data.survey import LimitCost, Survey, tokens_by_role, trained_runs
+from sft_play.data import checks
+from sft_play.data.sources.formats import Chat
+from sft_play.data.stats import LimitCost, trained_runs
+from sft_play.data.survey import Survey, tokens_by_role
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
-from tests.conftest import ROOT, chat, shared
+from sft_play.findings import Finding
+from tests.bundled import SHARED_SLOWLY, bad_inputs, there, tokenizer_folder
+from tests.conftest import ROOT, chat
 
 SUMS = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
 
@@ -43,21 +49,21 @@ def run_yaml(folder: Path, model: Path | str, **data: Any) -> Path:
     return path
 
 
-def checked(config: Path, *words: str) -> pipeline.Report:
-    return pipeline.check(config, words, detect())
+def checked(config: Path, *words: str) -> Report:
+    return check_run(config, words, detect())
 
 
-def states(report: pipeline.Report) -> dict[str, str]:
+def states(report: Report) -> dict[str, str]:
     """The worst state of each name."""
     order = ["ok", "skipped", "warning", "problem"]
     found: dict[str, str] = {}
     for check in report.checks:
-        found[check.name] = max(found.get(check.name, "ok"), check.state, key=order.index)
+        found[check.name] = max(found.get(check.name, "ok"), STATES[check.verdict], key=order.index)
     return found
 
 
-def one(report: pipeline.Report, name: str, state: str) -> Check:
-    (found,) = [check for check in report.checks if check.name == name and check.state == state]
+def one(report: Report, name: str, state: str) -> Finding:
+    (found,) = [check for check in report.checks if check.name == name and STATES[check.verdict] == state]
     return found
 
 
@@ -84,14 +90,14 @@ def test_a_good_run_is_ready_and_nothing_is_written(tiny_llama, tmp_path, monkey
         *("example", "length: train", "padding", "model", "memory plan", "disk"),
     }
     assert not {name for name, state in found.items() if state in ("warning", "problem")}
-    assert "verified on every one of 30 rows" in one(report, "masks: train", "ok").what
-    assert "[[it" in one(report, "example", "ok").what
+    assert "verified on every one of 30 rows" in one(report, "masks: train", "ok").found
+    assert "[[it" in one(report, "example", "ok").found
     assert report.lines()[-1].startswith("Ready to train: ")
 
 
 def test_the_tokens_of_a_role_are_those_of_its_texts(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
-    said = one(checked(run_yaml(tmp_path, tiny_llama)), "tokens by role", "ok").what
+    said = one(checked(run_yaml(tmp_path, tiny_llama)), "tokens by role", "ok").found
     # every answer is trained whole, no token of a question is, and of the template's one <|im_end|> a row
     assert "user 0 of " in said
     assert "template 40 of " in said
@@ -106,8 +112,8 @@ def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     assert not report.ok
     assert found["model files"] == found["rows: train"] == "problem"
     assert found["tokenizer"] == found["masks"] == found["model"] == found["disk"] == "skipped"
-    assert "train.jsonl:41" in one(report, "rows: train", "problem").what
-    assert sum("no-such-model does not exist" in check.what for check in report.checks) == 1
+    assert "train.jsonl:41" in one(report, "rows: train", "problem").found
+    assert sum("no-such-model does not exist" in check.found for check in report.checks) == 1
 
 
 def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
@@ -115,7 +121,7 @@ def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
     report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "nope.jsonl")))
     found = states(report)
     assert found["data files"] == "problem"
-    assert "nope.jsonl does not exist" in one(report, "data files", "problem").what
+    assert "nope.jsonl does not exist" in one(report, "data files", "problem").found
     assert found["rows: train"] == found["masks: train"] == "ok"
 
 
@@ -123,16 +129,16 @@ def test_every_error_of_the_config_is_one_problem(tmp_path):
     config = run_yaml(tmp_path, "m")
     report = checked(config, "train.epochs=no", "model.nam=x")
     (check,) = report.checks
-    assert check.state == "problem"
-    assert "train.epochs" in check.what
-    assert "model.nam" in check.what
+    assert check.verdict == "FAIL"
+    assert "train.epochs" in check.found
+    assert "model.nam" in check.found
 
 
 def test_bad_rows_are_a_problem_unless_they_are_skipped(tiny_llama, tmp_path):
     bad = [{"messages": [{"role": "user", "content": "a"}]} for _ in range(25)]
     write_rows(tmp_path / "train.jsonl", [*SUMS, *bad])
     config = run_yaml(tmp_path, tiny_llama)
-    what = one(checked(config), "rows: train", "problem").what
+    what = one(checked(config), "rows: train", "problem").found
     assert "25 of 65 rows of " in what
     assert what.count("\n") == 21  # the counts, twenty rows, how many more
     assert what.endswith("… and 5 more")
@@ -145,9 +151,9 @@ def test_repeated_rows_and_leaks_are_named(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", [*SUMS[:20], SUMS[3]])
     write_rows(tmp_path / "val.jsonl", [SUMS[30], SUMS[5]])
     report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "val.jsonl")))
-    assert "row 21 that of row 4" in one(report, "duplicates", "warning").what
-    leak = one(report, "leaks", "warning").what
-    assert "1 contents stand in train and in val, such as row 6 of " in leak
+    assert "row 21 with that of row 4" in one(report, "duplicates", "warning").found
+    leak = one(report, "leaks", "warning").found
+    assert "1 contents are in train and in val, such as row 6 of " in leak
     assert "and row 2 of " in leak
     assert report.ok
 
@@ -157,10 +163,10 @@ def test_lost_tokens_are_a_problem_that_says_which_length_would_keep_how_much(ti
     config = run_yaml(tmp_path, tiny_llama)
     report = checked(config)
     check = one(report, "length: train", "problem")
-    assert "1 of 41 rows are cut at max_seq_len 128" in check.what
-    assert "more than data.max_lost_fraction=0.05" in check.what
-    assert "keeps all" in str(check.do)
-    limit = int(str(check.do).partition(" keeps all")[0].split()[-1])
+    assert "1 of 41 rows are cut at max_seq_len 128" in check.found
+    assert "more than data.max_lost_fraction=0.05" in check.found
+    assert "keeps all" in str(check.remedy)
+    limit = int(str(check.remedy).partition(" keeps all")[0].split()[-1])
     assert states(checked(config, f"model.max_seq_len={limit}"))["length: train"] == "ok"
     assert states(checked(config, "data.max_lost_fraction=1"))["length: train"] == "warning"
 
@@ -180,7 +186,7 @@ def test_targets_that_match_nothing_are_found(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
     assert not report.ok
-    assert any("q_prog" in check.what for check in report.checks if check.state == "problem")
+    assert any("q_prog" in check.found for check in report.checks if check.verdict == "FAIL")
 
 
 def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
@@ -190,27 +196,27 @@ def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_llama, folder)
     (folder / "model.safetensors").unlink()
-    assert "holds no *.safetensors" in one(checked(run_yaml(tmp_path, folder)), "model files", "problem").what
+    assert "holds no *.safetensors" in one(checked(run_yaml(tmp_path, folder)), "model files", "problem").found
     (folder / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "x-1.safetensors", "b": "x-2.safetensors"}}'
     )
     (folder / "x-1.safetensors").touch()
-    what = one(checked(run_yaml(tmp_path, folder)), "model files", "problem").what
+    what = one(checked(run_yaml(tmp_path, folder)), "model files", "problem").found
     assert "lacks 1 of 2 parts, such as x-2.safetensors" in what
 
 
 def test_a_named_machine_is_planned_for_and_its_disk_is_left_out(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
-    report = pipeline.check(run_yaml(tmp_path, tiny_llama), (), named("2xH200"))
-    assert "2 GPUs" in one(report, "memory plan", "ok").what
+    report = check_run(run_yaml(tmp_path, tiny_llama), (), named("2xH200"))
+    assert "2 GPUs" in one(report, "memory plan", "ok").found
     assert states(report)["disk"] == "skipped"
 
 
 def test_a_model_that_does_not_fit_is_a_problem(tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     config = run_yaml(tmp_path, "Qwen/Qwen2.5-72B-Instruct")
-    report = pipeline.check(config, ("tuning.mode=full",), named("1xRTX4090,ram=64GiB"))
-    assert "does not fit" in one(report, "memory plan", "problem").what
+    report = check_run(config, ("tuning.mode=full",), named("1xRTX4090,ram=64GiB"))
+    assert "does not fit" in one(report, "memory plan", "problem").found
 
 
 def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
@@ -219,14 +225,14 @@ def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
     report = checked(config, "task_mode=cpt")
     assert states(report)["blocks: train"] == "ok", report.lines()
     few = checked(config, "task_mode=cpt", "model.max_seq_len=512", "data.max_lost_fraction=1")
-    assert "full blocks of 512" in next(check.what for check in few.checks if check.name == "blocks: train")
+    assert "full blocks of 512" in next(check.found for check in few.checks if check.name == "blocks: train")
 
 
 def test_chats_are_no_text_for_cpt(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama), "task_mode=cpt")
     assert not report.ok
-    assert any("task_mode is cpt" in check.what and "chat" in check.what for check in report.checks)
+    assert any("task_mode is cpt" in check.found and "chat" in check.found for check in report.checks)
 
 
 def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
@@ -246,23 +252,27 @@ def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, c
     assert "Not ready: " in said
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2"])
+WITH_BOS = ("bundled/metaspace", "bundled/pad_is_eos", "Mistral-7B-Instruct-v0.3", "SmolLM2")
+WITHOUT = ("bundled/chatml", "bundled/rebuilt", "Qwen2.5-Instruct", "Phi-3-mini-4k-instruct")
+
+
+@pytest.mark.parametrize("name", there([*WITH_BOS, *WITHOUT]))
 def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     """Their templates end an assistant's turn with <|im_end|>, </s> or <|end|>; Mistral's rows begin with <s>, and
     SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
-    from sft_play.data.render import Renderer
+    from sft_play.data.masks.render import Renderer
     from sft_play.data.survey import RowMaker, Surveyor
 
-    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     data = DataConfig()
     maker = RowMaker(Renderer(tokenizer, data, max_seq_len=512), task_mode="sft")
     path = write_rows(tmp_path / "rows.jsonl", SUMS)
     found = Surveyor(data, tokenizer=tokenizer, maker=maker).survey(path, "train")
-    assert (found.kept, found.open_ends, found.lost_trained) == (40, 0, 0)
-    assert found.with_bos == (40 if name.startswith(("Mistral", "SmolLM2")) else 0)
+    assert (found.kept, found.open_ends, found.lost) == (40, 0, 0)
+    assert found.with_bos == (40 if name in WITH_BOS else 0)
     assert sum(found.ends.values()) == 40
 
 
@@ -271,7 +281,7 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     from transformers import AutoTokenizer
 
     from sft_play.data import workers
-    from sft_play.data.render import Renderer
+    from sft_play.data.masks.render import Renderer
     from sft_play.data.survey import RowMaker, Surveyor
 
     monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
@@ -300,12 +310,13 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     assert one["duplicates"] > 10
 
 
-def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path):
+@pytest.mark.parametrize("origin", SHARED_SLOWLY)
+def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin):
     """Every fixture is checked to the end, and what its rows cannot be used for is a problem or a warning."""
-    files = sorted(shared("bad_inputs").glob("*.json*"))
+    files = sorted(bad_inputs(origin).glob("*.json*"))
     assert len(files) == 31
     for file in files:
-        report = pipeline.check(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), named("1xRTX4090"))
+        report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), named("1xRTX4090"))
         assert report.checks[-1].name == "disk"
         assert any(check.name == "rows: train" for check in report.checks), file.name
         assert not any("\x1b" in line or "\x00" in line for line in report.lines()), file.name
@@ -345,19 +356,19 @@ def test_tokens_are_counted_by_the_role_in_whose_text_they_begin():
 
 
 def test_a_length_that_the_model_does_not_have_is_not_proposed():
-    survey = Survey("train", "a.jsonl", LimitCost("end"))
+    survey = Survey("a.jsonl", split="train")
     survey.cost.add(1_000, [(1, 1_000)])
-    survey.kept, survey.cut_rows, survey.trained = 1, 1, 99
-    (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
-    assert str(check.do).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
-    (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)
-    assert "the model has no more positions" in str(check.do)
+    survey.kept, survey.cut_rows, survey.trained, survey.lost_by_cut = 1, 1, 99, 900
+    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
+    assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
+    (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)
+    assert "the model has no more positions" in str(check.remedy)
 
 
 def test_a_warning_says_what_to_do():
-    with pytest.raises(AssertionError, match="without what to do"):
-        Check("x", "warning", "something")
-    assert Check("x", "problem", "one\ntwo", "mend it").lines() == [
+    with pytest.raises(AssertionError, match="WARN without a remedy"):
+        Finding("x", "WARN", "something")
+    assert finding_lines(Finding("x", "FAIL", "one\ntwo", "mend it")) == [
         "PROBLEM  x                  one",
         "                            two",
         "                            do: mend it",
@@ -365,14 +376,14 @@ def test_a_warning_says_what_to_do():
 
 
 def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(Check("x", "problem", "a\x1b[31m", "b\u202e").lines())
+    assert "\x1b" not in "".join(finding_lines(Finding("x", "FAIL", "a\x1b[31m", "b\u202e")))
 
 
 # --- render -----------------------------------------------------------------------------------------------------------
 
 
-def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> pipeline.Renderings:
-    return pipeline.render(load_config(config, overrides=words), out=out, force=force)
+def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> Renderings:
+    return render(load_config(config, overrides=words), out=out, force=force)
 
 
 def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monkeypatch):
@@ -389,7 +400,7 @@ def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monke
     assert [line["where"].rpartition(":")[2] for line in lines] == [str(n) for n in range(1, 41)]
     assert len((tmp_path / "data/rendered/val.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "data/rendered/test.jsonl").exists()
-    assert answer.files[0].trained == sum(line["trained"] for line in lines)
+    assert answer.files[0].as_json()["trained"] == sum(line["trained"] for line in lines)
 
 
 def test_a_rendered_file_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
@@ -412,7 +423,7 @@ def test_bad_rows_stop_rendering_with_nothing_written_unless_they_are_skipped(ti
         rendered(config, out=out)
     assert not out.exists()
     answer = rendered(config, "data.on_bad_row=skip", out=out)
-    assert answer.files[0].rows == 40
+    assert answer.files[0].as_json()["rows"] == 40
     assert "messages is empty" in "\n".join(answer.lines())
 
 
@@ -423,7 +434,7 @@ def test_a_file_that_is_read_is_never_written_over(tiny_llama, tmp_path):
         with pytest.raises(DataError, match=r"is data\.train_path, which is read; name another file"):
             rendered(config, out=out, force=True)
     with pytest.raises(DataError, match=r"is data\.train_path, which is read; name another file"):
-        pipeline.preview(load_config(config), count=None, row=None, page=source, force=True)
+        preview(load_config(config), count=None, row=None, page=source, force=True)
     assert source.read_bytes() == before
 
 
@@ -447,7 +458,7 @@ def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
 
 def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answer = pipeline.full_pipeline(pipeline_yaml(tmp_path, tiny_llama), (), detect(), style=None, force=False)
+    answer = full_pipeline(pipeline_yaml(tmp_path, tiny_llama), (), detect(), style=None, force=False)
     assert answer.ok, "\n".join(answer.lines())
     assert [name for name, _ in answer.steps] == ["process", "render", "check"]
     assert (tmp_path / "data/processed/train.jsonl").is_file()
@@ -458,13 +469,13 @@ def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkey
 def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)
-    answer = pipeline.full_pipeline(config, (), detect(), style="You are terse.", force=False)
+    answer = full_pipeline(config, (), detect(), style="You are terse.", force=False)
     assert [name for name, _ in answer.steps] == ["process", "style", "render", "check"], answer.lines()
     first = json.loads((tmp_path / "data/rendered/train.jsonl").read_text().splitlines()[0])
     assert first["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n")
     said = "\n".join(answer.lines())
     assert "make train with this config reads data.train_path=data/processed/train.jsonl" in said
-    assert "data/processed_with_style/train.jsonl is checked" in said
+    assert "checked below is data/processed_with_style/train.jsonl" in said
 
 
 def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tiny_llama, tmp_path, monkeypatch):
@@ -472,7 +483,7 @@ def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tin
     config = pipeline_yaml(tmp_path, tiny_llama)
     (tmp_path / "data/rendered").mkdir(parents=True)
     (tmp_path / "data/rendered/train.jsonl").write_text("mine\n")
-    answer = pipeline.full_pipeline(config, (), detect(), style=None, force=False)
+    answer = full_pipeline(config, (), detect(), style=None, force=False)
     assert not answer.ok
     assert [name for name, _ in answer.steps] == ["process"]
     assert answer.stopped is not None
@@ -486,7 +497,7 @@ def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)
     write_rows(tmp_path / "data/raw/bad.jsonl", [{"question": 1, "answer": None}])
-    answer = pipeline.full_pipeline(config, (), detect(), style=None, force=False)
+    answer = full_pipeline(config, (), detect(), style=None, force=False)
     assert not answer.ok
     assert [name for name, _ in answer.steps if name != "process"] == []
     assert not (tmp_path / "data/processed/train.jsonl").exists()
@@ -494,7 +505,7 @@ def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
 
 def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
     code = (
-        "import sys, sft_play.pipeline; "
+        "import sys, sft_play.commands.full_pipeline, sft_play.commands.preview; "
         "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import cli, start
+from sft_play import cli, commands
+from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
 from sft_play.facts.hardware import Gpu, Hardware, named
-from sft_play.plan import record
+from sft_play.launch.machine import one_gpu
+from sft_play.planner import calibration
+from sft_play.starting import one_process
+from tests import warm
 from tests.conftest import ROOT
 
 GIB = 2**30
@@ -38,11 +42,11 @@ GIB = 2**30
         (["plan", "--config", "configs/run_bnb.yaml", "epochs"], "is not key=value"),
         (
             ["train", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200"],
-            "--hardware is no flag of train; it belongs to plan, ",
+            "--hardware is not a flag of train; it belongs to plan, ",
         ),
         (
             ["train", "--config", "configs/run_bnb.yaml", "--run", "x"],
-            "--run is no flag of train; it belongs to resume, ",
+            "--run is not a flag of train; it belongs to resume, ",
         ),
         (["resume", "--config", "configs/run_bnb.yaml", "output.dir=/nowhere"], "no unfinished run of"),
         (["resume", "--config", "configs/run_bnb.yaml", "--run", "../x"], "RUN="),
@@ -58,12 +62,12 @@ def test_wrong_words_are_one_message_and_exit_code_2(command, monkeypatch, words
 
 def test_the_environment_that_make_passes_is_read_and_words_win(monkeypatch):
     environment = {"CONFIG": "a.yaml", "SET": "train.epochs=1 'data.train_path=x y'", "HARDWARE": "2xH200", "JSON": "1"}
-    request = cli.read_request(["plan", "train.epochs=2"], environment)
+    request = read_request(["plan", "train.epochs=2"], environment)
     assert str(request.config) == "a.yaml"
     assert request.overrides == ("train.epochs=1", "data.train_path=x y", "train.epochs=2")
     assert (request.hardware, request.json) == ("2xH200", True)
-    assert str(cli.read_request(["plan", "--config", "b.yaml"], environment).config) == "b.yaml"
-    assert str(cli.read_request(["train"], {"SET": ""}).config) == "configs/run_starter.yaml"
+    assert str(read_request(["plan", "--config", "b.yaml"], environment).config) == "b.yaml"
+    assert str(read_request(["train"], {"SET": ""}).config) == "configs/run_starter.yaml"
 
 
 def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
@@ -82,7 +86,7 @@ def test_exit_codes_belong_to_the_error_tree():
 
 
 def test_a_fault_of_ours_is_not_turned_into_a_message(monkeypatch):
-    monkeypatch.setitem(cli._COMMANDS, "plan", lambda request: 1 / 0)
+    monkeypatch.setattr(commands.load("plan"), "run", lambda request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["plan"])
 
@@ -92,7 +96,7 @@ def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     gpus = tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in (2, 3))
-    used = start._one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
+    used = one_gpu(Hardware(gpus, "CPU", 2, GIB, GIB))
     printed = capfd.readouterr().out
     assert [gpu.index for gpu in used.gpus] == [2]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
@@ -120,7 +124,7 @@ def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, 
         "train: {effective_batch_size: 2, max_steps: 5000, report_to: [], gradient_checkpointing: false}\n"
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config)]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         metrics = tmp_path / "outputs" / "one" / "metrics.jsonl"
         deadline = time.monotonic() + 120
@@ -131,7 +135,7 @@ def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, 
         printed, _ = process.communicate(timeout=120)
     assert process.returncode == 130, printed
     assert f"{number.name}: saving at the end of this step" in printed
-    assert "go on with: make resume CONFIG=" in printed
+    assert "resume with: make resume CONFIG=" in printed
     assert "Traceback" not in printed
     assert list((tmp_path / "outputs" / "one" / "checkpoints").glob("checkpoint-*"))
 
@@ -160,7 +164,7 @@ def test_a_hub_id_is_trained_from_the_local_cache_when_there_is_no_network(tmp_p
     config.write_text(config.read_text().replace("me/tiny", "me/absent").replace("name: one", "name: two"))
     answer = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 2
-    assert "model me/absent is no folder here" in answer.stderr
+    assert "model me/absent is not a folder here" in answer.stderr
     assert not (tmp_path / "outputs" / "two").exists()
 
 
@@ -181,7 +185,7 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
     assert "earlier run" not in command("plan", "--config", str(config))[1]
     code, printed = command("train", "--config", str(config))
     assert code == 0, printed
-    (run,) = record.load()
+    (run,) = calibration.load()
     summary = json.loads((tmp_path / "outputs" / "one" / "summary.json").read_text())
     assert (run.device, run.mode, run.layout) == ("cpu", "lora", "single")
     assert run.measured_reserved == summary["peak_bytes"]["measured_rss"]
@@ -197,7 +201,7 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
 def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_llama, sums, command, monkeypatch):
     """The GPU is only said to be there: torch, which cannot use it, ends the run after the plan."""
     machine = dataclasses.replace(named("1xRTX4090"), named=False)
-    monkeypatch.setattr(start, "detect", lambda: machine)
+    monkeypatch.setattr(one_process, "detect", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = tiny_run(tmp_path, tiny_llama, sums)
     code, printed = command("train", "--config", str(config))
@@ -212,14 +216,14 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
 
 def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, tiny_llama, sums, command, monkeypatch):
     machine = dataclasses.replace(named("2xRTX4090"), named=False)
-    monkeypatch.setattr(start, "detect", lambda: machine)
+    monkeypatch.setattr(one_process, "detect", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     code, printed = command("train", "--config", str(tiny_run(tmp_path, tiny_llama, sums)), "plan.trace=false")
     assert code == 2
     assert "Using GPU 0; 1 other GPU stays idle" in printed
-    assert "On all 2 GPUs the plan would take ddp (make train-distributed); this run is single" in printed
+    assert "On all 2 GPUs the plan would use ddp (make train-distributed); this run is single" in printed
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, t
         ("model.name=~nobody-there/x", "does not exist"),
         (r'data.train_path="a\0b"', "does not exist"),
         (r'model.name="a\0b"', "neither a folder here nor a hub id"),
-        ("data.train_path=/dev/null", "is no file (a pipe or a device?)"),
+        ("data.train_path=/dev/null", "is not a regular file (a pipe or a device?)"),
         ("output.dir=/dev/null", "is a file"),
         ("data.chat_template=/tmp", "is neither a file"),
         ("train.epochs=1e400", "found 1e400"),

@@ -16,9 +16,10 @@ from sft_play.config.yaml_io import parse
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.memory import GIB
-from sft_play.plan.plan import make_plan
-from tests.conftest import ROOT, shared
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.units import GIB
+from tests.bundled import ORIGINS, bad_inputs
+from tests.conftest import ROOT
 
 MINIMAL = "model: {name: gpt2}\n"
 
@@ -96,14 +97,14 @@ def test_all_problems_come_at_once_each_with_its_line():
         ("- model: gpt2\n", "the root is a list"),
         ("gpt2", "the root is the value"),
         ("model:\n\tname: gpt2\n", "indent with spaces, not tabs"),
-        ("model: {name: a: b}\n", "must stand in quotes"),
+        ("model: {name: a: b}\n", 'put a value that contains ": " in quotes'),
         ("model: {name: gpt2}\n---\nmodel: {name: gpt2}\n", "one document"),
         ("model: {name: !!python/object/apply:os.system [id]}\n", "is refused"),
         ("model: {name: !env HF_TOKEN}\n", "is refused"),
         ("a: &a [*a]\n", "aliases expand without end"),
         ("model: {name: gpt2}\n? [1, 2]\n: 3\n", "a key must be a word"),
         ("task_mode: sft\n", "model: missing"),
-        ("model: {name: 'x\x00y'}\n", "may not stand in YAML"),
+        ("model: {name: 'x\x00y'}\n", "is not allowed in YAML"),
     ],
 )
 def test_what_is_no_run_yaml_says_so(text, message):
@@ -121,8 +122,9 @@ def test_yaml_constructs_no_objects(tmp_path):
     assert not marker.exists()
 
 
-def test_the_bad_yaml_fixtures_each_get_one_clear_message(command):
-    files = sorted(shared("bad_inputs").glob("4*.yaml"))
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_the_bad_yaml_fixtures_each_get_one_clear_message(command, origin):
+    files = sorted(bad_inputs(origin).glob("4*.yaml"))
     assert len(files) == 10
     for file in files:
         code, printed = command("train", "--config", str(file))
@@ -213,7 +215,7 @@ def test_an_open_quote_in_set_is_named():
     ("text", "message"),
     [
         ("task_mode: cpt_mixed", "needs data.text_path"),
-        ("data: {text_path: x.txt}", "read by task_mode: cpt_mixed only"),
+        ("data: {text_path: x.txt}", "is read only with task_mode: cpt_mixed"),
         ("train: {bf16: true, fp16: true}", "choose one"),
         ("train: {early_stopping_patience: 2}", "needs train.load_best_model_at_end"),
         ("train: {optim: adafactor, adam_beta2: 0.95}", "is AdamW's, and train.optim is adafactor"),
@@ -296,7 +298,7 @@ def test_a_shipped_config_has_a_header_loads_and_plans(file: Path):
         assert file.stem == "run_starter"
         return
     machine = named(hardware[1])
-    plan = make_plan(config, shape_of(config.model.name), machine)
+    plan = make_plan(PlanRequest(config, shape_of(config.model.name), machine))
     assert plan.fits
     stated = re.search(r"Predicted peak: ([\d.]+) GiB allocated per GPU, micro-batch (\d+)", "\n".join(header))
     assert stated is not None
@@ -314,7 +316,9 @@ def test_the_command_of_a_header_starts_the_layout_that_it_is_for(file: Path):
     (command,) = re.findall(r"^# Command: (.*)$", header, re.MULTILINE)
     config = load_config(file).config
     machine = re.search(r"HARDWARE=([^)]+)\)", header)
-    layout = make_plan(config, shape_of(config.model.name), named(machine[1])).layout if machine else "single"
+    layout = (
+        make_plan(PlanRequest(config, shape_of(config.model.name), named(machine[1]))).layout if machine else "single"
+    )
     target = "train" if layout == "single" else "train-distributed"
     assert command == f"make {target} CONFIG=configs/{file.name}"
 
@@ -326,3 +330,13 @@ def test_gpu_is_not_taken_for_a_misspelt_cpu():
     assert "did you mean" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"did you mean cpu\?"):
         config_from_text("model: {name: x}\ntrain: {device: cpuu}", name="run.yaml")
+
+
+def test_a_missing_run_yaml_names_those_beside_it_or_the_shipped_ones(tmp_path, monkeypatch):
+    (tmp_path / ".hidden.yaml").touch()
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=r"none\.yaml does not exist .*; there are: configs/reference\.yaml"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "mine.yml").touch()
+    with pytest.raises(ConfigError, match=r"there are: \S*/mine\.yml$"):
+        load_config(tmp_path / "none.yaml")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.files import BadRow, RawRow, data_paths, read_rows
-from sft_play.data.formats import Chat, recognise, rename_columns, to_example
+from sft_play.data.sources.files import BadRow, RawRow, data_paths, read_rows
+from sft_play.data.sources.formats import Chat, recognise, rename_columns, to_example
 from sft_play.errors import DataError
 from tests.conftest import chat
 
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_read_says_where_and_why(tmp_path, content, messag
     [
         ('{"a": "b', "not valid JSON"),
         ("[1]", "a row is not an object"),
-        ('{"a": 1, "a": 2}', 'the key "a" stands twice in one object'),
+        ('{"a": 1, "a": 2}', 'the key "a" occurs twice in one object'),
         ('{"a": NaN}', "NaN is not JSON"),
         ('{"a": ' + "1" * 5000 + "}", "too many digits"),
         (r'{"a": "\ud83d"}', "half of a surrogate pair"),

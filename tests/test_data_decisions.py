@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build import SHOWN_BAD_ROWS, Counts
-from sft_play.data.dataset import FEW_DOCUMENTS, _longer_limits, build_splits
-from sft_play.data.files import BadRow, data_paths
-from sft_play.data.formats import Chat
+from sft_play.data.masks.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow, show_row
+from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.preview import signs, spread_out
-from sft_play.data.raw import TEXT_CHARS, is_long, pieces_of
-from sft_play.data.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow, show_row
-from sft_play.data.template_limits import MAX_CHARS, TooMuch, _check_product
+from sft_play.data.sources.files import BadRow, data_paths
+from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.raw import TEXT_CHARS, is_long, pieces_of
+from sft_play.data.splits import FEW_DOCUMENTS, _longer_limits, build_splits
+from sft_play.data.stats import SHOWN_BAD_ROWS, RowStats
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 
@@ -75,7 +75,7 @@ def test_a_row_is_shown_whole_or_cut_in_its_middle(tokenizer, trained, limit):
 
 @given(st.integers(0, 5), st.integers(0, 25))
 def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
-    counts = Counts()
+    counts = RowStats()
     for number in range(asked):
         counts.count_bad(BadRow(f"f:{number}", "left out", "", is_asked=True))
     rows = [BadRow(f"f:{number}", "bad", "") for number in range(bad)]
@@ -85,14 +85,55 @@ def test_the_first_bad_rows_are_kept_and_all_are_counted(asked, bad):
     assert (counts.bad["bad"], counts.left_out["left out"]) == (bad, asked)
 
 
+@given(
+    rows=st.lists(st.one_of(st.sampled_from(["bad", "asked"]), st.lists(st.booleans(), min_size=2, max_size=20))),
+    cut=st.integers(0, 30),
+    truncate=st.sampled_from(["end", "prompt", "drop"]),
+)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_counts_of_parts_add_up_and_every_row_and_trained_token_is_counted_once(tokenizer, rows, cut, truncate):
+    """Rows are bad, left out as asked, or tokens of which some are trained; the limit is 8."""
+    renderer = Renderer(tokenizer, DataConfig(truncate=truncate), max_seq_len=8)
+
+    def counted(part: list[Any], first: int) -> RowStats:
+        stats = RowStats("f", "messages", rows=len(part))
+        for number, row in enumerate(part, start=first):
+            if isinstance(row, str):
+                stats.count_bad(BadRow(f"f:{number}", row, is_asked=row == "asked"))
+                continue
+            labels = [7 if trained else IGNORED for trained in [*row[:-1], True]]
+            whole = TokenRow(f"f:{number}", [7] * len(row), labels, method="prefix", notes=("odd",) * (number % 2))
+            left = renderer.cut(whole)
+            if isinstance(left, BadRow):
+                stats.count_too_long(whole, left)
+            else:
+                stats.count_rendered(whole)
+                stats.count_kept(left)
+        return stats
+
+    together, parts = counted(rows, 1), counted(rows[:cut], 1)
+    parts.add(counted(rows[cut:], 1 + len(rows[:cut])))
+    assert parts == together
+    tokens = [row for row in rows if not isinstance(row, str)]
+    assert together.kept + together.too_long + sum(together.bad.values()) + sum(together.left_out.values()) == len(rows)
+    assert together.kept == sum(together.methods.values())
+    trained = [sum([*row[1:-1], True]) for row in tokens]  # the first token is never predicted, the last one is trained
+    assert together.whole_trained == together.trained + together.lost == sum(trained)
+    if truncate == "drop":
+        assert together.too_long == sum(len(row) > 8 for row in tokens)
+        assert (together.cut_rows, together.lost_by_cut) == (0, 0)
+    assert together.tokens + together.tokens_cut <= sum(map(len, tokens))
+    assert sum(together.dropped.values()) == len(rows) - together.kept
+
+
 @given(st.integers(1, 40), st.data())
 @settings(max_examples=40, deadline=None)
 def test_longer_limits_name_what_they_keep(count, data):
     lengths = [data.draw(st.integers(10, 900)) for _ in range(count)]
     limit = data.draw(st.integers(8, 300))
     positions = data.draw(st.sampled_from([None, 64, 256, 512, 4096]))
-    counts = Counts(rows=count, trained=sum(min(length, limit) for length in lengths))
-    counts.lost = sum(lengths) - counts.trained
+    counts = RowStats(rows=count, trained=sum(min(length, limit) for length in lengths), whole_trained=sum(lengths))
+    counts.lost_by_cut = sum(lengths) - counts.trained
     for length in lengths:
         if length > limit:
             counts.cost.add(length, [(0, length)])

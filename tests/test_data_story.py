@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.data import judge
-from sft_play.data.files import data_files
-from sft_play.data.survey import LimitCost, Survey
+from sft_play.data import checks
+from sft_play.data.sources.files import data_files
+from sft_play.data.survey import Survey
 from sft_play.data.written import RECORD, OutputFolder
 from sft_play.errors import DataError
 from tests.conftest import ROOT
@@ -166,11 +166,11 @@ def test_a_file_that_cannot_be_read_is_not_told_to_be_skipped(story):
     Path("data/raw/empty.jsonl").touch()
     code, said = story("process")
     assert code == 2
-    assert "empty.jsonl has no rows: the file is empty\nmend it; nothing was written" in said
+    assert "empty.jsonl has no rows: the file is empty\nfix it; nothing was written" in said
     write_lines(Path("data/raw/bad.jsonl"), [{"question": "q", "answer": None}, {"question": "q", "answer": "a"}])
     code, said = story("process")
     assert "bad.jsonl:1: answer is not text (it is null)" in said
-    assert "mend them, or leave rows out, counted, with data.on_bad_row=skip; nothing was written" in said
+    assert "fix them, or leave rows out, counted, with data.on_bad_row=skip; nothing was written" in said
     assert not Path("data/processed").exists() or not list(Path("data/processed").iterdir())
 
 
@@ -181,7 +181,7 @@ def test_a_pipe_is_refused_by_every_command_before_it_is_opened(story, tmp_path,
         name, SET="data.train_path=rows.jsonl data.val_path=null data.test_path=null data.process.raw_path=rows.jsonl"
     )
     assert code == 2
-    assert "rows.jsonl is no file (a pipe or a device?)" in said
+    assert "rows.jsonl is not a regular file (a pipe or a device?)" in said
 
 
 def test_a_file_that_is_closed_to_the_user_is_named(tmp_path, monkeypatch):
@@ -218,37 +218,40 @@ class TestADiskThatIsFull:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
         assert code == 2
         assert "data/processed/train.jsonl cannot be written: File too large" in said
-        assert "mend" not in said
+        assert "fix " not in said
+        assert "leave rows out" not in said
         assert list(Path("data/processed").iterdir()) == []
 
 
 class TestAdviceOnLength:
     def survey(self, *rows: tuple[int, int]) -> Survey:
         """Rows of (tokens, trained ones at their end) as a limit of 8 leaves them."""
-        found = Survey("train", "train.jsonl", LimitCost("end"))
+        found = Survey("train.jsonl", split="train")
         for tokens, trained in rows:
             found.cost.add(tokens, [(tokens - trained, tokens)])
             if tokens - trained >= 8:
-                found.out_of_reach += 1
+                found.too_long += 1
+                found.lost_with_rows += trained
                 found.shortest_prompt = min(found.shortest_prompt or tokens - trained, tokens - trained)
             else:
                 found.kept += 1
                 found.trained += min(8, tokens) - (tokens - trained)
+                found.lost_by_cut += max(0, tokens - 8)
         return found
 
-    def check(self, survey: Survey, positions: int | None) -> judge.Check:
+    def check(self, survey: Survey, positions: int | None) -> checks.Check:
         from sft_play.config.schema import DataConfig
 
-        (check,) = judge.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)
+        (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)
         return check
 
     def test_a_length_that_keeps_no_more_is_not_proposed(self):
         check = self.check(self.survey((6, 2), (100, 10)), positions=64)
-        assert check.state == "problem"
-        assert "the model's 64 positions keep no more: split or shorten the rows" in str(check.do)
-        assert "set model.max_seq_len" not in str(check.do)
+        assert check.verdict == "FAIL"
+        assert "the model's 64 positions keep no more: split or shorten the rows" in str(check.remedy)
+        assert "set model.max_seq_len" not in str(check.remedy)
 
     def test_the_shortest_prompt_says_how_far_the_limit_is(self):
         check = self.check(self.survey((100, 10), (60, 4)), positions=None)
-        assert "2 of 2 rows without any trained token left (shortest prompt: 56 tokens)" in check.what
-        assert "keeps all" in str(check.do)
+        assert "2 of 2 rows without any trained token left (shortest prompt: 56 tokens)" in check.found
+        assert "keeps all" in str(check.remedy)

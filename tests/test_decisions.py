@@ -18,12 +18,12 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.launch.command import LAUNCHER, Nodes, nccl_variables, torchrun
 from sft_play.launch.ranks import Ranks, ranks_of
-from sft_play.plan.batching import splits
-from sft_play.plan.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
-from sft_play.plan.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
-from sft_play.plan.memory import evaluation_rows
-from sft_play.plan.moments import Walk
-from sft_play.plan.plan import Traced, budget_bytes, job_of, make_plan
+from sft_play.planner.batching import splits
+from sft_play.planner.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
+from sft_play.planner.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
+from sft_play.planner.memory.estimate import evaluation_rows
+from sft_play.planner.memory.step_memory import Walk
+from sft_play.planner.plan import PlanRequest, Traced, budget_bytes, job_of, make_plan
 
 GIB = 2**30
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,7 +78,7 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
 def real_candidates() -> tuple[Candidate, ...]:
     run = config("tuning: {mode: lora}")
     shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
-    job = job_of(run, shape, machine(40, 40))
+    job = job_of(PlanRequest(run, shape, machine(40, 40)))
     return tuple(weigh(job, layouts_for(run, shape, machine(40, 40))[0]))
 
 
@@ -166,13 +166,13 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
     shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
     run = config("tuning: {mode: qlora}", f"eval: {{batch_size: {eval_wish}}}")
     run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": wish})})
-    plan = make_plan(run, shape, machine(79), with_ways_out=False)
+    plan = make_plan(PlanRequest(run, shape, machine(79)))
     assert plan.max_seq_len == (wish if wish < shape.max_positions else shape.max_positions)
     most = evaluation_rows(Walk(run, shape, plan.precision, plan.choice.step))  # test_evaluation.py counts it
     assert plan.eval_batch == (most if eval_wish == "auto" else eval_wish)
     assert plan.choice.step.eval_batch == plan.eval_batch
     assert plan.choice.step.seq_len == plan.max_seq_len
-    unjudged = make_plan(run, shape, machine(79), has_eval=False, with_ways_out=False)
+    unjudged = make_plan(PlanRequest(run, shape, machine(79), has_eval=False))
     assert unjudged.choice.step.eval_batch == 0
 
 
@@ -180,7 +180,7 @@ def test_rows_are_no_longer_than_the_positions_and_evaluation_takes_what_was_ask
 @given(allocated=st.floats(0.3, 3.0), reserved=st.floats(0.3, 3.0))
 def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     run, shape, hardware = config("tuning: {mode: lora}"), shape_of("Qwen/Qwen2.5-3B-Instruct"), machine(79)
-    plain = make_plan(run, shape, hardware, with_ways_out=False)
+    plain = make_plan(PlanRequest(run, shape, hardware))
     asked = []
 
     def confirm(candidate: Candidate) -> Traced:
@@ -188,7 +188,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
         memory = candidate.memory
         return Traced(int(memory.allocated * allocated), int(memory.reserved * reserved))
 
-    traced = make_plan(run, shape, hardware, confirm=confirm, with_ways_out=False)
+    traced = make_plan(PlanRequest(run, shape, hardware), confirm=confirm)
     first, last = asked[0].memory, asked[-1].memory
     assert first.allocated == plain.memory.allocated
     assert traced.confirmed_by_trace
@@ -198,7 +198,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     assert traced.fits == (traced.memory.required <= traced.budget_bytes)
     said = [reason for reason in traced.reasons if reason.startswith("traced: ")]
     assert len(said) == len(asked)
-    assert ("the larger counts" in said[-1]) == (abs(allocated - 1) > 0.03)
+    assert ("the larger one is used" in said[-1]) == (abs(allocated - 1) > 0.03)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def test_only_deepspeeds_checkpoints_are_bound_to_their_layout_and_ranks(before,
 def test_offload_fits_only_into_ram_that_holds_all_ranks_of_a_node(ram, ranks, given_ram):
     run, shape = config("tuning: {mode: full}"), shape_of("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(*[70.0] * ranks, ram=ram, given=given_ram)
-    job = job_of(run, shape, hardware)
+    job = job_of(PlanRequest(run, shape, hardware))
     for candidate in thriftiest(job, layouts_for(run, shape, hardware)[0]):
         memory, need = candidate.memory, candidate.host_required
         assert need == (memory.host_bytes - memory.host_save_bytes) * ranks + memory.host_save_bytes
@@ -288,7 +288,7 @@ def test_checkpointing_is_what_was_given_or_weighed_both_ways(wish, free):
     run = config("tuning: {mode: lora}", f"train: {{gradient_checkpointing: {text}}}")
     shape = shape_of("Qwen/Qwen2.5-3B-Instruct")
     hardware = machine(free)
-    job = job_of(run, shape, hardware)
+    job = job_of(PlanRequest(run, shape, hardware))
     found = weigh(job, layouts_for(run, shape, hardware)[0][:1])
     counts = {candidate.checkpointed for candidate in found}
     layers = shape.num_layers

@@ -16,10 +16,10 @@ from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
 from sft_play.launch import deepspeed_config as ds
-from sft_play.launch.spread import DeepspeedWish, Spread
-from sft_play.plan.batching import splits
-from sft_play.plan.plan import make_plan, plan_from_json
-from sft_play.start import plan_ranks
+from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.planner.batching import splits
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.starting.over_ranks import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
@@ -139,7 +139,7 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
         config, lines = ds.fill(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
-        turned = [line for line in lines if "precision is the run's" in line]
+        turned = [line for line in lines if "as train.bf16 and train.fp16 choose" in line]
         wrong = [
             (bf16 or {}).get("enabled") not in (None, compute == "bfloat16"),
             (fp16 or {}).get("enabled") not in (None, compute == "float16"),
@@ -182,7 +182,7 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     code, printed = command(*words, f"output.dir={tmp_path}")
     assert code == 0, printed
     assert "zero3_offload on the CPU" in printed
-    assert printed.count("precision is the run's: it computes in float32") == 1
+    assert printed.count("the run computes in float32, as train.bf16") == 1
     assert 'read as zero_optimization.offload_optimizer: {"device": "cpu"}' in printed
     path.write_text(TYPED.replace('"gradient_accumulation_steps": "auto"', '"gradient_accumulation_steps": 4'))
     code, printed = command(*words, f"output.dir={tmp_path}")
@@ -223,9 +223,10 @@ def test_weights_that_a_file_leaves_on_the_gpus_are_planned_there(mode):
     )
     shape, machine = shape_of(config.model.name), named("4xA100-80GB")
     kept, gone = (
-        make_plan(config, shape, machine, only=("zero3_offload",), keeps_params=keeps) for keeps in (True, False)
+        make_plan(PlanRequest(config, shape, machine, only=("zero3_offload",)), keeps_params=keeps)
+        for keeps in (True, False)
     )
-    whole = make_plan(config, shape, machine, only=("zero3",))
+    whole = make_plan(PlanRequest(config, shape, machine, only=("zero3",)))
     assert kept.layout == gone.layout == "zero3_offload"
     assert kept.choice.layout.keeps_params
     assert kept.memory.terms["weights"] >= whole.memory.terms["weights"] > gone.memory.terms["weights"]
@@ -270,7 +271,7 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
     loaded = load_config(
         ROOT / "configs" / "run_lora.yaml", overrides=["train.effective_batch_size=8", "train.learning_rate=2e-4"]
     )
-    wish = Spread(deepspeed=DeepspeedWish(file))
+    wish = LaunchOptions(deepspeed=DeepspeedWish(file))
     if not contradicts:
         assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), wish)[1] or {})
         return

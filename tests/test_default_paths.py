@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from sft_play import pipeline
+from sft_play.commands.check import check
+from sft_play.commands.preview import preview
+from sft_play.commands.render import render
 from sft_play.config.load import config_from_text, load_config, resolved
 from sft_play.config.schema import DataConfig, RunConfig
-from sft_play.data.dataset import build_splits
-from sft_play.data.files import data_paths
+from sft_play.data.sources.files import data_paths
+from sft_play.data.splits import build_splits
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect
-from sft_play.start import has_eval
+from sft_play.starting.plan_run import has_eval
 from tests.conftest import chat
 
 STALE = "data/processed"
@@ -96,11 +98,11 @@ def test_no_command_reads_or_names_the_stale_files(stale, tiny_llama):
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: mine.jsonl, val_fraction: 0.2}}\n"
     )
     loaded = load_config(path)
-    written = pipeline.render(loaded, out=None, force=False)
-    assert [(file.split, file.source) for file in written.files] == [("train", "mine.jsonl")]
-    report = pipeline.check(path, (), detect())
+    written = render(loaded, out=None, force=False)
+    assert [(file.split, file.stats.source) for file in written.files] == [("train", "mine.jsonl")]
+    report = check(path, (), detect())
     assert not any("processed" in line for line in report.lines())
-    shown = pipeline.preview(loaded, count=1, row=None, page=stale / "page.html", force=False)
+    shown = preview(loaded, count=1, row=None, page=stale / "page.html", force=False)
     assert shown.source == "mine.jsonl"
 
 

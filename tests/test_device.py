@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.doctor import device as rules
-from sft_play.doctor.surroundings import Surroundings
+from sft_play.diagnose import device as rules
+from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler, unseen
 from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
@@ -92,19 +92,19 @@ CASES = {
     "no libraries in a container": (
         nvidia(nvml=Nvml(error="NVML Shared Library Not Found"), container=True), "libnvidia-ml.so.1", "--gpus all"),
     "no libraries": (
-        nvidia(nvml=Nvml(error="NVML Shared Library Not Found")), "libnvidia-ml.so.1", "install the driver anew"),
+        nvidia(nvml=Nvml(error="NVML Shared Library Not Found")), "libnvidia-ml.so.1", "reinstall the driver"),
     "a container that lost its GPUs": (
-        nvidia(nvml=Nvml(error="Unknown Error"), container=True), "NVML says: Unknown", "start the container anew"),
+        nvidia(nvml=Nvml(error="Unknown Error"), container=True), "NVML says: Unknown", "restart the container"),
     "another fault": (nvidia(), "NVML says: NVML says no", "dmesg"),
     "a CPU build of torch beside it": (
-        nvidia(torch=CPU_TORCH), "NVML says no (torch 2.13.0 is built for the CPU alone)", "then a torch for CUDA"),
+        nvidia(torch=CPU_TORCH), "NVML says no (torch 2.13.0 is built for CPU only)", "then a torch for CUDA"),
     "WSL": (
         Devices(wsl=True, nvml=Nvml(error="NVML Shared Library Not Found"), torch=CUDA_TORCH), "WSL's /dev/dxg",
         "wsl --update"),
     "hidden by a number that names none": (
-        nvidia(nvml=Nvml(2), environment={"CUDA_VISIBLE_DEVICES": "7"}), "2 GPUs of NVIDIA, and CUDA_VISIBLE_DEVICES=7",
+        nvidia(nvml=Nvml(2), environment={"CUDA_VISIBLE_DEVICES": "7"}), "2 NVIDIA GPUs, and CUDA_VISIBLE_DEVICES=7",
         "unset it"),
-    "split without an instance": (nvidia(nvml=Nvml(1)), "a GPU of NVIDIA, and none that can be used", "nvidia-smi mig"),
+    "split without an instance": (nvidia(nvml=Nvml(1)), "an NVIDIA GPU, and none that can be used", "nvidia-smi mig"),
     "AMD in a container": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200),), container=True, torch=TorchBuild("2.13", hip="7.1")),
         "not given them (no /dev/kfd)", "--device=/dev/kfd"),
@@ -112,10 +112,10 @@ CASES = {
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x0380),)), "there is no /dev/kfd", "amdgpu driver"),
     "AMD not to be opened": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x0300, LEAST_VRAM),), kfd=True, torch=CUDA_TORCH),
-        "may not open /dev/kfd", "whl/rocm"),
+        "cannot open /dev/kfd", "whl/rocm"),
     "AMD without tools": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200, 192 * GIB),), kfd=True, kfd_opens=True),
-        "neither amdsmi, rocm-smi nor amd-smi", "install ROCm's amdsmi"),
+        "amd-smi does not show it", "install ROCm's amd-smi"),
     "AMD hidden": (
         Devices(pci=(PciDevice("0000:03:00.0", 0x1002, 0x1200, 192 * GIB),), kfd=True, kfd_opens=True,
                 environment={"HIP_VISIBLE_DEVICES": "9"}), "HIP_VISIBLE_DEVICES=9 names none", "unset it"),
@@ -176,7 +176,7 @@ def test_a_run_on_the_cpu_beside_an_accelerator_stops_unless_it_is_asked_for(con
 
 def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_asked_for(config, monkeypatch):
     start(config(), CPU, Devices(), monkeypatch, params=CPU_PARAMS)
-    with pytest.raises(HardwareError, match=r"no GPU is seen here, and org/model has 7\.6 billion parameters"):
+    with pytest.raises(HardwareError, match=r"no GPU was detected here, and org/model has 7\.6 billion parameters"):
         start(config(), CPU, Devices(), monkeypatch, params=7_600_000_000)
     with pytest.raises(HardwareError, match=r"train\.device=cpu"):
         start(config(), CPU, Devices(), monkeypatch, params=CPU_PARAMS + 1)
@@ -186,7 +186,7 @@ def test_a_model_of_more_than_a_billion_parameters_is_trained_on_a_cpu_only_if_a
 def test_a_macs_gpu_takes_one_process(config, monkeypatch):
     mac = with_shared_gpu(CPU, "Apple M4")
     start(config(), mac, Devices(), monkeypatch, params=8_000_000_000)
-    with pytest.raises(HardwareError, match="Apple M4 takes one process, and 2 are asked for"):
+    with pytest.raises(HardwareError, match="Apple M4 takes one process, but 2 were requested"):
         start(config(), replace(mac, cpu_ranks=2), Devices(), monkeypatch)
     start(config("train.device=cpu"), replace(mac.without_gpus(), cpu_ranks=2), Devices(), monkeypatch)
 
@@ -210,10 +210,12 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
 
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
 def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
-    from sft_play import start as starting
+    from sft_play.launch import machine as of_ranks
+    from sft_play.starting import one_process
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting, "detect", lambda: CPU)
+    for module in (of_ranks, one_process):
+        monkeypatch.setattr(module, "detect", lambda: CPU)
     monkeypatch.setattr(device, "look", lambda _: CASES["a container without its GPUs"][0])
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
@@ -224,9 +226,9 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
 
 
 def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp_path, tiny_llama, sums):
-    from sft_play import cli
+    from sft_play.commands import machine
 
-    monkeypatch.setattr(cli, "detect", lambda: CPU)
+    monkeypatch.setattr(machine, "detect", lambda: CPU)
     monkeypatch.setattr(device, "look", lambda _: nvidia())
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
@@ -262,7 +264,7 @@ def test_gpus_are_named_to_hip_in_its_own_variable_where_that_is_set():
 @pytest.mark.parametrize(
     ("gpu", "build_", "nvml", "words"),
     [
-        ("NVIDIA L4", CPU_TORCH, Nvml(1), "built for the CPU alone and cannot use it: install its CUDA build"),
+        ("NVIDIA L4", CPU_TORCH, Nvml(1), "built for CPU only and cannot use it: install its CUDA build"),
         ("NVIDIA L4", CUDA_TORCH, Nvml(1, driver="535.1", cuda=(12, 2)),
          "built for CUDA 13.0 and cannot use it: the driver 535.1 runs CUDA 12.2 at most; install driver 580"),
         ("NVIDIA L4", CUDA_TORCH, Nvml(1, driver="580.1", cuda=(13, 0)), "torch says: it is broken"),
@@ -281,8 +283,8 @@ def test_a_torch_that_cannot_use_the_gpu_says_which_versions_do_not_go_together(
 def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monkeypatch, tiny_llama):
     import torch
 
-    from sft_play.start import plan_for
-    from sft_play.train.run import check_device
+    from sft_play.starting.plan_run import plan_for
+    from sft_play.training.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")
     on_cpu = wanted.model_copy(update={"train": wanted.train.model_copy(update={"device": "cpu"})})
@@ -371,7 +373,7 @@ def test_the_toolchain_is_tried(compilers, tmp_path):
 
 def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, caplog):
     monkeypatch.setattr(compiler, "look", lambda _: replace(THERE, compiler=None, distribution="debian"))
-    with pytest.raises(HardwareError, match=r"the loss is a Triton kernel.*no C compiler.*apt-get install -y gcc"):
+    with pytest.raises(HardwareError, match=r"Triton builds the loss kernel.*no C compiler.*apt-get install -y gcc"):
         require_compiler(named("1xL4"), {})
     require_compiler(CPU, {})
     monkeypatch.setattr(compiler, "look", lambda _: replace(THERE, triton=False, compiler=None))

@@ -10,7 +10,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from sft_play.config.yaml_io import parse
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, saving, wrap_model_optimizer
 from sft_play.dist.settings import DEFAULT_CONFIG, Device, DistConfig, asked
 from sft_play.errors import BackendError, ConfigError, RunFolderError
+from tests import warm
 from tests.conftest import ROOT
 
 CPU, GPU, OLD_GPU = Device(is_gpu=False), Device(is_gpu=True, has_bf16=True), Device(is_gpu=True)
@@ -174,7 +174,7 @@ def write(path: Path, content: Any) -> Path:
         ("gradient_checkpointing: on\n", ["expected true or false, found", "write true"]),
         ("model: {name: x}\ntrain: {}\n", ["is a run YAML, for make train CONFIG="]),
         ("- backend\n", ["the root is a list"]),
-        ("backend: accelerate\nbackend: deepspeed\n", ["stands twice"]),
+        ("backend: accelerate\nbackend: deepspeed\n", ["appears twice"]),
     ],
 )
 def test_a_file_is_refused_with_its_lines(tmp_path, text, said):
@@ -205,7 +205,7 @@ def test_what_is_no_config_is_one_message(config):
         ({"zero_optimization": {"stage": 2}}, {"zero3_offload": True}, "stage: 2 contradicts zero3_offload: true"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
         ({"zero_optimisation": {"stage": 2}}, {}, "the nearest is zero_optimization"),
-        ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 cannot be meant"),
+        ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
         ("{", {}, "not valid JSON"),
     ],
 )
@@ -256,8 +256,8 @@ def test_what_the_environment_says_does_not_replace_the_settings(monkeypatch, ca
     accelerator = get_accelerator({"gradient_accumulation_steps": 2, "mixed_precision": "no"})
     assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (2, "no")
     assert accelerator.distributed_type == "NO"
-    assert "was told to use DeepSpeed" in caplog.text
-    assert "was told mixed_precision bf16" in caplog.text
+    assert "asked for DeepSpeed" in caplog.text
+    assert "asked for mixed_precision bf16" in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["file", "package"])
@@ -281,7 +281,7 @@ def test_a_launcher_that_started_too_few_is_refused(monkeypatch):
     for name, value in {"MIXED_PRECISION": "no", "DYNAMO_BACKEND": "no"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(ConfigError, match=r"this is 1: .* torchrun --standalone --nproc-per-node 2"):
+    with pytest.raises(ConfigError, match=r"and started 1: .* torchrun --standalone --nproc-per-node 2"):
         get_accelerator({})
 
 
@@ -544,7 +544,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     write(tmp_path / "thesis.txt", "years of work")
     with pytest.raises(RunFolderError, match=r"holds no saved model \(thesis.txt\)"):
         save(tmp_path, 0)
-    with pytest.raises(RunFolderError, match="is no folder"):
+    with pytest.raises(RunFolderError, match="is not a folder"):
         save(tmp_path / "thesis.txt", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -624,7 +624,7 @@ def two_ranks(tmp_path: Path, config: dict[str, Any]) -> tuple[dict[str, Any], d
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", TWO_RANKS, str(tmp_path), json.dumps(config)]
+    words = [warm.python(), "-c", TWO_RANKS, str(tmp_path), json.dumps(config)]
     ranks = [
         subprocess.Popen(
             words, cwd=ROOT, env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}, text=True,
@@ -654,7 +654,7 @@ def check_two_ranks(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
         # a step of Adam moves by the learning rate, either way where bf16 weights (DeepSpeed's) round a gradient's sign
         check_saved(tmp_path / name, model, 1e-4 if precision == "no" else 5e-2)
     # rank 1 was killed in the midst of saving over bf16-adapter
-    assert "what was there before is untouched" in (tmp_path / "said.txt").read_text()
+    assert "an existing folder is unchanged" in (tmp_path / "said.txt").read_text()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -682,7 +682,7 @@ def test_two_ranks_of_fsdp_train_as_one_and_save_once_or_not_at_all(tmp_path):
 def test_fsdp_that_accelerate_leaves_out_is_said(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert get_accelerator({}).distributed_type == "NO"
-    assert "accelerate launch was told to use FSDP" in caplog.text
+    assert "accelerate launch asked for FSDP" in caplog.text
 
 
 @pytest.mark.slow

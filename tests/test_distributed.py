@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from sft_play.errors import ConfigError, HardwareError, TrainingError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.launch.command import Nodes, torchrun
+from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import ranks_of
-from sft_play.launch.spread import spread_of
-from sft_play.plan.plan import make_plan, plan_from_json
-from sft_play.plan.states import nf4_bytes, weight_bytes
+from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -37,10 +39,12 @@ def world(tmp_path_factory, tiny_llama) -> Path:
     return folder
 
 
-def start(world: Path, *words: str, limit_s: float = 280, **environ: str) -> subprocess.CompletedProcess[str]:
+def start(
+    world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     kept |= {"OMP_NUM_THREADS": "1", **environ}
-    command = [sys.executable, "-m", "sft_play", *words]
+    command = [python or warm.python(), "-m", "sft_play", *words]
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
 
 
@@ -149,12 +153,12 @@ def test_a_launch_that_fails_leaves_nothing_half_written(world):
         ({"STRATEGY": "dpd"}, "did you mean ddp?"),
         (
             {"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"},
-            "STRATEGY=zero3 cannot run this job: bitsandbytes' 8-bit states know no sharded parameters",
+            "STRATEGY=zero3 cannot run this job: bitsandbytes' 8-bit states do not support sharded parameters",
         ),
         ({"NPROC": "0"}, "NPROC=0 is not a whole number from 1"),
         ({"NPROC": "3"}, "does not split over"),
-        ({"GPUS": "0,x"}, "is no list of GPU numbers"),
-        ({"GPUS": "0,1"}, "GPUS= names GPUs, and there are none here"),
+        ({"GPUS": "0,x"}, "is not a list of GPU numbers"),
+        ({"GPUS": "0,1"}, "GPUS= names GPUs, and this machine has none"),
         ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK=0 to 1 and MASTER_ADDR="),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "x"}, "NODE_RANK=2 is not one of NNODES=2"),
         ({"DEEPSPEED_CONFIG": "/nowhere.json"}, "/nowhere.json"),
@@ -192,7 +196,7 @@ def test_the_command_is_shown_and_nothing_is_started(world, command, monkeypatch
     monkeypatch.setenv("NPROC", "2")
     code, printed = command("launch-command", "--config", f"{world}/run.yaml", "output.name=shown")
     assert code == 0
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --module sft_play train --config" in printed
+    assert "-m torch.distributed.run --standalone --nproc-per-node 2 --module sft_play rank --config" in printed
     assert "SFT_PLAY_RUN=" in printed
     assert not (world / "outputs" / "shown").exists()
 
@@ -203,8 +207,8 @@ def test_several_nodes_meet_where_they_are_told():
         "python -m torch.distributed.run --nnodes 2 --node-rank 1 --master-addr head --master-port 29501 "
         "--nproc-per-node 4 --module sft_play train"
     )
-    spread = spread_of({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
-    assert spread.nodes == Nodes(2, 1, "head", 29_500)
+    options = launch_options_of({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"})
+    assert options.nodes == Nodes(2, 1, "head", 29_500)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_several_nodes_meet_where_they_are_told():
     [
         ({"RANK": "0"}, "not WORLD_SIZE"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "a rank is 0 to WORLD_SIZE - 1"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x in the environment is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x in the environment is not a number"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(environment, message):
@@ -227,7 +231,7 @@ def test_a_plan_survives_its_way_through_json(world, tiny_llama):
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     gpus = tuple(Gpu(n, "GPU", 24 * GIB, None, (8, 9)) for n in range(2))
     shape = shape_of(str(tiny_llama))
-    plan = make_plan(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB))
+    plan = make_plan(PlanRequest(config, shape, Hardware(gpus, "CPU", 8, 64 * GIB, 64 * GIB)))
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
@@ -235,21 +239,35 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
     import torch
 
     from sft_play.config.load import load_config
-    from sft_play.train.engine import prove
+    from sft_play.training.distributed import check_engine
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)
-    plan = make_plan(config, shape_of(str(tiny_llama)), machine, only=("fsdp",))
+    plan = make_plan(PlanRequest(config, shape_of(str(tiny_llama)), machine, only=("fsdp",)))
 
     class Trainer:
         model_wrapped: Any = torch.nn.Linear(2, 2)
 
-    with pytest.raises(TrainingError, match="the plan says fsdp, and the wrapped model is a Linear"):
-        prove(Trainer(), plan)
+    with pytest.raises(TrainingError, match="the plan says fsdp, but the wrapped model is a Linear"):
+        check_engine(Trainer(), plan)
+
+
+def test_a_rank_that_nobody_launched_is_refused_and_help_names_none(command, world, monkeypatch, capfd):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    code, printed = command("rank", "--config", f"{world}/run.yaml")
+    assert code == 2
+    assert "rank is what make train-distributed starts in each of its processes; to train here: train" in printed
+    with pytest.raises(SystemExit):
+        command("--help")
+    assert not re.search(r"\brank:", capfd.readouterr().out)
+    code, printed = command("plan", "--config", f"{world}/run.yaml", "--tensorboard")
+    assert code == 2
+    assert not printed.rstrip().endswith(", rank")
 
 
 def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
-    from sft_play import start as module
+    from sft_play.launch import machine as module
 
     def machine(*names: str) -> Hardware:
         gpus = tuple(Gpu(n, name, 24 * GIB, 24 * GIB, (8, 9)) for n, name in enumerate(names))
@@ -257,12 +275,12 @@ def test_gpus_that_differ_or_are_too_few_are_said_before_launch(monkeypatch):
 
     monkeypatch.setattr(module, "detect", lambda: machine("A", "B"))
     with pytest.raises(HardwareError, match="the GPUs differ"):
-        module._machine_of(spread_of({}))
+        module.machine_of(launch_options_of({}))
     with pytest.raises(HardwareError, match="NPROC=3 and 2 GPUs"):
-        module._machine_of(spread_of({"NPROC": "3"}))
+        module.machine_of(launch_options_of({"NPROC": "3"}))
     with pytest.raises(HardwareError, match="GPUS= names 5"):
-        module._machine_of(spread_of({"GPUS": "5"}))
-    assert module._machine_of(spread_of({"GPUS": "1"})).ranks == 1
+        module.machine_of(launch_options_of({"GPUS": "5"}))
+    assert module.machine_of(launch_options_of({"GPUS": "1"})).ranks == 1
 
 
 WRITTEN_ELSEWHERE = """// for the A100s
@@ -289,7 +307,7 @@ def test_each_rank_keeps_half_of_the_nf4_bytes_and_the_run_is_that_of_one_proces
     )  # fmt: skip
     said = answer.stdout + answer.stderr
     assert answer.returncode == 0, said
-    assert said.count("precision is the run's: it computes in float32") == 1
+    assert said.count("the run computes in float32, as train.bf16") == 1
     assert "Gradient accumulation steps mismatch" not in said
     run = world / "outputs" / "theirs"
     plan, summary = (json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))

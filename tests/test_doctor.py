@@ -23,18 +23,21 @@ import psutil
 import pytest
 
 from sft_play.config.load import load_config
-from sft_play.doctor import disk, gpus, host, known_bad, packages, ranks, surroundings
-from sft_play.doctor.check import Planned, examine, meet_nodes
-from sft_play.doctor.finding import Finding, Report, failed, passed, skipped, warned
-from sft_play.doctor.known_bad import TABLE, Pairs, find_known_bad
-from sft_play.doctor.ranks import Outcome, bus_bandwidth, judge
-from sft_play.doctor.surroundings import GpuState, Space, Surroundings
+from sft_play.diagnose import disk, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.diagnose.doctor import Planned, examine, meet_nodes
+from sft_play.diagnose.known_bad import TABLE, Pairs, find_known_bad
+from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
+from sft_play.diagnose.report import Report
+from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
-from sft_play.launch.spread import Spread
-from sft_play.plan.plan import Work, make_plan
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.plan import PlanRequest, Work
+from tests import warm
 from tests.conftest import ROOT
 
 GIB = 2**30
@@ -100,7 +103,7 @@ def test_a_failure_without_a_remedy_cannot_be_made():
 def test_python_is_held_against_the_projects_range():
     assert packages.check_python("3.12.1", ">=3.11,<3.14").verdict == "PASS"
     found = packages.check_python("3.14.0", ">=3.11,<3.14")
-    assert (found.verdict, found.found) == ("FAIL", "3.14.0, and the project wants >=3.11,<3.14")
+    assert (found.verdict, found.found) == ("FAIL", "3.14.0, and the project needs >=3.11,<3.14")
 
 
 def check(versions: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], *optional: str) -> list[Finding]:
@@ -111,7 +114,7 @@ def test_a_package_outside_the_projects_range_fails():
     wanted = {"sft-play": ("torch>=2.11", "trl>=1.16,<2")}
     assert verdicts(check({"torch": "2.13.0+cu130", "trl": "1.16.0"}, wanted)) == ["PASS", "PASS"]
     found, _ = check({"torch": "2.7.1+cu128", "trl": "1.16.0"}, wanted)
-    assert (found.verdict, found.found) == ("FAIL", "torch is 2.7.1+cu128, wanted >=2.11")
+    assert (found.verdict, found.found) == ("FAIL", "torch is 2.7.1+cu128, needed >=2.11")
 
 
 def test_a_missing_package_fails_only_where_the_run_uses_it():
@@ -129,7 +132,7 @@ def test_packages_that_contradict_each_other_are_said():
     assert verdicts(check({"transformers": "5.23.0", "huggingface-hub": "2.4.0"}, wanted)) == ["PASS", "PASS"]
     found = check({"transformers": "5.23.0", "huggingface-hub": "1.9"}, wanted)[1]
     assert found.verdict == "WARN"
-    assert found.found == "transformers 5.23.0: huggingface_hub is 1.9, wanted <3,>=2"
+    assert found.found == "transformers 5.23.0: huggingface_hub is 1.9, needed <3,>=2"
 
 
 def test_the_versions_of_this_environment_are_read():
@@ -244,7 +247,7 @@ def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
     assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
     assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
     # 16 GPUs x 2 connections x 9,637,888 bytes = 294 MiB
-    assert "NCCL wants at least 294 MiB" in shm(290 * MIB, gpus_per_node=16).found
+    assert "NCCL needs at least 294 MiB" in shm(290 * MIB, gpus_per_node=16).found
 
 
 def test_workers_of_the_data_loader_count_for_shared_memory():
@@ -252,7 +255,7 @@ def test_workers_of_the_data_loader_count_for_shared_memory():
     assert shm(65 * MIB, workers=4, batch_tokens=131_072).verdict == "PASS"
     found = shm(63 * MIB, workers=4, batch_tokens=131_072)
     assert found.verdict == "FAIL"
-    assert "the data loader's workers want at least 64 MiB" in found.found
+    assert "the data loader's workers need at least 64 MiB" in found.found
     none = host.check_shared_memory(None, gpus_per_node=2, ranks_per_node=2, workers=0, batch_tokens=1)
     assert none.verdict == "SKIP"
 
@@ -276,35 +279,35 @@ def test_few_open_files_are_said_where_workers_send_them():
 
 
 def test_equal_gpus_pass_and_others_fail():
-    chosen, found = gpus.choose(machine(gpu(0), gpu(1)), Spread())
+    chosen, found = gpus.choose(machine(gpu(0), gpu(1)), LaunchOptions())
     assert (found.verdict, found.found) == ("PASS", "2 x NVIDIA A100-SXM4-80GB")
     assert len(chosen.gpus) == 2
     mixed = machine(gpu(0), gpu(1), gpu(2, "NVIDIA L4", 22 * GIB))
-    _, found = gpus.choose(mixed, Spread())
+    _, found = gpus.choose(mixed, LaunchOptions())
     assert found.verdict == "FAIL"
     assert "2 is a NVIDIA L4 of 22 GiB" in found.found
-    assert found.remedy == "name GPUs that are alike: GPUS=0,1 (2 x NVIDIA A100-SXM4-80GB) or GPUS=2 (1 x NVIDIA L4)"
-    chosen, found = gpus.choose(mixed, Spread(gpus=(0, 1)))
+    assert found.remedy == "name identical GPUs: GPUS=0,1 (2 x NVIDIA A100-SXM4-80GB) or GPUS=2 (1 x NVIDIA L4)"
+    chosen, found = gpus.choose(mixed, LaunchOptions(gpus=(0, 1)))
     assert (found.verdict, len(chosen.gpus)) == ("PASS", 2)
-    _, found = gpus.choose(machine(gpu(0), gpu(1, size=40 * GIB)), Spread())
+    _, found = gpus.choose(machine(gpu(0), gpu(1, size=40 * GIB)), LaunchOptions())
     assert found.verdict == "FAIL"
 
 
 def test_too_few_gpus_fail():
-    _, found = gpus.choose(machine(gpu(0)), Spread(processes=2))
+    _, found = gpus.choose(machine(gpu(0)), LaunchOptions(processes=2))
     assert (found.verdict, found.remedy) == ("FAIL", "NPROC=1, or more GPUs")
-    _, found = gpus.choose(machine(gpu(0)), Spread(gpus=(0, 3)))
-    assert found.found == "GPUS= names 3, and there are 0"
-    _, found = gpus.choose(machine(gpu(0, mig="1g.10gb")), Spread(processes=2))
-    assert "of several MIG instances a process sees one" in found.found
-    _, found = gpus.choose(CPU, Spread(gpus=(0,)))
+    _, found = gpus.choose(machine(gpu(0)), LaunchOptions(gpus=(0, 3)))
+    assert found.found == "GPUS= names 3, but there are 0"
+    _, found = gpus.choose(machine(gpu(0, mig="1g.10gb")), LaunchOptions(processes=2))
+    assert "a process sees only one of several MIG instances" in found.found
+    _, found = gpus.choose(CPU, LaunchOptions(gpus=(0,)))
     assert found.verdict == "FAIL"
 
 
 def test_a_machine_without_gpus_runs_two_ranks_on_its_cpu():
-    chosen, found = gpus.choose(CPU, Spread())
+    chosen, found = gpus.choose(CPU, LaunchOptions())
     assert (chosen.ranks, found.verdict) == (2, "SKIP")
-    assert gpus.choose(CPU, Spread(processes=3))[0].ranks == 3
+    assert gpus.choose(CPU, LaunchOptions(processes=3))[0].ranks == 3
     assert gpus.over_nodes(chosen, 2).ranks == 4
     assert gpus.over_nodes(machine(gpu(0), gpu(1)), 3).ranks == 6
 
@@ -439,7 +442,7 @@ def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "singl
     config = load_config(world / "run.yaml", overrides=overrides).config
     shape = shape_of(config.model.name)
     work = Work(steps, None) if steps else None
-    plan = make_plan(config, shape, hardware, only=(only,), work=lambda _: work)  # type: ignore[arg-type]
+    plan = make_advised_plan(PlanRequest(config, shape, hardware, only=(only,)), work=lambda _: work)  # type: ignore[arg-type]
     return Planned(config, shape, plan)
 
 
@@ -582,11 +585,14 @@ def test_a_hang_names_who_waits_for_whom():
     waiting = outcome(note(0, "joined"), note(1, "device"), world=3, seconds=None, timed_out=True)
     (found,) = judge(waiting, AROUND, Nodes())
     assert found.verdict == "FAIL"
-    assert "rank 0 waits in the first all-reduce; rank 1 waits to join the others; rank 2 never started" in found.found
+    assert (
+        "rank 0 is waiting in the first all-reduce; rank 1 is waiting to join the others; rank 2 never started"
+        in found.found
+    )
     assert found.sources
     one = outcome(note(0, "failed", error="DistBackendError: timed out after 35 s"), note(1, "started"), seconds=None)
     (found,) = judge(one, ON_CPU, Nodes())
-    assert "rank 0 gave up; rank 1 has not come to its device" in found.found
+    assert "rank 0 gave up; rank 1 has not reached its device" in found.found
 
 
 @pytest.mark.parametrize(
@@ -619,12 +625,13 @@ def test_ranks_that_loaded_other_libraries_are_named():
 
 
 def test_the_ranks_are_started_as_those_of_a_run():
-    made = ranks.launch_of(machine(gpu(0), gpu(1)), Spread(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
+    made = ranks.launch_of(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
     assert (
-        "--nproc-per-node 2 --module sft_play.train.collective_check --out /x --device cuda --timeout 35.0" in made.line
+        "--nproc-per-node 2 --module sft_play.training.collective_check --out /x --device cuda --timeout 35.0"
+        in made.line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    made = ranks.launch_of(CPU, Spread(nodes=Nodes(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
+    made = ranks.launch_of(CPU, LaunchOptions(nodes=Nodes(2, 1, "head", 29501)), out=Path("/x"), timeout_s=1.0)
     assert "--nnodes 2 --node-rank 1 --master-addr head --master-port 29501" in made.line
     assert made.environment["OMP_NUM_THREADS"] == "1"
 
@@ -708,8 +715,9 @@ def by_name(report: Report) -> dict[str, Finding]:
 
 
 @pytest.mark.build
-def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world):
-    report = examine(planner_of(world), Spread(), environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+def test_this_machine_is_examined_with_a_real_all_reduce_of_two_ranks(world, monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm.python())
+    report = examine(planner_of(world), LaunchOptions(), environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     found = by_name(report)
     assert report.ok, report.lines()
     assert report.elapsed_s < 60
@@ -727,8 +735,8 @@ def test_two_nodes_on_loopback_reduce_together(world):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     def node(rank: int) -> None:
-        spread = Spread(processes=1, nodes=Nodes(2, rank, "127.0.0.1", port))
-        found[rank] = examine(planner_of(world), spread, environment=environment)
+        options = LaunchOptions(processes=1, nodes=Nodes(2, rank, "127.0.0.1", port))
+        found[rank] = examine(planner_of(world), options, environment=environment)
 
     threads = [threading.Thread(target=node, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -738,7 +746,7 @@ def test_two_nodes_on_loopback_reduce_together(world):
     assert all(report.ok for report in found.values()), [report.lines() for report in found.values()]
     assert "right over gloo on 2 ranks" in by_name(found[0])["all-reduce"].found
     assert "this node's part of 2" in by_name(found[1])["all-reduce"].found
-    assert "written on node 0" in by_name(found[1])["disk"].found
+    assert "node 0 writes checkpoints" in by_name(found[1])["disk"].found
     assert "2 met at 127.0.0.1:" in by_name(found[0])["nodes"].found
 
 
@@ -773,12 +781,12 @@ def test_a_rank_that_stops_is_named_and_no_process_is_left(world, monkeypatch):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    got = ranks.run_ranks(CPU, Spread(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    got = ranks.run_ranks(CPU, LaunchOptions(), limit_s=120, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     thread.join(timeout=30)
     (found,) = judge(got, ON_CPU, Nodes())
     assert found.verdict == "FAIL"
     assert re.search(
-        r"not through after 120 s: .*rank 1 (never started|has not come to its device|waits to join)", found.found
+        r"not done after 120 s: .*rank 1 (never started|has not reached its device|is waiting to join)", found.found
     )
     assert len(held) == 1
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -794,7 +802,7 @@ def test_the_sum_is_compared_element_by_element(tmp_path):
     """One process alone: the pattern's sum is the pattern; a changed all-reduce is found out."""
     code = (
         "import torch, torch.distributed as dist\n"
-        "from sft_play.train import collective_check as check\n"
+        "from sft_play.training import collective_check as check\n"
         "cpu = torch.device('cpu')\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "assert check.wrong_elements(4096, cpu) == 0\n"
@@ -811,7 +819,7 @@ def test_a_written_checkpoint_is_as_large_as_was_said(world):
     """Full fine-tuning of the tiny model in one process: the files, less those of a fixed size, are the prediction."""
     words = ["train", "--config", f"{world}/run.yaml", "tuning.mode=full", "output.name=size", "train.max_steps=1"]
     answer = subprocess.run(
-        [sys.executable, "-m", "sft_play", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [warm.python(), "-m", "sft_play", *words], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     (checkpoint,) = (path for path in (world / "outputs/size/checkpoints").iterdir() if path.name == "checkpoint-1")
@@ -826,8 +834,8 @@ def test_what_the_config_cannot_be_is_a_finding(world):
         raise ConfigError("train.batch_size=3 does not split over 2 ranks")
 
     port = free_port()
-    spread = Spread(processes=1, nodes=Nodes(2, 1, "127.0.0.1", port))
-    report = examine(refuses, spread, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
+    options = LaunchOptions(processes=1, nodes=Nodes(2, 1, "127.0.0.1", port))
+    report = examine(refuses, options, environment={"CUDA_VISIBLE_DEVICES": ""}, meeting_s=0.3)
     found = by_name(report)
     assert "batch_size=3 does not split" in found["plan"].found
     assert found["nodes"].verdict == "FAIL"
@@ -838,7 +846,7 @@ def test_what_the_config_cannot_be_is_a_finding(world):
 
 def test_the_doctor_loads_no_torch():
     code = (
-        "import sys; import sft_play.doctor.check; "
+        "import sys; import sft_play.diagnose.doctor; "
         "found = [name for name in ('torch', 'transformers', 'accelerate', 'deepspeed') if name in sys.modules]; "
         "sys.exit(f'loaded {found}' if found else 0)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,15 +17,18 @@ from lxml import etree
 
 from sft_play.config.load import load_config
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.data import document_reader, docx_package
-from sft_play.data.document_reader import ReaderProcess, read_document
-from sft_play.data.document_text import Block, ReadOptions, Tally, Unreadable, chunks, clean, join, paragraphs
-from sft_play.data.documents import documents
-from sft_play.data.docx_numbering import formatted
-from sft_play.data.files import data_paths, has_held_out_file
-from sft_play.data.rst_text import role_text
+from sft_play.data.sources.files import data_paths, has_held_out_file
+from sft_play.documents import docx_package, reader
+from sft_play.documents.documents import documents
+from sft_play.documents.docx_numbering import formatted
+from sft_play.documents.reader import ReaderProcess, read_document
+from sft_play.documents.rst_text import role_text
+from sft_play.documents.text import Block, ReadOptions, Tally, Unreadable, chunks, clean, join, paragraphs
 from sft_play.errors import DataError
-from tests.conftest import ROOT, shared
+from tests.bundled import BOXED, data_file, there, word_files
+from tests.conftest import ROOT, need_documents_extra, shared
+
+need_documents_extra()
 
 W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 STRICT_W = "http://purl.oclc.org/ooxml/wordprocessingml/main"
@@ -157,7 +161,7 @@ def test_one_row_holds_text_of_one_document(folder, tmp_path):
 
 
 def test_what_is_written_is_read_by_the_readers_of_training_data(folder, tmp_path):
-    from sft_play.data.files import read_rows
+    from sft_play.data.sources.files import read_rows
 
     (folder / "a.txt").write_text('One\u2028two "quoted" \\ text\n\nthree')
     documents(config(folder, tmp_path / "out", val_fraction=0.0))
@@ -219,7 +223,7 @@ def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
     paths = [str(tmp_path / "one"), str(tmp_path / "two" / "**" / "*.txt"), str(tmp_path / "two" / "c.md")]
     report = documents(config(paths, tmp_path / "out", val_fraction=0.0))
     names = [row["source"] for row in rows(tmp_path / "out")]
-    assert len(report.found.documents) == 4
+    assert len(report.files.documents) == 4
     assert len(set(names)) == 4
     assert "deep/b.txt" in names
     assert any(name.endswith("one/a.txt") for name in names)
@@ -235,8 +239,8 @@ def test_links_in_a_circle_end_and_hidden_files_are_counted(folder, tmp_path):
     (folder / ".hidden.txt").write_text("hidden")
     report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert [row["source"] for row in rows(tmp_path / "out")] == ["a.txt"]
-    assert report.found.hidden == 2
-    assert report.found.twice == 2
+    assert report.files.hidden == 2
+    assert report.files.twice == 2
     assert "self.txt" in report.unreadable
 
 
@@ -282,7 +286,7 @@ def test_copies_and_repeated_paragraphs_are_left_out_and_counted(folder, tmp_pat
     assert counts["paragraphs that stand twice in one document"] == 1
     said = "\n".join(report.lines())
     assert "c.txt is the same text as a.txt" in said
-    assert "d.txt: all of it stands in earlier documents" in said
+    assert "d.txt: all of it is in earlier documents" in said
 
 
 def test_repeated_paragraphs_stay_where_they_are_wanted_and_are_counted(folder, tmp_path):
@@ -335,7 +339,7 @@ def test_output_inside_the_folder_of_documents_is_no_document(folder):
     (folder / "a.txt").write_text("Text.")
     for _ in range(2):
         report = documents(config(folder, folder / "out"))
-        assert (len(report.found.documents), report.found.others) == (1, {})
+        assert (len(report.files.documents), report.files.others) == (1, {})
 
 
 def test_the_command_says_its_report(folder, tmp_path, command):
@@ -416,9 +420,9 @@ def test_what_is_no_text_is_said(tmp_path):
         "c.txt": (b"\x89PNG\r\n\x1a\n...", "is a PNG picture"),
         "d.txt": (b"abc\n\x00\x01\x02", "is binary, not text (a NUL character in line 2)"),
         "e.txt": ("x".encode("utf-32"), "is UTF-32"),
-        "f.txt": (b"\xff\xfea", "begins like UTF-16 and is not"),
+        "f.txt": (b"\xff\xfea", "begins like UTF-16 but is not"),
         "g.md": (b"<!-- only a comment -->", "holds no text"),
-        "h.docx": (b"just words", "no Word file: it begins with 'just words'"),
+        "h.docx": (b"just words", "not a Word file: it begins with 'just words'"),
         "i.doc": (b"{\\rtf1 x}", "is RTF; save it as .docx"),
         "j.txt": (b"\x1f\x8b\x08", "gzip"),
     }
@@ -661,7 +665,7 @@ def test_passwords_are_said(tmp_path):
 # Word: harm
 
 
-def test_an_archive_that_unfolds_to_gigabytes_is_not_unfolded(tmp_path):
+def test_an_archive_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path):
     path = tmp_path / "a.docx"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("_rels/.rels", relations(("officeDocument", "word/document.xml")))
@@ -669,7 +673,7 @@ def test_an_archive_that_unfolds_to_gigabytes_is_not_unfolded(tmp_path):
             part.write(b"<w:document>")
             for _ in range(40):
                 part.write(b" " * 2**20)
-    assert re.search(r"word/document\.xml says it unfolds from .* to 40\.0 MiB: more than is opened", refusal(path))
+    assert re.search(r"word/document\.xml says it unpacks from .* to 40\.0 MiB: more than is opened", refusal(path))
 
 
 def test_an_archive_that_lies_about_its_size_is_cut_short(tmp_path):
@@ -687,7 +691,7 @@ def test_the_whole_of_a_document_has_a_limit(tmp_path, monkeypatch):
     assert "more than is opened" in refusal(path)
 
 
-def test_a_large_part_that_is_no_text_is_never_unfolded(tmp_path):
+def test_a_large_part_that_is_no_text_is_never_unpacked(tmp_path):
     path = make_docx(tmp_path / "a.docx", p("Text."), parts={"media/image1.bin": "\0" * 50_000_000})
     assert text_of(path) == "Text."
 
@@ -740,9 +744,10 @@ def visible_texts(path: Path) -> list[str]:
     return [text for text in found if text]
 
 
-def test_every_visible_text_of_real_word_files_is_read():
-    paths = sorted(shared("docx").glob("*/*.docx"))
-    assert len(paths) == 39
+@pytest.mark.parametrize(("origin", "count", "without_text"), there([("bundled", 4, 1), ("shared", 39, 4)]))
+def test_every_visible_text_of_real_word_files_is_read(origin, count, without_text):
+    paths = word_files(origin)
+    assert len(paths) == count
     empty = []
     for path in paths:
         why = reason(path)
@@ -753,18 +758,26 @@ def test_every_visible_text_of_real_word_files_is_read():
         text = "".join(text_of(path).split())
         for wanted, count in Counter(visible_texts(path)).items():
             assert text.count(wanted) >= count, (path.name, wanted)
-    assert len(empty) == 4
+    assert len(empty) == without_text
 
 
-def test_text_boxes_of_a_real_file_are_read_once():
-    text = text_of(shared("docx/docling/textbox.docx"))
-    assert text.count("＊ Fever") == 1
+@pytest.mark.parametrize(("name", "boxed"), there([("bundled", BOXED), ("docx/docling/textbox.docx", "＊ Fever")]))
+def test_text_boxes_of_a_real_file_are_read_once(name, boxed):
+    path = word_files("bundled")[0] if name == "bundled" else shared(name)
+    assert text_of(path).count(boxed) == 1
 
 
-def test_peps_lose_no_words_of_their_paragraphs():
+def test_words_that_were_deleted_or_hidden_are_left_out():
+    [path] = (path for path in word_files("bundled") if path.name == "revised.docx")
+    assert text_of(path) == "What stays, what was added"
+
+
+@pytest.mark.parametrize(("name", "step"), there([("bundled/documents", 1), ("corpora/peps", 8)]))
+def test_restructured_text_loses_no_words_of_its_paragraphs(name, step):
     """Lines of plain prose (no markup in them) stand in the text, once their line breaks are spaces."""
-    paths = sorted(shared("corpora/peps").glob("*.rst"))[::8]
-    assert len(paths) > 10
+    paths = sorted(data_file(name).glob("*.rst"))[::step]
+    assert len(paths) > 10 or name.startswith("bundled")
+    count = 0
     for path in paths:
         found = " ".join(text_of(path).split())
         for paragraph in paragraphs(path.read_text(encoding="utf-8")):
@@ -774,10 +787,13 @@ def test_peps_lose_no_words_of_their_paragraphs():
                 and "_" not in paragraph
             ):
                 assert " ".join(paragraph.split()) in found, (path.name, paragraph)
+                count += 1
+    assert count == 7 or name.startswith("corpora")  # three of the notes on tea, four of the numbers of buses
 
 
-def test_shakespeare_stays_as_it_is():
-    path = shared("corpora/tinyshakespeare.txt")
+@pytest.mark.parametrize("name", there(["bundled/documents/verse.txt", "corpora/tinyshakespeare.txt"]))
+def test_verse_stays_as_it_is(name):
+    path = data_file(name)
     lines = "\n".join(line.rstrip() for line in path.read_text().split("\n"))
     assert text_of(path).split("\n\n") == [part.strip("\n") for part in lines.split("\n\n") if part.strip()]
 
@@ -786,7 +802,7 @@ def test_shakespeare_stays_as_it_is():
 
 
 def test_markdown_keeps_words_lists_and_code():
-    from sft_play.data.markdown_text import read_markdown
+    from sft_play.documents.markdown_text import read_markdown
 
     source = (
         "---\ntitle: x\n---\n\n# Head *one*\n\nText with **bold**,\na [link](http://x.y), `code` "
@@ -804,7 +820,7 @@ def test_markdown_keeps_words_lists_and_code():
 
 
 def test_a_rule_at_the_top_of_markdown_is_no_front_matter():
-    from sft_play.data.markdown_text import read_markdown
+    from sft_play.documents.markdown_text import read_markdown
 
     found = read_markdown("---\nJust a sentence of prose!\n\n---\nMore.", ReadOptions())
     assert "Just a sentence of prose!" in join(found.blocks)
@@ -819,7 +835,7 @@ def test_markdown_nested_without_end_is_refused(tmp_path):
 
 
 def rst(source: str, **options) -> str:
-    from sft_play.data.rst_text import read_rst
+    from sft_play.documents.rst_text import read_rst
 
     return join(read_rst(source, ReadOptions(**options)).blocks)
 
@@ -856,7 +872,7 @@ def test_rst_never_opens_other_files(tmp_path):
         f"   :file: {secret}\n\n"
         f".. literalinclude:: {secret}\n\n.. raw:: html\n\n   <b>raw</b>\n"
     )
-    from sft_play.data.rst_text import read_rst
+    from sft_play.documents.rst_text import read_rst
 
     found = read_rst(source, ReadOptions())
     assert join(found.blocks) == "Text."
@@ -1025,7 +1041,7 @@ def test_a_pdf_without_text_or_locked_is_named(tmp_path):
             assert text_of(tmp_path / "c.pdf") == "Words in it."
 
 
-def test_a_pdf_that_unfolds_to_gigabytes_is_refused(tmp_path):
+def test_a_pdf_that_unpacks_to_gigabytes_is_refused(tmp_path):
     path = make_pdf(tmp_path / "a.pdf", [["x"]], extra=b" " * 90_000_000)
     assert path.stat().st_size < 1_000_000
     assert "pypdf cannot read it (LimitReachedError" in refusal(path)
@@ -1062,7 +1078,7 @@ def test_a_reader_that_dies_is_named_and_the_next_document_is_read(tmp_path):
         reader.read(tmp_path / "good.txt")
         assert reader._process is not None
         reader._process.kill()
-        with pytest.raises(Unreadable, match=r"broke the process that read it \(exit code -9\)"):
+        with pytest.raises(Unreadable, match=r"crashed the process that read it \(exit code -9\)"):
             reader.read(tmp_path / "good.txt")
         assert reader.read(tmp_path / "good.txt").blocks == [Block("Text.")]
     finally:
@@ -1075,7 +1091,7 @@ def test_long_runs_of_spaces_take_no_time(tmp_path):
 
 
 def test_a_document_over_the_size_limit_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_reader, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(reader, "MAX_FILE_BYTES", 10)
     (tmp_path / "a.txt").write_text("x" * 20)
     assert "that are read; split it" in refusal(tmp_path / "a.txt")
 
@@ -1111,3 +1127,17 @@ def test_run_dapt_names_the_command_that_writes_its_text(tmp_path, monkeypatch):
 def test_the_text_of_run_mixed_is_written_by_dapt_docx_too():
     data = load_config(ROOT / "configs" / "run_mixed.yaml").config.data
     assert Path(data.text_path) == Path(data.documents.out_dir) / "train.jsonl"
+
+
+def test_missing_packages_are_named_with_what_installs_them(folder, tmp_path, monkeypatch, command):
+    """The core install has none of them; nothing is read or written then."""
+    (folder / "a.txt").write_text(f"{LONG}\n")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("pypdf", "bs4") else find(name))
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"model": {"name": "m"}, "data": {"documents": {"path": str(folder)}}}))
+    code, said = command("dapt-docx", "--config", str(run), f"data.documents.out_dir={tmp_path / 'out'}")
+    assert code == 2
+    assert "packages that are not installed in " in said
+    assert "beautifulsoup4, pypdf; install them there: pip install 'sft-play[documents]'" in said
+    assert not (tmp_path / "out").exists()

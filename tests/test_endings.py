@@ -231,14 +231,12 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 
 
 ENDED_OTHERWISE = {
-    "sft_play.facts.hardware": "programs of the driver's, with a time limit",
     "sft_play.facts.ask": "programs of the driver's, with a time limit",
     "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs": "git, with a time limit",
-    "sft_play.launch.tensorboard": "TensorBoard's watch looks for its owner; TB_KEEP=1 lets it stay",
-    "sft_play.launch.board_watch": "it ends what it watches",
-    "sft_play.cli": "accelerate's questions, in the same terminal",
-    "sft_play.train.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
+    "sft_play.commands.setup_accelerate": "accelerate's questions, in the same terminal",
+    "sft_play.finished.charts": "the charts of a report, with a time limit",
+    "sft_play.training.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 
 
@@ -252,7 +250,8 @@ def test_every_process_that_the_package_starts_ends_with_it():
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.endings import" not in source}
-    for name in ("sft_play.start", "sft_play.train.bridge"):  # they import it as a whole
+    whole = ("launch.start_ranks", "training.bridge", "finished.llama_cpp", "finished.reproduce")
+    for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
         assert "endings.ends_with_me(" in starting[name]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.mask_score import exact
+from benchmarks.mask_score.score import CASES, score
 from sft_play.config.schema import DataConfig
-from sft_play.data import exact
-from sft_play.data.files import BadRow
-from sft_play.data.formats import Chat
-from sft_play.data.render import NO_END_TOKEN, Encoder, Rendered, Renderer, TokenizerParts
-from sft_play.data.score import CASES, score
-from tests.conftest import chat, shared
+from sft_play.data.masks.render import NO_END_TOKEN, Encoder, Renderer, TokenizerParts, TokenRow
+from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.formats import Chat
+from tests.bundled import template_of, there
+from tests.conftest import chat
 from tests.models import CHATML, make_tokenizer
 
 EACH, DONE = "{% for m in messages %}", "{% endfor %}"
@@ -113,8 +114,8 @@ TOOLS = ({"type": "function", "function": {"name": "look", "description": "Look.
 TWO = (user("one"), answer("two"), user("three"), answer("four"))
 
 
-def trained(row: Rendered | BadRow) -> list[str]:
-    assert isinstance(row, Rendered), row
+def trained(row: TokenRow | BadRow) -> list[str]:
+    assert isinstance(row, TokenRow), row
     return [row.text[start:end] for start, end in row.spans]
 
 
@@ -180,7 +181,7 @@ def test_an_end_that_is_written_between_turns_only_is_added_behind_the_last(make
 
 def test_special_tokens_in_texts_stay_text_beside_an_added_end(make):
     row = make(OPENED).render(Chat("f:1", (user("<|user|>"), answer("say <|user|>"))))
-    assert isinstance(row, Rendered)
+    assert isinstance(row, TokenRow)
     ids = [token for token, label in zip(row.input_ids, row.labels, strict=True) if label != -100]
     assert trained(row) == ["\nsay <|user|><|user|>"]
     assert ids.count(ids[-1]) == 1
@@ -258,7 +259,7 @@ def test_check_says_which_end_is_added(tiny_llama, tmp_path, command):
     config = config_of(tmp_path, tiny_llama, opened + asks("<|endoftext|>"))
     code, text = command("check", "--config", str(config))
     assert code == 0
-    assert "<|im_start|> behind 8 rows is added" in " ".join(text.split())
+    assert "<|im_start|> after 8 rows is added" in " ".join(text.split())
 
 
 # A turn that nobody asked for begins where it would behind a question.
@@ -273,10 +274,13 @@ def test_the_header_of_a_leading_answer_is_not_trained(make, template):
     assert [text.split("<")[0] for text in trained(row)] == ["two", "three"]
 
 
-@pytest.mark.parametrize("name", ["llama.cpp/ibm-granite-granite-4.0", "llama.cpp/GigaChat3.1-10B-A1.8B", "trl/qwen3"])
+LEADING = ("bundled/history", "bundled/tools", "bundled/generation", "trl/qwen3",
+           "llama.cpp/ibm-granite-granite-4.0", "llama.cpp/GigaChat3.1-10B-A1.8B")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", there(LEADING))
 def test_real_templates_train_no_header_of_a_leading_answer(make, name):
-    template = shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
-    row = make(template, on_missing_end="train").render(Chat("f:1", (answer("hello"), *TWO)))
+    row = make(template_of(name), on_missing_end="train").render(Chat("f:1", (answer("hello"), *TWO)))
     assert not any("assistant" in text for text in trained(row))
     assert "hello" in trained(row)[0]
 
@@ -305,7 +309,7 @@ def test_text_outside_of_think_marks_is_never_counted_as_thought(make, text):
 def test_think_text_of_the_history_may_be_left_out_and_is_counted(make):
     for text in ("<think>a</think>b", "a</think>b", "<think>\na\n</think>\n\nb"):
         row = make(QWEN).render(Chat("f:1", (user("q"), answer(text), user("r"), answer("s"))))
-        assert isinstance(row, Rendered)
+        assert isinstance(row, TokenRow)
         assert row.stripped_think == 1
 
 
@@ -316,7 +320,7 @@ def test_the_judge_knows_nothing_of_how_masks_are_found():
     tree = ast.parse(Path(exact.__file__).read_text(encoding="utf-8"))
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     own = {name for name in names if name and name.startswith("sft_play")}
-    assert own == {"sft_play.data.template", "sft_play.log"}
+    assert own == {"sft_play.data.masks.template", "sft_play.log"}
 
 
 MULTI = next(case for case in CASES if case.name == "multi_turn")
@@ -334,7 +338,7 @@ JUDGED = {
 
 def judged(tokenizer, name: str, change: Any) -> str:
     """The judge's word on a template's right spans after a change: (answer's start, its end, its number) -> span."""
-    from sft_play.data.template import ChatTemplate
+    from sft_play.data.masks.template import ChatTemplate
 
     template, header, ends, _ = JUDGED[name]
     tokenizer.chat_template = template

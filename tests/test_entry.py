@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sft_play import entry
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 
 PLAN = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "2xH200")
@@ -88,7 +90,7 @@ def test_a_full_disk_is_one_message():
         answer = program(*PLAN, stdout=full)
     assert answer.returncode == 2
     assert answer.stderr == (
-        "[plan] error: standard output cannot be written: No space left on device; what was said is incomplete\n"
+        "[plan] error: standard output cannot be written: No space left on device; the output is incomplete\n"
     )
 
 
@@ -111,7 +113,7 @@ def run_yaml(folder: Path, model: Path, rows: Path, *, steps: int) -> Path:
 
 def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_llama, sums):
     config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [sys.executable, "-m", "sft_play", "train", "--config", str(config)]
+    words = [warm.python(), "-m", "sft_play", "train", "--config", str(config)]
     with subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -131,7 +133,7 @@ def test_a_training_whose_pipe_closes_trains_on_logs_and_saves(tmp_path, tiny_ll
 @pytest.mark.slow
 def test_ranks_whose_pipe_closes_train_on(tmp_path, tiny_llama, sums):
     config = run_yaml(tmp_path, tiny_llama, sums, steps=3)
-    words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
+    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(config), "--nproc", "2"]
     with subprocess.Popen(
         words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -155,6 +157,8 @@ def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capfd):
     for _ in range(3):
         logging.getLogger("sft_play.x").warning("a line")
     logging.getLogger().removeHandler(handler)
+    with contextlib.suppress(OSError):  # of what could not be written
+        handler.close()
     assert capfd.readouterr().err.count("/dev/full cannot be written: No space left on device") == 1
 
 
@@ -170,11 +174,11 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.plan.whatif"])
+@pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice.whatif"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
     answer = program(*PLAN, code=INTERRUPT.format(name=name))
     assert answer.returncode == 130
-    assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
+    assert answer.stderr == "[plan] stopped by the user before anything was started\n"
 
 
 def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
@@ -183,7 +187,7 @@ def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
     words = [sys.executable, "-c", code]
     answer = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert answer.returncode == 130
-    assert answer.stderr == "[plan] stopped by the user before anything was begun\n"
+    assert answer.stderr == "[plan] stopped by the user before anything was started\n"
 
 
 @pytest.mark.parametrize(

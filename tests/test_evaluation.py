@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,14 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.margins import GIB, STAYS
-from sft_play.plan.memory import MOST_EVALUATION_ROWS, Step, evaluation_rows
-from sft_play.plan.moments import Walk, is_padded
-from sft_play.plan.plan import make_plan
-from sft_play.plan.precision import Precision
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, evaluation_rows
+from sft_play.planner.memory.margins import STAYS
+from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.precision import Precision
+from sft_play.units import GIB
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 from tests.test_decisions import QUICK
 
@@ -81,18 +82,19 @@ def test_the_evaluation_batch_is_the_largest_that_stays_within_the_step(
 @pytest.mark.parametrize(("model", "machine"), [("meta-llama/Llama-3.1-8B", "RTX4090"), ("Qwen/Qwen2.5-0.5B", "T4")])
 def test_evaluation_never_raises_what_a_plan_needs(model, machine):
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora"])
-    judged, plain = (make_plan(config, shape_of(model), named(machine), has_eval=flag) for flag in (True, False))
+    judged, plain = (
+        make_plan(PlanRequest(config, shape_of(model), named(machine), has_eval=flag)) for flag in (True, False)
+    )
     assert judged.choice.step.eval_batch == judged.eval_batch > judged.batch.micro_batch
     assert (judged.memory.allocated, judged.memory.required) == (plain.memory.allocated, plain.memory.required)
     (said,) = [line for line in judged.reasons if line.startswith("evaluation: ")]
     gib = judged.memory.moments["evaluation"] / 2**30
-    assert f"{judged.eval_batch} rows at a time per rank, rows of like length together; {gib:.2f} GiB" in said
+    assert f"{judged.eval_batch} rows at a time per rank, rows of similar length together; {gib:.2f} GiB" in said
     assert judged.as_json()["eval_batch"] == judged.eval_batch
     assert not [line for line in plain.reasons if line.startswith("evaluation: ")]
-    given = make_plan(
-        config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=qlora", "eval.batch_size=3"]),
-        shape_of(model), named(machine),
-    )  # fmt: skip
+    overrides = ["tuning.mode=qlora", "eval.batch_size=3"]
+    three = config_from_text(f"model: {{name: {model}}}", name="x", overrides=overrides)
+    given = make_plan(PlanRequest(three, shape_of(model), named(machine)))
     assert given.eval_batch == 3
     assert any("3 rows at a time per rank (eval.batch_size is given)" in line for line in given.reasons)
 
@@ -119,7 +121,7 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.train.rows import evened
+    from sft_play.training.rows import evened
 
     batch = evened(rows, most=most, ranks=ranks)
     assert 1 <= batch <= most
@@ -132,7 +134,7 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
     from datasets import Dataset
 
-    from sft_play.train.rows import LongestFirst, filled
+    from sft_play.training.rows import LongestFirst, filled
 
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
@@ -157,7 +159,7 @@ def alone(tmp_path_factory, tiny_llama):
 def together(tmp_path_factory, tiny_llama):
     """What two ranks found (tests/ranks_evaluation.py)."""
     out = tmp_path_factory.mktemp("together") / "found.json"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     answer = subprocess.run(
         [*words, "--module", "tests.ranks_evaluation", str(tiny_llama), str(out)],
@@ -268,7 +270,7 @@ def test_the_trace_finds_the_evaluation_within_the_training_step():
     words = ["tuning.mode=lora", "train.gradient_checkpointing=true"]
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
     shape = shape_of(model)
-    choice = make_plan(config, shape, named("RTX4090")).choice
+    choice = make_plan(PlanRequest(config, shape, named("RTX4090"))).choice
     found = trace_step(settings_of(config, config_json(model), shape, choice.precision, choice)).phases
     training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
     assert choice.step.eval_batch > choice.step.micro_batch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,12 +17,29 @@ from sft_play.facts.architecture import (
     refuse_remote_code,
     shape_of,
 )
+from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
+
+
+@pytest.mark.parametrize("full", PUBLISHED)
+def test_published_sizes_give_the_published_counts(full):
+    name = full.rpartition("/")[2]
+    expected = 27_009_346_304 if name == "gemma-3-27b-it" else PUBLISHED[full]  # as below
+    assert parse_config(model_config(name), name=name).params == expected
+
+
+def test_published_sizes_are_those_of_the_published_configs():
+    """But for Qwen2.5-7B's positions, which the base model has more of, and the type that the weights are stored in."""
+    for name in (full.rpartition("/")[2] for full in PUBLISHED):
+        published = json.loads(shared(f"model_configs/{name}/config.json").read_text())
+        shapes = [parse_config(config, name=name) for config in (model_config(name), published)]
+        one, other = (replace(shape, max_positions=0, stored_dtype=None) for shape in shapes)
+        assert one == other, name
 
 
 def test_parameter_counts_are_exact_for_the_published_configs():
     checked = 0
-    for row in csv.DictReader(shared("model_configs/params.csv").open()):
+    for row in csv.DictReader(shared("model_configs/params.csv").read_text().splitlines()):
         config = json.loads(shared(f"model_configs/{row['name']}/config.json").read_text())
         if row["name"] == "phi-2-remote-code":
             continue
@@ -49,7 +68,7 @@ def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
     monkeypatch.setattr("sft_play.facts.architecture.hub_answers", lambda: False)
-    with pytest.raises(ModelError, match=r"no folder here .* not in the local cache, .* cannot be reached"):
+    with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
         config_json("nobody/no-such-model")
 
 
@@ -70,13 +89,20 @@ def test_a_config_json_that_is_none_says_so(tmp_path, content, message):
         shape_of(str(tmp_path))
 
 
-def test_custom_code_is_refused_with_the_options_name():
-    folder = shared("model_configs/phi-2-remote-code")
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_custom_code_is_refused_with_the_options_name(origin, tmp_path):
+    folder = tmp_path if origin == "bundled" else shared("model_configs/phi-2-remote-code")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi-msft", "auto_map": OWN_CODE, "n_embd": 64}))
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
         shape_of(str(folder))
     refuse_remote_code({"model_type": "phi-msft", "auto_map": {"AutoConfig": "x.Y"}}, name="x", allowed=True)
 
 
-def test_custom_code_that_transformers_does_not_need_is_no_obstacle():
-    assert json.loads(shared("model_configs/Phi-3.5-mini-instruct/config.json").read_text())["auto_map"]
-    assert shape_of(str(shared("model_configs/Phi-3.5-mini-instruct"))).num_layers == 32
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here")
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_custom_code_that_transformers_does_not_need_is_no_obstacle(origin, tmp_path):
+    folder = tmp_path if origin == "bundled" else shared("model_configs/Phi-3.5-mini-instruct")
+    config = {**model_config("Phi-3.5-mini-instruct"), "auto_map": OWN_CODE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert json.loads((folder / "config.json").read_text())["auto_map"]
+    assert shape_of(str(folder)).num_layers == 32

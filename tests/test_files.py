@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data import files, json_rows, raw, tables
-from sft_play.data.files import (
+from sft_play.data.size import rough_size
+from sft_play.data.sources import files, json_rows, raw, tables
+from sft_play.data.sources.files import (
     BadRow,
     RawRow,
     Source,
@@ -29,9 +30,9 @@ from sft_play.data.files import (
     read_rows,
     source_digest,
 )
-from sft_play.data.size import rough_size
 from sft_play.errors import DataError
-from tests.conftest import chat, shared
+from tests.bundled import data_file, there
+from tests.conftest import chat
 
 ROW = chat("hello there", "how are you?")
 
@@ -121,7 +122,7 @@ class TestKinds:
         import os
 
         os.mkfifo(tmp_path / "pipe.jsonl")
-        assert "is no file" in refusal(tmp_path / "pipe.jsonl")
+        assert "is not a regular file" in refusal(tmp_path / "pipe.jsonl")
 
 
 class TestJson:
@@ -160,7 +161,7 @@ class TestJson:
         (tmp_path / "a.json").write_text('[{"a": 1, "a": 2},\n{"a": NaN},\n{"a": "\\ud83d"},\n{"a": 1e999},\n{"b": 3}]')
         found = rows(tmp_path / "a.json")
         assert [str(row).rpartition("/")[2] for row in found[:4]] == [
-            'a.json:1: the key "a" stands twice in one object',
+            'a.json:1: the key "a" occurs twice in one object',
             "a.json:2: NaN is not JSON",
             "a.json:3: half of a surrogate pair (a broken emoji) in the text",
             "a.json:4: a number is too large",
@@ -172,7 +173,7 @@ class TestJson:
         [
             ('{"a": 1},', "remove the comma at the end (column 9)"),
             ('{"a": 1}{"a": 2}', "a second object on the same line at column 9"),
-            ("{'a': 1}", "keys and strings stand in double quotes"),
+            ("{'a': 1}", "keys and strings need double quotes"),
             ('{"a": "b\tc"}', "a raw control character inside a string at column 9"),
             ('{"a": ' + "[" * 5_000, "nested too deeply"),
             ('{"a": ' + "[" * 300 + "]" * 300 + "}", "nested too deeply"),
@@ -243,12 +244,12 @@ def test_utf8_that_is_damaged_is_not_called_latin1(tmp_path):
     assert "UTF-8 that is damaged here" in refusal(tmp_path / "a.jsonl")
 
 
-def test_a_gzipped_file_that_unfolds_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw, "MAX_UNFOLDED_BYTES", 1 << 20)
+def test_a_gzipped_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw, "MAX_UNPACKED_BYTES", 1 << 20)
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb") as file:
         for _ in range(100):
             file.write(b" " * (1 << 20))
-    assert "unfolds to more than" in refusal(tmp_path / "bomb.jsonl.gz")
+    assert "unpacks to more than" in refusal(tmp_path / "bomb.jsonl.gz")
     lines(tmp_path / "fine.jsonl", *[{"text": str(n)} for n in range(100_000)])
     (tmp_path / "fine.gz").write_bytes(gzip.compress((tmp_path / "fine.jsonl").read_bytes()))
     assert len(rows(tmp_path / "fine.gz")) == 100_000
@@ -275,15 +276,15 @@ class TestTables:
         (tmp_path / "a.csv").write_text("question,answer\na,b\nc\nd,e,f\ng,h\n")
         found = rows(tmp_path / "a.csv")
         assert [str(row).rpartition("/")[2].partition(" (")[0] for row in found if isinstance(row, BadRow)] == [
-            "a.csv:3: 1 fields where 2 belong",
-            "a.csv:4: 3 fields where 2 belong",
+            "a.csv:3: 1 fields instead of 2",
+            "a.csv:4: 3 fields instead of 2",
         ]
         assert len(found) == 4
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ('a,b\n1,2\n3,"open\n4,5\n', "a.csv:3: a quote that is opened in this row is not closed"),
+            ('a,b\n1,2\n3,"open\n4,5\n', "a.csv:3: a quote opened in this row is not closed"),
             ("a,a\n1,2\n", 'names the column "a" twice'),
             ("a,,c\n1,2,3\n", "column 2 of the header has no name"),
             ("\n\n", "has no rows"),
@@ -416,7 +417,7 @@ class TestSources:
         (tmp_path / "deep").mkdir()
         lines(tmp_path / "deep" / "d.jsonl", {"text": "d"})
         assert [row["text"] for row in data_of(f"{tmp_path}/**/*.jsonl")] == ["a", "b", "c", "d"]
-        with pytest.raises(DataError, match="no file fits"):
+        with pytest.raises(DataError, match="no file matches"):
             rows(f"{tmp_path}/*.csv")
 
     def test_a_folder_is_read_whole_without_what_is_hidden(self, tmp_path):
@@ -544,7 +545,7 @@ class TestHub:
         [
             (ConnectionError("no route"), "no connection to the hub"),
             (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), r"write hub:owner/name:CONFIG"),
-            (RuntimeError("Dataset scripts are no longer supported"), "needs a script of its own"),
+            (RuntimeError("Dataset scripts are no longer supported"), "needs a loading script"),
             (RuntimeError("this dataset is gated"), "hf auth login"),
         ],
     )
@@ -565,7 +566,7 @@ class TestHub:
 
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         message = refusal("hub:owner/name")
-        assert "stay offline (HF_HUB_OFFLINE)" in message
+        assert "HF_HUB_OFFLINE is set" in message
         assert "hf download owner/name --repo-type dataset" in message
 
 
@@ -614,28 +615,35 @@ def test_json_of_any_shape_ends_in_rows_or_an_error_of_the_data(tmp_path, text):
             pass
 
 
-def test_real_files_are_read_whole():
-    counts = {
-        "sft/gsm8k/train.jsonl": 7_473,
-        "sft/gsm8k/test.jsonl": 1_319,
-        "sft/llamafactory/identity.json": 91,
-        "sft/llamafactory/glaive_toolcall_en_demo.json": 300,
-    }
-    for name, count in counts.items():
-        found = rows(shared(name))
-        assert len(found) == count, name
-        assert found == [
-            row for part in file_parts(shared(name), split="train", part_bytes=100_000) for row in read_part(part)
-        ]
-        assert [row.data for row in found] == (
-            json.loads(shared(name).read_text())
-            if name.endswith(".json")
-            else [json.loads(line) for line in shared(name).read_text().splitlines()]
-        )
+REAL_ROWS = {
+    "bundled/rows/questions/train.jsonl": 12,
+    "bundled/rows/questions/test.jsonl": 5,
+    "bundled/rows/alpaca.json": 8,
+    "bundled/rows/sharegpt_tools.json": 3,
+    "sft/gsm8k/train.jsonl": 7_473,
+    "sft/gsm8k/test.jsonl": 1_319,
+    "sft/llamafactory/identity.json": 91,
+    "sft/llamafactory/glaive_toolcall_en_demo.json": 300,
+}
 
 
-def test_a_table_of_real_rows_comes_back_as_it_was(tmp_path):
-    found = [row.data for row in rows(shared("sft/gsm8k/test.jsonl"))]
+@pytest.mark.parametrize("name", there(REAL_ROWS))
+def test_real_files_are_read_whole(name):
+    path = data_file(name)
+    found = rows(path)
+    assert len(found) == REAL_ROWS[name]
+    parts = file_parts(path, split="train", part_bytes=300 if name.startswith("bundled/") else 100_000)
+    assert found == [row for part in parts for row in read_part(part)]
+    assert [row.data for row in found] == (
+        json.loads(path.read_text())
+        if name.endswith(".json")
+        else [json.loads(line) for line in path.read_text().splitlines()]
+    )
+
+
+@pytest.mark.parametrize("name", there(["bundled/rows/questions/test.jsonl", "sft/gsm8k/test.jsonl"]))
+def test_a_table_of_real_rows_comes_back_as_it_was(tmp_path, name):
+    found = [row.data for row in rows(data_file(name))]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["question", "answer"])
         writer.writeheader()

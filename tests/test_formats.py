@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
-from sft_play.data import formats
-from sft_play.data.files import BadRow, RawRow, read_rows
-from sft_play.data.formats import (
+from sft_play.data.sources import formats
+from sft_play.data.sources.files import BadRow, RawRow, read_rows
+from sft_play.data.sources.formats import (
     FORMATS,
     Chat,
     Text,
@@ -24,10 +24,11 @@ from sft_play.data.formats import (
     to_example,
     unknown_format,
 )
-from sft_play.data.messages import GIVEN, NOTE_ENCODED_TWICE, ROLES, merge_turns
+from sft_play.data.sources.messages import GIVEN, NOTE_ENCODED_TWICE, ROLES, merge_turns
 from sft_play.errors import DataError
 from sft_play.log import escape_control
-from tests.conftest import chat, shared
+from tests.bundled import data_file, there
+from tests.conftest import chat
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
@@ -211,7 +212,7 @@ class TestMessages:
             ({"content": "", "tool_calls": [{"function": {}}]}, "a tool call has no function name"),
             ({"content": "", "tool_calls": 3}, "tool_calls is not a list of objects"),
             ({"tool_calls": [{"name": "f", "arguments": "{x}"}]}, "arguments are a string that is not JSON"),
-            ({"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, 'the key "a" stands twice'),
+            ({"tool_calls": [{"name": "f", "arguments": '{"a": 1, "a": 2}'}]}, 'the key "a" occurs twice'),
             ({"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]}, "half of a surrogate pair"),
             ({"tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]}, "NaN is not JSON"),
             ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "tool call arguments are not an object"),
@@ -224,7 +225,7 @@ class TestMessages:
         row = {
             "messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}, {"role": "assistant", "content": "a"}]
         }
-        assert "tool calls stand in a user turn" in str(example(row))
+        assert "tool calls in a user turn" in str(example(row))
 
     def test_unknown_roles_list_those_that_are_known(self):
         row = {"messages": [{"role": "narrator", "content": "q"}]}
@@ -431,17 +432,25 @@ def test_rows_of_any_shape_end_in_an_example_or_a_bad_row(shape, row, data):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("sft/gsm8k/train.jsonl", 7_473),
-        ("sft/llamafactory/identity.json", 91),
-        ("sft/llamafactory/glaive_toolcall_en_demo.json", 300),
-        ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50),
-        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5),
-        ("sft/openai_cookbook/drone_training_first3.jsonl", 3),
-    ],
+    there(
+        [
+            ("bundled/rows/questions/train.jsonl", 12),
+            ("bundled/rows/alpaca.json", 8),
+            ("bundled/rows/sharegpt_tools.json", 3),
+            ("bundled/rows/typed_parts.jsonl", 2),
+            ("bundled/rows/openai_chat.jsonl", 4),
+            ("bundled/rows/openai_tools.jsonl", 3),
+            ("sft/gsm8k/train.jsonl", 7_473),
+            ("sft/llamafactory/identity.json", 91),
+            ("sft/llamafactory/glaive_toolcall_en_demo.json", 300),
+            ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50),
+            ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5),
+            ("sft/openai_cookbook/drone_training_first3.jsonl", 3),
+        ]
+    ),
 )
 def test_real_files_become_chats_without_loss(name, count):
-    rows = read_rows(shared(name), split="train")
+    rows = read_rows(data_file(name), split="train")
     first, shape = first_format(rows, DataConfig())
     found = [to_example(row, shape) for row in (*first, *rows)]
     assert len(found) == count

@@ -23,12 +23,13 @@ from sft_play.errors import ConfigError, TrainingError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.fp16 import OVERFLOWS, fault, overflow_of
 from sft_play.facts.hardware import Hardware, named
-from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.plan import make_plan
-from sft_play.plan.precision import choose_precision
-from sft_play.train.callbacks import GradientCheck, LossScaleCheck, MetricsFile
-from sft_play.train.model import quantization
-from tests.conftest import ROOT, shared
+from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.precision import choose_precision
+from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile
+from sft_play.training.model import quantization
+from tests.bundled import ORIGINS, model_configs
+from tests.conftest import ROOT
 
 SHAPE = shape_of("Qwen/Qwen2.5-3B-Instruct")
 OLD, NEW = ("1xT4", "1xV100", "1xRTX2080Ti"), ("1xA100", "1xRTX3060")
@@ -155,10 +156,10 @@ def test_weights_in_fp16_are_refused_where_nothing_casts_what_layers_hand_on():
 def test_the_plan_counts_fp32_and_says_why(mode):
     name = "google/gemma-3-1b-it"
     run = config(f"tuning: {{mode: {mode}}}", name)
-    plan = make_plan(run, shape_of(name), machine("1xT4"))
+    plan = make_plan(PlanRequest(run, shape_of(name), machine("1xT4")))
     assert plan.precision.compute == "float32"
     assert any("gemma3_text models activations reach 800,000" in reason for reason in plan.reasons)
-    twin = make_plan(run, replace(shape_of(name), model_type="llama"), machine("1xT4"))
+    twin = make_plan(PlanRequest(run, replace(shape_of(name), model_type="llama"), machine("1xT4")))
     assert twin.precision.compute == "float16"
     assert plan.speed.tokens_per_s < twin.speed.tokens_per_s
     if mode == "lora":  # QLoRA has its weights in NF4, and full in fp16 keeps fp32 ones
@@ -170,9 +171,10 @@ def test_nf4_weights_are_multiplied_in_the_precision_of_the_plan():
     assert quantization(precision).bnb_4bit_compute_dtype == torch.float32
 
 
-def test_model_configs_that_others_publish():
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_model_configs_that_others_publish(origin):
     found = {}
-    for path in sorted(shared("model_configs").glob("*/config.json")):
+    for path in sorted(model_configs(origin).glob("*/config.json")):
         if "auto_map" in json.loads(path.read_text()):
             continue
         found[path.parent.name] = choose_precision(config(), machine("1xT4"), shape_of(str(path.parent))).compute
@@ -193,7 +195,7 @@ def test_the_command_refuses_with_one_message(tmp_path, capsys):
 
 def test_the_largest_model_in_fp16_is_one_that_can_run_in_it():
     run = config("train: {fp16: true}\ntuning: {mode: qlora}", "Qwen/Qwen2.5-3B-Instruct")
-    found = largest_that_fits("model", run, SHAPE, machine("1xT4")).value
+    found = largest_that_fits("model", PlanRequest(run, SHAPE, machine("1xT4"))).value
     assert isinstance(found, str)
     assert overflow_of(shape_of(found).model_type) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.loading import Setting, measure
-from sft_play.train.fsdp_loading import _units, base_name
+from sft_play.training.fsdp_loading import _units, base_name
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -31,10 +32,12 @@ HEAP = 128 * MIB
     ],
     ids=lambda setting: setting.name,
 )
-def test_what_each_rank_takes_to_load_is_what_is_planned(tmp_path, setting):
+def test_what_each_rank_takes_to_load_is_what_is_planned(tmp_path, setting, monkeypatch):
+    """glibc gives freed blocks of a MiB back at once here: how many it keeps depends on how busy the machine is."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
     found = measure(tmp_path, setting)
     assert len(found["device_by_rank"]) == setting.ranks
-    assert all(own <= found["predicted_device"] + HEAP for own in found["device_by_rank"])
+    assert max(found["device_by_rank"]) <= found["predicted_device"] + HEAP
     if setting.mode == "full":  # fp32 copies of all weights would be twice their files
         assert max(found["device_by_rank"]) < 2 * found["files"]
         assert found["predicted_device"] < 1.5 * found["files"]
@@ -98,7 +101,8 @@ def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_
     uneven_run(tmp_path, tmp_path / "model")
     weights: Path = next((tmp_path / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-500])
-    said = start(tmp_path, "train-distributed", "--config", f"{tmp_path}/run.yaml", STRATEGY="fsdp", NPROC="2")
+    words = ["train-distributed", "--config", f"{tmp_path}/run.yaml"]
+    said = start(tmp_path, *words, python=sys.executable, STRATEGY="fsdp", NPROC="2")
     told = said.stdout + said.stderr
     assert said.returncode == 2, told
     assert "cannot be loaded" in told
@@ -108,7 +112,7 @@ def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_
 def test_a_placeholder_has_the_shape_and_no_memory():
     from torch import nn
 
-    from sft_play.train.fsdp_loading import _put_placeholders
+    from sft_play.training.fsdp_loading import _put_placeholders
 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 300))

@@ -10,10 +10,10 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.generation import cache_bytes
-from sft_play.plan.plan import make_plan
-from sft_play.train import exact_match
-from sft_play.train.exact_match import batches
+from sft_play.planner.memory.generation import cache_bytes
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.training import exact_match
+from sft_play.training.exact_match import batches
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,7 +48,7 @@ def test_a_tokens_keys_and_values_are_counted(model, nbytes):
 def test_the_caches_of_a_batch_fit_where_a_step_fits(machine, model, has_eval):
     config = config_from_text(f"model: {{name: {model}}}", name="x")
     shape = shape_of(model)
-    plan = make_plan(config, shape, named(machine), has_eval=has_eval, with_ways_out=False)
+    plan = make_plan(PlanRequest(config, shape, named(machine), has_eval=has_eval))
     gives_back = plan.memory.allocated - plan.memory.stays
     assert plan.answer_tokens >= 1
     if plan.answer_tokens > 1:
@@ -63,7 +63,7 @@ def test_more_room_in_a_step_takes_more_answers_at_once():
         config = config_from_text(
             f"model: {{name: Qwen/Qwen2.5-7B}}\ntrain: {{batch_size: {micro}, effective_batch_size: 16}}", name="x"
         )
-        found.append(make_plan(config, shape, named("1xH200"), with_ways_out=False).answer_tokens)
+        found.append(make_plan(PlanRequest(config, shape, named("1xH200"))).answer_tokens)
     assert found == sorted(found)
     assert found[0] < found[-1]
 

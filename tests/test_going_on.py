@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import ModelError
-from sft_play.plan.layout import Stopped
+from sft_play.planner.layout import Stopped
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -91,7 +91,7 @@ def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, tiny_llama, mode
     assert manifest["batch"]["ranks"] == then[1]
     assert manifest["batch"]["micro_batch"] * manifest["batch"]["grad_accum"] * then[1] == 8
     if first[1] != then[1]:
-        assert f"x {then[1]} ranks (stopped under {first[1]}): the effective batch of 8 is kept" in said or (
+        assert f"x {then[1]} ranks (stopped with {first[1]}): the effective batch of 8 is kept" in said or (
             json.loads((run / "plan.json").read_text())["effective_batch"] == 8
         )
 
@@ -114,7 +114,7 @@ def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world
     for given in ({"NPROC": "1"}, {"NPROC": "4"}, {"NPROC": "2", "STRATEGY": "ddp"}):
         answer = start(world, "resume", *words, RUN=name, **given)
         assert answer.returncode == 2, answer.stdout + answer.stderr
-        assert "DeepSpeed's checkpoints (zero2) go on only in their own layout" in answer.stderr
+        assert "DeepSpeed's checkpoints (zero2) are resumed only in their own layout" in answer.stderr
         assert "NPROC=2 STRATEGY=zero2" in answer.stderr
     run = world / "outputs" / name
     answer = start(world, "consolidate", RUN=str(run))
@@ -150,7 +150,7 @@ def test_what_a_layout_can_become():
     assert ddp.cannot_become("fsdp", 4) is None
     assert ddp.cannot_become("single", 1) is None
     assert zero.cannot_become("zero3", 2) is None
-    assert "zero3 over 2 rank(s), and now is zero3 over 4" in str(zero.cannot_become("zero3", 4))
+    assert "zero3 over 2 rank(s), and is now zero3 over 4" in str(zero.cannot_become("zero3", 4))
     assert zero.cannot_become("ddp", 2)
     assert ddp.cannot_become("zero2", 2)
 
@@ -159,7 +159,7 @@ def test_saved_weights_that_are_not_the_models_are_found(tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from sft_play.train.model import check_saved_weights
+    from sft_play.training.model import check_saved_weights
 
     def check(tensors, expected, **options):
         save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -173,7 +173,7 @@ def test_saved_weights_that_are_not_the_models_are_found(tmp_path):
         check({**good, a: torch.ones(0)}, shapes)  # what ZeRO-3 saves where nothing is gathered
     with pytest.raises(ModelError, match="has the shape"):
         check({**good, a: torch.ones(2, 8)}, shapes)  # a rank's part
-    with pytest.raises(ModelError, match="32 numbers of 64 are there"):
+    with pytest.raises(ModelError, match="it holds 32 of 64 values"):
         check({a: torch.ones(4, 8)}, shapes)
     with pytest.raises(ModelError, match="every lora_B of the adapter is zero"):
         check({**good, b: torch.zeros(8, 4)}, shapes, must_have_learned=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from sft_play.facts import amd, apple, ask, hardware
+from sft_play.diagnose import gpu_info, nvidia
+from sft_play.facts import amd, ask, hardware
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.facts.seen import Pcie, Seen, SeenGpu
 from sft_play.facts.unseen import Devices
-from sft_play.seeing import gpu_info, nvidia
 from tests.conftest import ROOT
 
 MIB = 2**20
@@ -179,11 +179,10 @@ def nvml(monkeypatch):
 def bare(monkeypatch, tmp_path):
     """A machine whose only programs are those that a test writes: a function that writes one."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setitem(sys.modules, "amdsmi", None)
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(apple.sys, "platform", "linux")
+    monkeypatch.setattr(hardware.sys, "platform", "linux")
     monkeypatch.setattr(gpu_info, "devices", lambda environment: Devices())
 
     def write(program: str, answers: dict[str, str]) -> None:
@@ -282,7 +281,7 @@ def test_cuda_visible_devices_is_respected_and_said(nvml):
     nothing = seen_text({"CUDA_VISIBLE_DEVICES": ""})
     assert "Number of GPUs: 0" in nothing
     assert "no GPU is visible; hidden: GPU 0, GPU 1, GPU 2, GPU 3" in nothing
-    assert "What works all the same" in nothing
+    assert "What still works" in nothing
 
 
 def test_names_with_control_characters_or_markup_are_escaped(nvml):
@@ -431,47 +430,38 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
 # --- AMD and Apple ----------------------------------------------------------------------------------------------------
 
 
-def test_amds_gpus_are_read_through_their_package(monkeypatch, bare):
-    def unsupported(*_: Any) -> Any:
-        raise RuntimeError("AMDSMI_STATUS_NOT_SUPPORTED")
+def mi300x(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What amd-smi says of an MI300X: static, metric."""
+    static = {
+        "gpu": number,
+        "asic": {"market_name": "AMD Instinct MI300X", "target_graphics_version": "gfx942"},
+        "bus": {"bdf": f"0000:0{number}:00.0", "max_pcie_width": 16, "max_pcie_speed": {"value": 32, "unit": "GT/s"}},
+        "limit": {"max_power": {"value": 750, "unit": "W"}},
+        "driver": {"version": "6.12.12"},
+    }
+    metric = {
+        "gpu": number,
+        "power": {"socket_power": {"value": 142, "unit": "W"}},
+        "temperature": {"edge": "N/A", "hotspot": {"value": 41, "unit": "C"}},
+        "pcie": {"width": 16, "speed": {"value": 32, "unit": "GT/s"}},
+        "mem_usage": {"total_vram": {"value": 196_592, "unit": "MB"}, "used_vram": {"value": 300, "unit": "MB"}},
+    }
+    return static, metric
 
-    def temperature(handle: int, sensor: str, metric: str) -> int:
-        return 41 if sensor == "hotspot" else unsupported()
 
-    fake = SimpleNamespace(
-        amdsmi_init=lambda: None,
-        amdsmi_shut_down=lambda: None,
-        amdsmi_get_processor_handles=lambda: [0, 1],
-        amdsmi_get_gpu_asic_info=lambda h: {
-            "market_name": "AMD Instinct MI300X",
-            "target_graphics_version": "gfx942",
-        },
-        amdsmi_get_gpu_vram_usage=lambda h: {"vram_total": 196_592, "vram_used": 300},
-        amdsmi_get_power_cap_info=lambda h: {"power_cap": 750_000_000},
-        amdsmi_get_power_info=lambda h: {"current_socket_power": "N/A", "average_socket_power": 142},
-        amdsmi_get_temp_metric=temperature,
-        AmdSmiTemperatureType=SimpleNamespace(EDGE="edge", HOTSPOT="hotspot"),
-        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT="current"),
-        amdsmi_get_pcie_info=lambda h: {
-            "pcie_static": {"max_pcie_width": 16, "max_pcie_speed": 32_000},
-            "pcie_metric": {"pcie_width": 16, "pcie_speed": 32_000},
-        },
-        amdsmi_get_gpu_process_list=lambda h: [{"pid": os.getpid(), "memory_usage": {"vram_mem": 5 * MIB}}],
-        amdsmi_get_gpu_driver_info=lambda h: {"driver_version": "6.12.12"},
-        amdsmi_get_gpu_device_uuid=unsupported,
-        amdsmi_get_gpu_device_bdf=lambda h: f"0000:0{h}:00.0",
-    )
-    monkeypatch.setitem(sys.modules, "amdsmi", fake)
+def test_amds_gpus_are_read_through_amd_smi(bare):
+    static, metric = zip(*map(mi300x, range(2)), strict=True)
+    bare("amd-smi", {"static": f"WARNING: low power\n{json.dumps(static)}", "metric": json.dumps({"gpu_data": metric})})
     machine = gpu_info.look(Path("outputs"), {"HIP_VISIBLE_DEVICES": "1"})
     gpu = machine.seen.gpus[0]
     assert (gpu.total_bytes, gpu.free_bytes) == (196_592 * MIB, 196_292 * MIB)
     assert (gpu.compute_capability, gpu.bf16, gpu.fp8) == ("gfx942", True, True)
     assert (gpu.power_cap_watts, gpu.power_watts, gpu.temperature_celsius) == (750.0, 142.0, 41)
     assert gpu.pcie == Pcie(5, 5, 16, 16)
-    assert gpu.processes[0].used_bytes == 5 * MIB
     text = gpu_info.lines(machine)
-    assert text[:2] == ["This machine: GPUs as amdsmi shows them", "Number of GPUs: 1"]
+    assert text[:2] == ["This machine: GPUs as amd-smi shows them", "Number of GPUs: 1"]
     assert "HIP_VISIBLE_DEVICES=1: GPU 1 is cuda:0; hidden: GPU 0" in text
+    assert "Driver: 6.12.12" in "\n".join(text)
     assert not any("What works" in line for line in text)
     # ROCm numbers what ROCR_VISIBLE_DEVICES leaves anew, and torch's `cuda:0` is the first that HIP's list names
     for environment, names in (
@@ -498,48 +488,13 @@ def test_amds_gpus_are_read_through_their_package(monkeypatch, bare):
 def test_amds_architectures_say_what_they_compute_in(monkeypatch, bare, architecture, capability, bf16):
     gpu = SeenGpu(0, "Radeon of a kind", "AMD", total_bytes=16 * GIB, free_bytes=15 * GIB,
                   compute_capability=architecture)  # fmt: skip
-    monkeypatch.setattr(amd, "through_any", lambda: Seen((gpu,), "amdsmi"))
+    monkeypatch.setattr(amd, "see", lambda: Seen((gpu,), "amd-smi"))
     found = hardware.detect({}).gpus[0]
     assert (found.name, found.capability, found.has_bf16) == ("AMD Radeon of a kind", capability, bf16)
     assert found.is_amd
 
 
-ROCM = {
-    "--showproductname": {
-        "card0": {"Card Series": "AMD Instinct MI250X", "GFX Version": "gfx90a"},
-        "card1": {"Card series": "AMD Instinct MI250X", "GFX Version": "gfx90a"},
-    },
-    "--showmeminfo": {
-        f"card{n}": {"VRAM Total Memory (B)": str(64 * GIB), "VRAM Total Used Memory (B)": str(GIB)} for n in (0, 1)
-    },
-    "--showtemp": {
-        "card0": {"Temperature (Sensor edge) (C)": "32.0", "Max Graphics Package Power (W)": "560.0"},
-        "card1": {"Temperature (Sensor edge) (C)": "N/A"},
-        "system": {"Driver version": "6.8.5"},
-    },
-    "--showtopotype": {"system": {"(Topology) Link type between DRM devices 0 and 1": "XGMI"}},
-}
-
-
-def test_rocm_smi_is_amds_second_way(bare):
-    answers = {words: json.dumps(answer) for words, answer in ROCM.items()}
-    answers["--showproductname"] = (
-        f"WARNING: AMD GPU device(s) is/are in a low-power state\n{answers['--showproductname']}"
-    )
-    bare("rocm-smi", answers)
-    machine = gpu_info.look(Path("outputs"), {})
-    one, two = machine.seen.gpus
-    assert (one.name, one.total_bytes, one.used_bytes) == ("AMD Instinct MI250X", 64 * GIB, GIB)
-    assert (one.temperature_celsius, two.temperature_celsius) == (32, None)
-    assert (one.power_cap_watts, two.power_cap_watts) == (560.0, None)
-    assert (one.bf16, one.fp8) == (True, False)
-    text = "\n".join(gpu_info.lines(machine))
-    assert "Number of GPUs: 2" in text
-    assert "XGMI" in text
-    assert "Driver: 6.8.5" in text
-
-
-def test_amd_smi_is_the_third(bare):
+def test_an_amd_gpu_that_says_little_is_read_too(bare):
     static = {
         "gpu": 0,
         "asic": {"market_name": "AMD Radeon PRO W7900", "target_graphics_version": "gfx1100"},
@@ -553,7 +508,7 @@ def test_amd_smi_is_the_third(bare):
         "mem_usage": {"total_vram": {"value": 46_064, "unit": "MB"}, "used_vram": {"value": 64, "unit": "MB"}},
     }
     bare("amd-smi", {"static": json.dumps({"gpu_data": [static]}), "metric": json.dumps([metric])})
-    seen = amd.through_any()
+    seen = amd.see()
     assert seen is not None
     assert seen.source == "amd-smi"
     gpu = seen.gpus[0]
@@ -561,19 +516,23 @@ def test_amd_smi_is_the_third(bare):
     assert (gpu.bf16, gpu.fp8, gpu.pcie.max_generation, gpu.temperature_celsius) == (True, False, 4, 40)
 
 
-def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, nvml):
-    listed = json.dumps({"SPDisplaysDataType": [{"sppci_model": "Apple M3 Max", "sppci_cores": "40"}]})
-    memory = SimpleNamespace(total=64 * GIB, available=48 * GIB)
-    seen = apple.seen_of("Apple M3 Max", listed, memory)
-    assert seen.gpus[0].name == "Apple M3 Max, 40 GPU cores"
+def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, bare):
+    bare("sysctl", {"-n machdep.cpu.brand_string": "Apple M3 Max\n"})
+    monkeypatch.setattr(hardware.sys, "platform", "darwin")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(hardware, "_memory", lambda: (64 * GIB, 48 * GIB))
+    assert hardware.detect({}).shared_gpu == "Apple M3 Max"
+    seen = gpu_info.all_gpus()
+    assert seen.gpus[0].name == "Apple M3 Max"
     assert (seen.gpus[0].total_bytes, seen.gpus[0].free_bytes, seen.gpus[0].unified) == (64 * GIB, 48 * GIB, True)
-    assert apple.seen_of("", "not JSON", memory).gpus[0].name == "Apple GPU"
+    bare("sysctl", {"nothing": ""})
+    assert hardware.detect({}).shared_gpu == "Apple GPU"
     machine = hardware.with_shared_gpu(Hardware((), "CPU", 16, 64 * GIB, 50 * GIB), "Apple M3 Max")
     monkeypatch.setattr(gpu_info, "detect", lambda *_: machine)
     monkeypatch.setattr(gpu_info, "all_gpus", lambda **_: seen)
     text = seen_text()
     assert "Number of GPUs: 1" in text
-    assert "it shares the machine's" in text
+    assert "shares the machine's memory" in text
     assert "What works" not in text
     shared = machine
     assert (shared.device, replace(shared, cpu_ranks=2).device, shared.without_gpus().device) == ("mps", "cpu", "cpu")
@@ -653,7 +612,7 @@ def test_a_torch_that_does_not_answer_is_said():
 def test_nothing_heavy_is_imported_for_it():
     heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes", "numpy"}
     code = (
-        "import os, sys; from pathlib import Path; from sft_play.seeing import gpu_info, memory_check; "
+        "import os, sys; from pathlib import Path; from sft_play.diagnose import gpu_info, memory_check; "
         "gpu_info.lines(gpu_info.look(Path('outputs'), os.environ)); "
         "memory_check.lines(memory_check.look(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
@@ -668,7 +627,7 @@ def test_nothing_heavy_is_imported_for_it():
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = named("2xH200,ram=1TiB,cores=64")
     text = gpu_info.assumed_lines(machine, "2xH200")
-    assert text[0].startswith("Assumed, not found: HARDWARE=2xH200")
+    assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
     assert "  memory bandwidth: 4,800 GB/s" in text
     assert "Link between GPUs, per GPU and one way: 450 GB/s" in text
@@ -687,7 +646,7 @@ def test_a_named_cluster_shows_its_network_and_what_is_not_known():
     assert "Network between nodes, per node and one way: 50 GB/s" in text
     assert "  memory bandwidth: n/a" in text
     assert "Price: 2.5 per GPU-hour" in text
-    assert any("this machine's; ram= says another" in line for line in text)
+    assert any("this machine's; ram= sets another" in line for line in text)
     assert gpu_info.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -18,16 +17,17 @@ from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
 from sft_play.launch.deepspeed_config import with_dtypes
-from sft_play.plan.batching import BatchPlan
-from sft_play.plan.candidates import candidate_of
-from sft_play.plan.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal
-from sft_play.plan.layout import LAYOUT_NAMES, Layout, layouts_for
-from sft_play.plan.memory import Step, estimate
-from sft_play.plan.moments import Walk
-from sft_play.plan.plan import job_of, make_plan, plan_from_json
-from sft_play.plan.precision import BYTES, Precision
-from sft_play.plan.throughput import predict_speed, rates_of
-from sft_play.plan.traffic import sent_bytes, traffic_of
+from sft_play.planner.batching import BatchPlan
+from sft_play.planner.candidates import candidate_of
+from sft_play.planner.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.planner.traffic import sent_bytes, traffic_of
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -65,7 +65,7 @@ def test_auto_is_what_the_engine_does_by_itself(layout, every):
         ("step", "4", "step", None), ("micro_batch", "4", "micro_batch", None), (1, "4", "micro_batch", None),
         (4, "4", "step", None), (1, "auto", "micro_batch", None), (1, "1", "step", None), ("step", "1", "step", None),
         (2, "4", None, "which has train.grad_accum=4 micro-batches; write step (once per optimizer step)"),
-        (8, "4", None, "distributed.sync_gradients_every=8: engines add gradients up after every micro-batch or once"),
+        (8, "4", None, "distributed.sync_gradients_every=8: engines reduce gradients after every micro-batch or once"),
         (4, "auto", None, "which has as many as the plan takes (train.grad_accum=auto) micro-batches; write step"),
         (2, "1", None, "distributed.sync_gradients_every=2: a step has one micro-batch"),
     ],
@@ -116,16 +116,18 @@ def test_whatever_is_asked_a_layout_does_it_or_says_what_to_write():
         assert mixed["reduce"] in ("auto", chosen.reduced)
         assert mixed["param"] in ("auto", chosen.gathered)
         assert mixed["buffer"] in ("auto", chosen.buffers)
-        assert chosen.compressed == (chosen.reduced != chosen.made)
+        assert chosen.compressed == (chosen.reduced != chosen.computed)
         if layout == "ddp":
-            assert BYTES[chosen.reduced] <= BYTES[chosen.made]
+            assert BYTES[chosen.reduced] <= BYTES[chosen.computed]
     assert min(honoured, refused) > 500
 
 
 def test_keys_that_no_layout_can_do_are_one_message():
     config = run_of(sync_gradients_every="step", mixed_precision={"buffer": "bfloat16", "param": "float32"})
-    with pytest.raises(ConfigError, match=r"no layout of 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: ") as said:
-        make_plan(config, shape_of(MODEL), named("2xA100-80GB"))
+    with pytest.raises(
+        ConfigError, match=r"no layout over 2 ranks can run this job: ddp: .*; fsdp: .*; zero1: "
+    ) as said:
+        make_plan(PlanRequest(config, shape_of(MODEL), named("2xA100-80GB")))
     assert "only DeepSpeed casts" in str(said.value)
 
 
@@ -136,7 +138,7 @@ def test_the_plan_takes_a_layout_that_can_do_what_is_asked():
         assert wanted <= {layout.name for layout in possible}
         assert not wanted & {item.name for item in refused}
         assert all("sync_gradients_every" in item.because for item in refused if item.name.startswith("zero"))
-    plan = make_plan(run_of("lora", mixed_precision={"buffer": "bfloat16"}), shape_of(MODEL), hardware)
+    plan = make_plan(PlanRequest(run_of("lora", mixed_precision={"buffer": "bfloat16"}), shape_of(MODEL), hardware))
     assert plan.layout.startswith("zero")
     assert "buffers are cast to bfloat16 (distributed.mixed_precision.buffer)" in plan.reasons
 
@@ -146,28 +148,28 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
         "lora", sync_gradients_every="step", find_unused_parameters=True, profile_communication=5,
         mixed_precision={"reduce": "bfloat16"},
     )  # fmt: skip
-    plan = make_plan(config, shape_of(MODEL), named("1xA100-80GB"))
+    plan = make_plan(PlanRequest(config, shape_of(MODEL), named("1xA100-80GB")))
     assert plan.layout == "single"
     assert (
         "distributed.sync_gradients_every=step, distributed.find_unused_parameters=true, "
-        "distributed.mixed_precision.reduce=bfloat16, distributed.profile_communication=5: without effect on one "
+        "distributed.mixed_precision.reduce=bfloat16, distributed.profile_communication=5: no effect on one "
         "process, which sends nothing"
     ) in plan.reasons
     assert effects(run_of(), BF16, "single", grad_accum=4, whole_bytes=0) == []
     unused = effects(run_of(find_unused_parameters=True), BF16, "zero3", grad_accum=4, whole_bytes=0)
-    assert unused == ["distributed.find_unused_parameters=true: without effect under zero3, which needs no search"]
+    assert unused == ["distributed.find_unused_parameters=true: no effect under zero3, which needs no search"]
     assert effects(run_of(find_unused_parameters=True), BF16, "ddp", grad_accum=4, whole_bytes=0) == []
 
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "message"),
     [
-        ("zero2", ["distributed.sync_gradients_every=step"], "in ZeRO-2 and -3 gradients are divided after each"),
-        ("zero1", ["distributed.sync_gradients_every=1"], "in ZeRO-1 gradients are added up once per step; auto"),
+        ("zero2", ["distributed.sync_gradients_every=step"], "ZeRO-2 and -3 shard gradients after each"),
+        ("zero1", ["distributed.sync_gradients_every=1"], "ZeRO-1 reduces gradients once per step; auto"),
         ("ddp", ["distributed.sync_gradients_every=3"], "after every micro-batch or once per optimizer step"),
         ("ddp", ["distributed.mixed_precision.buffer=bfloat16"], "only DeepSpeed casts the model's buffers; auto, or"),
         ("ddp", ["distributed.mixed_precision.reduce=bfloat16"], "torch's hook for it needs GPUs; auto, float16, or"),
-        ("fsdp", ["distributed.mixed_precision.param=bfloat16"], "the run computes in float32, as train.bf16"),
+        ("fsdp", ["distributed.mixed_precision.param=bfloat16"], "the run computes in float32 (train.bf16"),
     ],
 )
 def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, command, monkeypatch, strategy, settings,
@@ -280,13 +282,13 @@ def test_the_closed_form_by_hand():
 
 def test_a_plan_keeps_its_collectives_through_json_and_says_what_the_keys_do():
     config = run_of("full", "auto", sync_gradients_every="step", mixed_precision={"reduce": "float32"})
-    plan = make_plan(config, shape_of(MODEL), named("2xRTX4090"), only=("fsdp",))
+    plan = make_plan(PlanRequest(config, shape_of(MODEL), named("2xRTX4090"), only=("fsdp",)))
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
     assert plan.speed.collectives["reduce_scatter"] == 4 * shape_of(MODEL).params
-    assert "gradients travel in float32, made in bfloat16 (distributed.mixed_precision.reduce)" in plan.reasons
+    assert "gradients are sent in float32, computed in bfloat16 (distributed.mixed_precision.reduce)" in plan.reasons
     if plan.batch.grad_accum > 1:
         said = next(reason for reason in plan.reasons if "distributed.sync_gradients_every" in reason)
-        assert "until then fsdp keeps 1.84 GiB of whole gradients on every rank" in said  # 494,032,768 x 4 bytes
+        assert "until then fsdp keeps 1.84 GiB of full gradients on every rank" in said  # 494,032,768 x 4 bytes
 
 
 def test_the_trace_runs_what_the_keys_say():
@@ -299,7 +301,7 @@ def test_the_trace_runs_what_the_keys_say():
         (run_of(mixed_precision={"reduce": "float32"}), "fsdp", (True, None, "float32")),
         (run_of(sync_gradients_every="step"), "ddp", (False, None, None)),
     ):  # fmt: skip
-        job = job_of(run, shape, hardware)
+        job = job_of(PlanRequest(run, shape, hardware))
         candidate = candidate_of(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
         found = settings_of(run, {}, shape, BF16, candidate)
         assert (found.sync_each_batch, found.gathers_in, found.reduces_in) == wanted
@@ -314,13 +316,13 @@ def test_a_deepspeed_file_names_dtypes_too():
     assert with_dtypes(open_, {"communication_data_type": "auto"}) == (open_, ())
     with pytest.raises(ConfigError, match="fp16 contradicts distributed"):
         with_dtypes(MixedPrecisionConfig(reduce="float32"), {"communication_data_type": "fp16"}, name="x.json")
-    with pytest.raises(ConfigError, match="cannot be meant; expected bf16, fp16, fp32"):
+    with pytest.raises(ConfigError, match="is not valid; expected bf16, fp16, fp32"):
         with_dtypes(open_, {"communication_data_type": "fp8"})
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 def test_who_comes_last_waits_least():
-    from sft_play.train.communication import waiting
+    from sft_play.training.communication import waiting
 
     ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
     assert waiting(ranks) == pytest.approx([0.4, 0.1])
@@ -341,13 +343,13 @@ def test_who_comes_last_waits_least():
     ],
 )  # fmt: skip
 def test_the_backends_work_is_told_by_its_name(name, kind):
-    from sft_play.train.communication import kind_of
+    from sft_play.training.communication import kind_of
 
     assert kind_of(name) == kind
 
 
 def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
-    from sft_play.train.communication import timed_of
+    from sft_play.training.communication import timed_of
 
     collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
     work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
@@ -356,7 +358,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.train.communication import TOLERANCE, Counted, report
+    from sft_play.training.communication import TOLERANCE, Counted, report
 
     def counted(rank: int, seconds: float) -> Counted:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
@@ -413,7 +415,7 @@ def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
     (folder / "runs.json").write_text(json.dumps(words))
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.many_runs", f"{folder}/runs.json", f"{folder}/found.json"]
+    command = [warm.python(), "-m", "tests.many_runs", f"{folder}/runs.json", f"{folder}/found.json"]
     answer = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=580)
     assert answer.returncode == 0, (answer.stdout + answer.stderr)[-5000:]
     found = {}

@@ -13,19 +13,9 @@ import pytest
 
 from sft_play.errors import HardwareError
 from sft_play.facts import hardware
-from sft_play.facts.gpu_catalog import (
-    CATALOG,
-    ENTRIES,
-    FAMILIES,
-    GIB,
-    MIB,
-    find,
-    gpus_by_memory,
-    key_of,
-    nearest,
-    reserve_bytes,
-)
+from sft_play.facts.gpu_catalog import CATALOG, ENTRIES, FAMILIES, find, gpus_by_memory, key_of, nearest, reserve_bytes
 from sft_play.facts.hardware import Gpu, Hardware, detect, named
+from sft_play.units import GIB, MIB
 from tests.conftest import ROOT
 
 # --- found: nvidia-smi -----------------------------------------------------------------------------------------------
@@ -44,7 +34,7 @@ def fake_nvidia_smi(folder, lines, listed=()):
 def smi(tmp_path, monkeypatch):
     """A function that sets what nvidia-smi shows, on a machine where NVML does not answer."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(hardware, "_probe_nvml", hardware._probe_nvidia_smi)
+    monkeypatch.setattr(hardware.nvml, "see", lambda **_: None)
     return lambda lines, listed=(): fake_nvidia_smi(tmp_path, lines, listed)
 
 
@@ -522,9 +512,9 @@ def test_a_host_without_gpus_can_be_named():
         ("2xMyGPU,mem=", "mem takes a size with its unit"),
         ("2xMyGPU,mem=9999999TiB", "mem takes a size with its unit"),
         ("2xH200,mem=24GiB,mem=48GiB", "gives mem= twice: 24GiB and 48GiB"),
-        ("2xH200,memory=24GiB", "'memory' is no option of a machine; nearest: mem"),
-        ("2xH200,24GiB", "'24GiB' is no option; options are NAME=VALUE with mem, bandwidth"),
-        ("2xH200,", "nothing between two commas"),
+        ("2xH200,memory=24GiB", "'memory' is not an option of a machine; nearest: mem"),
+        ("2xH200,24GiB", "'24GiB' is not an option; options are NAME=VALUE with mem, bandwidth"),
+        ("2xH200,", "nothing stands between two commas"),
         ("H200,bandwidth=4800", "bandwidth takes a rate with its unit"),
         ("H200,bandwidth=1000gbs", "bandwidth takes a rate with its unit"),
         ("H200,bf16=165", "bf16 takes a dense rate with its unit"),
@@ -598,17 +588,17 @@ def test_a_file_may_be_short(tmp_path, text, count, nodes):
         ("", "is not a mapping"),
         ("- H200\n", "line 1: is not a mapping"),
         ("gpus: [\n", "is not YAML"),
-        ("gpu: H200\n", "line 1: 'gpu' is no option of a machine; nearest: gpus"),
+        ("gpu: H200\n", "line 1: 'gpu' is not an option of a machine; nearest: gpus"),
         ("gpus: {name: H200}\nram: 64\n", "line 2: ram takes a size with its unit"),
-        ("gpus: {name: H200}\nram: 64GiB\nram: 32GiB\n", "line 3: ram stands there twice"),
-        ("gpus:\n  name: H200\n  memory: 24GiB\n", "line 3: 'memory' is no option of a machine; nearest: mem"),
+        ("gpus: {name: H200}\nram: 64GiB\nram: 32GiB\n", "line 3: ram appears twice"),
+        ("gpus:\n  name: H200\n  memory: 24GiB\n", "line 3: 'memory' is not an option of a machine; nearest: mem"),
         ("gpus:\n  name: H300\n", r"H300 is not in the catalogue; nearest: H200.*mem: 24GiB beside its name"),
         ("gpus:\n  count: 2\n", "gpus has no name"),
         ("gpus:\n  name: H200\n  count: 0\n", "line 3: count: 0 is not a whole number from 1"),
         ("gpus:\n  name: H200\n  count: true\n", "line 3: count: true is not a whole number"),
         ("gpus:\n  name: H200\n  count: [1]\n", "line 3: count is a list or a mapping"),
-        ("gpus:\n  name: 2xH200\n  count: 4\n", "line 3: count says it again"),
-        ("gpus: 2x8xH200\nnodes: 2\n", "line 2: nodes says it again"),
+        ("gpus:\n  name: 2xH200\n  count: 4\n", "line 3: count repeats the name's count"),
+        ("gpus: 2x8xH200\nnodes: 2\n", "line 2: nodes repeats the name's"),
         ("gpus: 8xH200\nnodes: 90000\n", "names 720000 GPUs"),
         ("gpus: [{name: H200}, {name: L4}]\n", "lists 2 kinds of GPU; a plan is for one kind"),
         ("gpus: []\n", "lists 0 kinds of GPU"),

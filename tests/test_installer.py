@@ -220,13 +220,15 @@ def test_progress_is_the_last_line_of_the_log(tmp_path, monkeypatch, capfd):
 
 def test_a_terminal_sees_one_line_that_is_renewed_and_taken_away(tmp_path, monkeypatch):
     reader, writer = os.openpty()
-    monkeypatch.setattr(sys, "stderr", os.fdopen(writer, "w"))
+    terminal = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(installer.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
     run = Logged(tmp_path / "log")
     run([sys.executable, "-uc", "import time; print('Downloading ' + 'a' * 99); time.sleep(2.5)"], tmp_path)
     seen, end = "", time.monotonic() + 5
     while not re.search("aa\r\033\\[K$", seen) and time.monotonic() < end:
         seen += os.read(reader, 10000).decode()
+    terminal.close()
     os.close(reader)
     assert "\n" not in seen
     first, *more, last = seen.split("\r\033[K")

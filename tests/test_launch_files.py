@@ -397,7 +397,7 @@ def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
         ),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage: true"]),
-        ({"zero_optimization": "auto"}, ["zero_optimization", "no section"]),
+        ({"zero_optimization": "auto"}, ["zero_optimization", "is not a section"]),
         ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, ["5e8", "without quotes"]),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, ["gpu", "nvme"]),
         ({"train_batch_size": 2.5}, ["train_batch_size: 2.5"]),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.data import score as module
-from sft_play.data.render import IGNORED, Renderer
-from sft_play.data.score import CASES, score
+from benchmarks.mask_score import score as module
+from benchmarks.mask_score.score import CASES, score
+from sft_play.data.masks.render import IGNORED, Renderer
 from sft_play.errors import ConfigError, TokenizerError
+from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import ROOT, shared
 from tests.models import CHATML, make_tokenizer
 
@@ -66,23 +67,21 @@ def test_every_template_below_the_folder_gets_a_verdict_on_every_case(made):
     assert set(verdicts(made.rows, "a/otherwise.jinja").values()) == {"refused", "cannot_render"}
     reasons = {row.template: row.reason for row in made.rows if row.verdict == "cannot_render"}
     assert reasons["a/latin.jinja"] == "the file is not UTF-8: byte 0xE9 at 3"
-    assert "not Jinja (line 2)" in reasons["a/broken.jinja2"]
+    assert "not valid Jinja (line 2)" in reasons["a/broken.jinja2"]
     assert "drops an assistant's answer" in reasons["a/empty.jinja"]
     assert "does not end" in reasons["a/endless.jinja"]
     assert "does not end" in reasons["a/endless_tools.jinja"]
 
 
-def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(templates, tokenizer, tmp_path, command):
+def test_the_score_is_the_same_twice_and_holds_the_fixed_fields(made, templates, tokenizer, tmp_path, command):
     out = tmp_path / "score.json"
     words = ("mask-score", "--templates", str(templates), "--tokenizer", str(tokenizer), "--out", str(out))
     code, text = command(*words)
-    first = out.read_bytes()
     assert code == 0
     assert "18 of 24 cases that render are exact (75.0%), 6 are refused, 0 are wrong; 40 cannot be rendered" in text
-    rows = json.loads(first)
+    rows = json.loads(out.read_text(encoding="utf-8"))
     assert all(list(row) == FIELDS and all(isinstance(value, str) for value in row.values()) for row in rows)
-    assert command(*words)[0] == 0
-    assert out.read_bytes() == first
+    assert [list(row.items()) for row in rows] == [list(row.items()) for row in made.as_json()]
 
 
 def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
@@ -97,7 +96,7 @@ def test_the_table_shows_methods_refusals_and_what_cannot_be_rendered(made):
 def test_a_folder_without_templates_is_named(tmp_path, tokenizer, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.jinja").write_text(CHATML)
-    said = {"absent": "is no folder", "empty": "holds no templates", "file.jinja": "give the folder that holds it"}
+    said = {"absent": "is not a folder", "empty": "holds no templates", "file.jinja": "give the folder that holds it"}
     with pytest.raises(ConfigError, match=said[name]):
         score(tmp_path / name, str(tokenizer))
 
@@ -194,20 +193,31 @@ def test_an_end_of_turn_that_looks_like_none_is_known_as_the_end_of_the_turn(tmp
 # Real templates.
 
 
-def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path):
+METHODS = {
+    "bundled/chatml": ["prefix", "prefix", "prefix", "", "prefix", "prefix", "prefix", ""],
+    "bundled/tools": ["prefix"] * 8,
+    "bundled/history": ["prefix", "marker", "marker", "", "marker", "marker", "marker", ""],
+    "bundled/no_system": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
+    "bundled/generation": ["generation", "generation", "generation", "", *["generation"] * 3, ""],
+    "trl/qwen3": ["prefix", *["marker"] * 5, "prefix", "prefix"],
+    "trl/llama3_training": ["generation", "generation", "generation", "", *["generation"] * 3, ""],
+    "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix"] * 8,
+    "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
+    "llama.cpp/llama-cpp-deepseek-r1": [""] * 8,
+}
+
+
+@pytest.mark.parametrize("tokenizer_name", there(["bundled/chatml", "Qwen2.5-Instruct"]))
+def test_real_templates_have_the_methods_that_were_read_by_hand(tmp_path, tokenizer_name):
     """Qwen2.5 writes every turn alike; Qwen3's history loses the empty think block that its last turn has, and Gemma 2
-    takes no system prompt; what DeepSeek-R1's prompt opens, its answers do not have."""
+    takes no system prompt; what DeepSeek-R1's prompt opens, its answers do not have. Ours are built like theirs."""
+    own = tokenizer_name.startswith("bundled/")
     wanted = {
-        "llama.cpp/Qwen-Qwen2.5-7B-Instruct": ["prefix"] * 8,
-        "trl/qwen3": ["prefix", *["marker"] * 5, "prefix", "prefix"],
-        "llama.cpp/google-gemma-2-2b-it": ["prefix", "prefix", "", "", "prefix", "prefix", "", ""],
-        "trl/llama3_training": ["generation", "generation", "generation", "", *["generation"] * 3, ""],
-        "llama.cpp/llama-cpp-deepseek-r1": [""] * 8,
+        name: methods for name, methods in METHODS.items() if name.startswith("bundled/") == own or "trl/" in name
     }
     for name in wanted:
-        text = shared(f"chat_templates/{name}.jinja").read_bytes()
-        (tmp_path / f"{name.replace('/', '_')}.jinja").write_bytes(text)
-    rows = score(tmp_path, str(shared("tokenizers/Qwen2.5-Instruct"))).rows
+        (tmp_path / f"{name.replace('/', '_')}.jinja").write_text(template_of(name), encoding="utf-8")
+    rows = score(tmp_path, str(tokenizer_folder(tokenizer_name))).rows
     assert not [row for row in rows if row.verdict == "wrong"]
     for name, methods in wanted.items():
         assert [row.method for row in rows if row.template == f"{name.replace('/', '_')}.jinja"] == methods, name

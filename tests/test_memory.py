@@ -11,16 +11,16 @@ import pytest
 from benchmarks.closed_form import predicted, setting_of, settings, trace_settings
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import parse_config, shape_of
-from sft_play.plan.block import block_bytes, forward_peak
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.margins import MARGINS, margin_of
-from sft_play.plan.memory import Step, adapter_params, estimate
-from sft_play.plan.moments import Walk
-from sft_play.plan.precision import Precision
-from sft_play.plan.states import weight_bytes
-from sft_play.plan.tape import Tape, rest_of_segment, shared
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.block import block_bytes, forward_peak
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.margins import MARGINS, margin_of
+from sft_play.planner.memory.model_states import adapter_params, weight_bytes
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.tape import Tape, rest_of_segment, shared
+from sft_play.planner.precision import Precision
+from tests.bundled import model_config
 from tests.conftest import ROOT
-from tests.conftest import shared as material
 
 BF16 = Precision("bfloat16", "bfloat16", "")
 MIB = 2**20
@@ -29,7 +29,7 @@ H, F, Q, KV, HEADS, R = 4096, 14336, 4096, 1024, 32, 16
 
 
 def llama_8b():
-    return parse_config(json.loads(material("model_configs/Llama-3.1-8B/config.json").read_text()), name="8B")
+    return parse_config(model_config("Llama-3.1-8B"), name="8B")
 
 
 def run(text="", mode="qlora", name="x"):
@@ -186,7 +186,7 @@ def test_optimizers_differ_by_their_states():
 
 
 def test_experts_are_not_quantised():
-    shape = parse_config(json.loads(material("model_configs/Mixtral-8x7B-v0.1/config.json").read_text()), name="m")
+    shape = parse_config(model_config("Mixtral-8x7B-v0.1"), name="m")
     assert weight_bytes(shape, width=2, nf4=True) > 2 * shape.expert_params > 80 * 10**9
 
 
@@ -307,7 +307,7 @@ def test_the_kept_sample_is_within_three_percent_of_its_traces():
     assert sum("fsdp" not in name and "ddp" not in name for name in runs) >= 60
     worst = {}
     for name, setting in found.items():
-        model = json.loads(material(f"model_configs/{setting.model}/config.json").read_text())
+        model = model_config(setting.model)
         ratio = predicted(setting, model).allocated / runs[name]["traced_allocated"]
         if abs(ratio - 1) > (0.10 if "fsdp" in name or "ddp" in name else 0.03):
             worst[name] = round(ratio, 3)
@@ -330,7 +330,7 @@ def test_the_closed_form_agrees_with_a_trace_of_the_real_step(line):
     from sft_play.trace.step import trace_step
 
     setting = setting_of(line)
-    model = json.loads(material(f"model_configs/{setting.model}/config.json").read_text())
+    model = model_config(setting.model)
     model["num_hidden_layers"] = 2
     if model.get("layer_types"):
         model["layer_types"] = model["layer_types"][:2]

@@ -18,13 +18,13 @@ import pytest
 from rich.console import Console
 
 from sft_play import runs
+from sft_play.diagnose import memory_check, processes
+from sft_play.diagnose.memory_check import Check, Peaks, find_run, lines, look, watch
+from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
 from sft_play.runs import FORMAT, RunFolder
-from sft_play.seeing import memory_check, processes
-from sft_play.seeing.memory_check import Check, Peaks, find_run, lines, look, watch
-from sft_play.seeing.processes import Group, Rank, command_of, lock_holder
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -255,7 +255,7 @@ def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
     check = look(output / "nothing", {})
     assert not check.running
     text = lines(check)
-    assert text[0].startswith(f"No run is going on in {output / 'nothing'}")
+    assert text[0].startswith(f"No run is in progress in {output / 'nothing'}")
     assert text[-1] == "RAM: 64.0 GiB, 60.0 free; no GPU here"
 
 
@@ -272,10 +272,10 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
     output = machine(hardware=CPU)
     run_folder(output, "other")
-    with pytest.raises(RunFolderError, match=r"there is no such run; the runs in .*: other"):
+    with pytest.raises(RunFolderError, match=r"there is no run missing in .*; the runs there: other"):
         find_run(output, named="missing")
     (output / "plain").mkdir()
-    with pytest.raises(RunFolderError, match="holds no manifest"):
+    with pytest.raises(RunFolderError, match="has no manifest"):
         find_run(output, named="plain")
 
 
@@ -307,6 +307,7 @@ def test_a_damaged_plan_is_said(machine, tmp_path):
         ("/v/bin/python -m sft_play train --config a.yaml", "train"),
         ("/v/bin/python -u -m sft_play --json train-distributed", "train-distributed"),
         ("/v/bin/python /v/bin/sft-play resume", "resume"),
+        ("/v/bin/python -m sft_play rank --config a.yaml", "rank"),
         ("/v/bin/python scripts/train.py --config a.yaml", "train"),
         ("/v/bin/python /p/scripts/resume.py", "resume"),
         ("/v/bin/python scripts/train_distributed.py --nproc 2", "train-distributed"),
@@ -315,7 +316,7 @@ def test_a_damaged_plan_is_said(machine, tmp_path):
         ("/v/bin/python -m sft_play plan", "plan"),
         ("/v/bin/python other/train.py", None),
         ("/v/bin/python -m pytest sft_play", None),
-        ("vim sft_play/train", None),
+        ("vim sft_play/training", None),
     ],
 )
 def test_command_lines_that_train_are_known(words, command):
@@ -523,13 +524,13 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
     monkeypatch.setattr(memory_check, "groups", list)
     code, printed = command("memory-check", "--config", str(config))
     assert code == 0
-    assert "No run is going on in" in printed
+    assert "No run is in progress in" in printed
     monkeypatch.setenv("JSON", "1")
     code, printed = command("memory-check", "--config", str(config))
     assert (code, json.loads(printed)["running"]) == (0, False)
     code, printed = command("memory-check", "--config", str(config), "--run", "none")
     assert code == 2
-    assert "RUN=none: there is no such run" in printed
+    assert "there is no run none in" in printed
 
 
 def test_ctrl_c_ends_a_live_table_with_0(config):

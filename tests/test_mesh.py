@@ -9,7 +9,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,13 @@ from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.accelerate_config import mesh_in, read_config
 from sft_play.launch.exported import accelerate_choices, drop_accelerate
-from sft_play.plan.candidates import candidate_of
-from sft_play.plan.layout import LAYOUT_NAMES, Layout, layouts_for
-from sft_play.plan.mesh import AXES, Mesh, mesh_of
-from sft_play.plan.plan import job_of, make_plan, plan_from_json
-from sft_play.train.engine import WRAPPED_CLASS
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.candidates import candidate_of
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
+from sft_play.planner.mesh import AXES, Mesh, mesh_of
+from sft_play.planner.plan import PlanRequest, job_of, plan_from_json
+from sft_play.training.distributed import WRAPPED_CLASS
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 from tests.ranks_mesh import NOT_DIVIDED
@@ -92,25 +93,25 @@ def test_a_mesh_is_its_sizes_by_name_in_any_order(sizes, order, upper):
 )
 def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
     count = layout.ranks
-    plan = make_plan(run(mesh), shape_of(LLAMA), named(f"{count}xH100"))
+    plan = make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named(f"{count}xH100")))
     assert plan.choice.layout == layout
     assert {one.layout for one in plan.candidates} == {layout}
     assert plan.batch.ranks == layout.data_parallel
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
     for other in {1, 2, 4, 16} - {count}:
         with pytest.raises(ConfigError, match=f"is a mesh of {count} process.*start {count} .*a mesh of {other}$"):
-            make_plan(run(mesh), shape_of(LLAMA), named(f"{other}xH100"))
+            make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named(f"{other}xH100")))
 
 
 @pytest.mark.parametrize(
     ("mesh", "problem"),
     [
-        ([0, 1], "sizes are whole numbers from 1 on"),
-        ([], "sizes are whole numbers from 1 on"),
-        (-1, "sizes are whole numbers from 1 on"),
-        ([[2, -1], ["fsdp", "tp"]], "sizes are whole numbers from 1 on"),
+        ([0, 1], "sizes must be whole numbers, at least 1"),
+        ([], "sizes must be whole numbers, at least 1"),
+        (-1, "sizes must be whole numbers, at least 1"),
+        ([[2, -1], ["fsdp", "tp"]], "sizes must be whole numbers, at least 1"),
         ([[2, 2], ["fsdp"]], "2 sizes and 1 names"),
-        ([[2, 2], ["fsdp", "pp"]], "there is no axis pp"),
+        ([[2, 2], ["fsdp", "pp"]], "unknown axis pp"),
         ([[2, 2], ["tp", "TP"]], "an axis is named twice"),
         ([2, 2, 2], "3 sizes without names"),
         ([[2, 2], ["dp", "tp"]], r"DDP cannot be combined with tp or cp; use \[\[2, 2\], \[fsdp, tp\]\]"),
@@ -119,7 +120,7 @@ def test_a_mesh_is_the_one_layout_of_its_plan(mesh, layout):
 )
 def test_what_is_no_mesh_is_refused_with_what_to_write(mesh, problem):
     with pytest.raises(ConfigError, match=rf"^model\.mesh_shape=.*: {problem}"):
-        make_plan(run(mesh), shape_of(LLAMA), named("4xH100"))
+        make_advised_plan(PlanRequest(run(mesh), shape_of(LLAMA), named("4xH100")))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,9 @@ def test_a_mesh_is_read_from_a_word_and_from_yaml_alike(word, tmp_path, command,
         ([1, 4], {"train__optim": "paged_adamw_8bit"}, "8-bit states"),
         ([[1, 8], ["fsdp", "cp"]], {"name": QWEN}, "28 heads do not split over 8 ranks"),
         ([[1, 4], ["fsdp", "cp"]], {"data__packing": "best_fit"}, "data.packing=none"),
-        ([[1, 4], ["fsdp", "cp"]], {"name": "google/gemma-3-4b-it", "mode": "full"}, "see a window"),
-        ([[1, 4], ["fsdp", "cp"]], {"model__attn_implementation": "eager"}, "sdpa attention alone"),
-        ([[1, 2], ["fsdp", "cp"]], {"name": "google/gemma-2-2b-it", "mode": "full"}, "sdpa attention alone"),
+        ([[1, 4], ["fsdp", "cp"]], {"name": "google/gemma-3-4b-it", "mode": "full"}, "see only a window"),
+        ([[1, 4], ["fsdp", "cp"]], {"model__attn_implementation": "eager"}, "sdpa attention only"),
+        ([[1, 2], ["fsdp", "cp"]], {"name": "google/gemma-2-2b-it", "mode": "full"}, "sdpa attention only"),
     ],
 )
 def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, config, because):
@@ -171,7 +172,7 @@ def test_a_mesh_that_cannot_run_the_job_is_refused_before_anything_loads(mesh, c
     with pytest.raises(
         ConfigError, match=rf"cannot run this job: .*{because}.*; use \[\[{count}\], \[fsdp\]\], or null"
     ):
-        make_plan(run(mesh, **config), shape_of(config.get("name", LLAMA)), named(f"{count}xH100"))
+        make_advised_plan(PlanRequest(run(mesh, **config), shape_of(config.get("name", LLAMA)), named(f"{count}xH100")))
 
 
 def test_the_types_that_are_divided_are_those_of_transformers():
@@ -192,7 +193,7 @@ def test_the_types_that_are_divided_are_those_of_transformers():
 def found(tmp_path_factory) -> dict[str, Any]:
     """What two ranks found (tests/ranks_mesh.py)."""
     out = tmp_path_factory.mktemp("mesh") / "found.json"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     answer = subprocess.run(
         [*words, "--module", "tests.ranks_mesh", str(out)],
@@ -243,11 +244,13 @@ def test_a_class_that_would_be_divided_wrongly_is_refused(found, kind):
 
 
 def test_parts_divide_the_blocks_and_leave_embedding_head_and_norms_whole():
-    shape, job = shape_of(LLAMA), job_of(run(mode="full"), shape_of(LLAMA), named("8xH100"))
+    shape, job = shape_of(LLAMA), job_of(PlanRequest(run(mode="full"), shape_of(LLAMA), named("8xH100")))
     blocks = sum(kind.count * kind.linear_weights for kind in shape.layers)
     for fsdp, tp in ((1, 2), (1, 8), (2, 4), (4, 2)):
         layout = Layout("fsdp_tp" if fsdp > 1 else "tp", fsdp, fsdp, tp)
-        one = candidate_of(job, layout, make_plan(run(mode="full"), shape, named("8xH100")).batch, 32)
+        one = candidate_of(
+            job, layout, make_advised_plan(PlanRequest(run(mode="full"), shape, named("8xH100"))).batch, 32
+        )
         share = (shape.params - blocks + blocks / tp) / fsdp
         assert one.memory.terms["weights"] == pytest.approx(4 * share, rel=1e-3)  # fp32 copies of what trains
         assert one.memory.terms["optimizer"] == pytest.approx(8 * share, rel=1e-3)
@@ -257,9 +260,9 @@ def test_a_part_of_a_row_needs_a_part_of_its_activations():
     shape = shape_of(LLAMA)
     for parts in (2, 4, 8):
         mesh = run([[8 // parts, parts], ["fsdp", "cp"]], mode="full", model__max_seq_len=8192, train__batch_size=1)
-        shared = make_plan(mesh, shape, named("8xH100")).choice
+        shared = make_advised_plan(PlanRequest(mesh, shape, named("8xH100"))).choice
         short = run([[8], ["fsdp"]], mode="full", model__max_seq_len=8192 // parts, train__batch_size=1)
-        alone = make_plan(short, shape, named("8xH100")).choice
+        alone = make_advised_plan(PlanRequest(short, shape, named("8xH100"))).choice
         if shared.checkpointed == alone.checkpointed and (shared.batch.grad_accum > 1) == (alone.batch.grad_accum > 1):
             assert shared.memory.terms["activations"] == pytest.approx(alone.memory.terms["activations"], rel=0.01)
         assert shared.speed.tokens == 8192 * shared.batch.effective_batch
@@ -278,8 +281,10 @@ def test_published_rows_of_a_million_tokens_come_out_within_ten_percent():
 def test_offloaded_checkpoints_leave_the_gpu_for_the_hosts_ram():
     shape = shape_of(LLAMA)
     kept, offloaded = (
-        make_plan(
-            run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, named("1xH100")
+        make_advised_plan(
+            PlanRequest(
+                run(mode="lora", train__gradient_checkpointing=wish, train__batch_size=4), shape, named("1xH100")
+            )
         ).choice
         for wish in (True, "offload")
     )
@@ -301,7 +306,7 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
         mode = draw.choice(["full", "lora", "qlora"])
         config = run(mode=mode, train__effective_batch_size=draw.choice([1, 2, 8, 32, 96, 1024]))
         try:
-            plan = make_plan(config, shape_of(LLAMA), machine)
+            plan = make_advised_plan(PlanRequest(config, shape_of(LLAMA), machine))
         except ConfigError as error:
             assert re.search(rf"does not split over {count} ranks; use \d+ or \d+", str(error))  # noqa: PT017
             continue
@@ -317,14 +322,16 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
 
 def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
     long = run(mode="lora", model__max_seq_len=131_072, train__effective_batch_size=8)
-    plan = make_plan(long, shape_of(LLAMA), named("8xL40S"))
+    plan = make_advised_plan(PlanRequest(long, shape_of(LLAMA), named("8xL40S")))
     assert (plan.layout, plan.fits) == ("fsdp_cp", True)
     assert not any(one.fits for one in plan.candidates if one.layout.context_parallel == 1)
     short = run(mode="lora", train__effective_batch_size=8)
-    assert "fsdp_cp" not in {one.layout.name for one in make_plan(short, shape_of(LLAMA), named("8xL40S")).candidates}
+    assert "fsdp_cp" not in {
+        one.layout.name for one in make_advised_plan(PlanRequest(short, shape_of(LLAMA), named("8xL40S"))).candidates
+    }
     found = refusal = None
     try:
-        found = make_plan(long, shape_of(LLAMA), named("8xL40S"), only=("ddp", "fsdp"))
+        found = make_advised_plan(PlanRequest(long, shape_of(LLAMA), named("8xL40S"), only=("ddp", "fsdp")))
     except ConfigError as error:
         refusal = error
     assert refusal is None
@@ -450,7 +457,7 @@ def test_meshes_of_every_size_are_planned_or_refused_in_one_line():
         machine = named(f"{count}xH100" if count <= 8 else f"{count // 8}x8xH100")
         config = run([[fsdp, tp, cp], ["fsdp", "tp", "cp"]], train__effective_batch_size=24)
         try:
-            plan = make_plan(config, shape_of(LLAMA), machine)
+            plan = make_advised_plan(PlanRequest(config, shape_of(LLAMA), machine))
         except ConfigError as error:
             assert "\n" not in str(error)  # noqa: PT017
             continue

@@ -9,15 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from sft_play import start
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
 from sft_play.facts import hardware as facts
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.launch import machine as of_ranks
+from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import Ranks
-from sft_play.launch.spread import spread_of
-from sft_play.plan.plan import make_plan
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.starting import one_process
 
 GIB = 2**30
 KINDS = {"NVIDIA A100 80GB PCIe": 80, "NVIDIA GeForce RTX 4090": 24, "NVIDIA L4": 23, "NVIDIA GeForce RTX 3060": 12}
@@ -40,7 +41,7 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
     for _ in range(300):
         names = [draw.choice(list(KINDS)) for _ in range(draw.randint(1, 8))]
         whole = machine(*names)
-        monkeypatch.setattr(start, "detect", lambda whole=whole: whole)
+        monkeypatch.setattr(of_ranks, "detect", lambda whole=whole: whole)
         asked = {}
         if draw.random() < 0.5:
             asked["NPROC"] = str(draw.randint(1, len(names)))
@@ -50,11 +51,11 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
         numbers = [int(n) for n in asked["GPUS"].split(",")] if "GPUS" in asked else list(range(len(names)))
         used = {names[n] for n in numbers[: int(asked.get("NPROC", len(names)))]}
         if len(used) == 1:
-            assert {gpu.name for gpu in start._machine_of(spread_of(asked)).gpus} == used
+            assert {gpu.name for gpu in of_ranks.machine_of(launch_options_of(asked)).gpus} == used
             kinds.add("one kind")
             continue
         with pytest.raises(HardwareError, match="the GPUs differ") as refused:
-            start._machine_of(spread_of(asked))
+            of_ranks.machine_of(launch_options_of(asked))
         groups = str(refused.value).partition("are alike: ")[2].split(" or ")
         sizes = []
         for group in groups:
@@ -62,7 +63,7 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
             assert found, group
             processes, gpus, count, name = found.groups()
             given = {**asked, "GPUS": gpus, **({"NPROC": processes} if processes else {})}
-            made = start._machine_of(spread_of(given))
+            made = of_ranks.machine_of(launch_options_of(given))
             assert [gpu.name for gpu in made.gpus] == [name] * int(count)
             assert {names[int(n)] for n in gpus.split(",")} == {name}
             sizes.append((names.count(name), KINDS[name]))
@@ -74,34 +75,34 @@ def test_the_remedy_names_alike_gpus_the_largest_group_first_and_works(monkeypat
 
 def test_the_two_groups_of_a_mixed_machine_word_for_word(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
-    monkeypatch.setattr(start, "detect", lambda: machine(other, a100, other, a100))
+    monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, a100, other, a100))
     with pytest.raises(HardwareError) as refused:
-        start._machine_of(spread_of({}))
+        of_ranks.machine_of(launch_options_of({}))
     assert str(refused.value).endswith(f"GPUS=1,3 (2 x {a100}) or GPUS=0,2 (2 x {other})")
     with pytest.raises(HardwareError, match=rf"alike: NPROC=2 GPUS=1,3 \(2 x {a100}\) or NPROC=2 GPUS=0,2"):
-        start._machine_of(spread_of({"NPROC": "3"}))
+        of_ranks.machine_of(launch_options_of({"NPROC": "3"}))
 
 
 def test_ranks_of_a_mixed_machine_number_its_gpus_as_the_plan_does(monkeypatch):
     """CUDA's own order puts the fastest first: two ranks would take the A100 and an L4."""
-    monkeypatch.setattr(start, "detect", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))
-    start._machine_of(spread_of({"NPROC": "2"}))
+    monkeypatch.setattr(of_ranks, "detect", lambda: machine("NVIDIA L4", "NVIDIA L4", "NVIDIA A100 80GB PCIe"))
+    of_ranks.machine_of(launch_options_of({"NPROC": "2"}))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_a_rank_with_another_gpu_is_told_which_are_alike(monkeypatch):
     a100, other = "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 4090"
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
-    plan = make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), machine(a100, a100))
+    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine(a100, a100)))
     rank = Ranks(1, 1, 2, 2)
-    monkeypatch.setattr(start, "detect", lambda: machine(a100, other, a100))
+    monkeypatch.setattr(of_ranks, "detect", lambda: machine(a100, other, a100))
     with pytest.raises(HardwareError, match=rf"CUDA_VISIBLE_DEVICES=0,2 \(2 x {a100}\) or CUDA_VISIBLE_DEVICES=1 "):
-        start._check_gpu(plan, rank)
-    monkeypatch.setattr(start, "detect", lambda: machine(other, other))
+        of_ranks.check_gpu(plan, rank)
+    monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, other))
     with pytest.raises(HardwareError, match="use nodes with GPUs of one kind"):
-        start._check_gpu(plan, rank)
-    monkeypatch.setattr(start, "detect", lambda: machine(other, a100))
-    start._check_gpu(plan, rank)
+        of_ranks.check_gpu(plan, rank)
+    monkeypatch.setattr(of_ranks, "detect", lambda: machine(other, a100))
+    of_ranks.check_gpu(plan, rank)
 
 
 def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch):
@@ -112,7 +113,7 @@ def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch
     assert any("goes by the smallest memory" in note and "GPUS=1,2 (2 x" in note for note in hardware.notes)
     text = "model: {name: Qwen/Qwen2.5-0.5B}\ntrain: {effective_batch_size: 30}\n"
     config = config_from_text(text, name="run.yaml")
-    assert make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware).budget_bytes == 12 * GIB
+    assert make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware)).budget_bytes == 12 * GIB
     small = replace(found[2].gpu, total_bytes=40 * GIB)
     monkeypatch.setattr(facts, "_probe_gpus", lambda: (found[1], replace(found[2], gpu=small)))
     assert facts.detect({}).notes == ("the GPUs have 40 to 80 GiB: plans go by the smallest",)
@@ -123,7 +124,7 @@ def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch
 def test_one_gpu_of_a_mixed_machine_is_told_what_those_that_are_alike_would_do(monkeypatch, caplog):
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
     whole = machine("NVIDIA GeForce RTX 3060", "NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe")
-    plan = make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), whole.first(1))
+    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), whole.first(1)))
     with caplog.at_level("INFO"):
-        start._say_what_all_would_do(config, whole, plan)
-    assert "On the alike 2 GPUs the plan would take ddp (make train-distributed GPUS=1,2)" in caplog.text
+        one_process.log_what_all_would_do(config, whole, plan)
+    assert "On the alike 2 GPUs the plan would use ddp (make train-distributed GPUS=1,2)" in caplog.text

@@ -22,8 +22,8 @@ def batch(rows: list[list[int]], labels: list[list[int]], mask: list[list[int]])
 def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     import torch
 
-    from sft_play.train import monitor as module
-    from sft_play.train.monitor import Expected, Monitor
+    from sft_play.training import monitor as module
+    from sft_play.training.monitor import Expected, Monitor
 
     clock = iter([0.0, 4.0, 4.0])  # start, take, reset
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock, 4.0))
@@ -45,7 +45,7 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
 
 
 def test_communication_is_exposed_where_nothing_is_computed():
-    from sft_play.train.profile import exposed, merged
+    from sft_play.training.profile import exposed, merged
 
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert exposed([(0, 10)], []) == 10
@@ -54,8 +54,8 @@ def test_communication_is_exposed_where_nothing_is_computed():
 
 
 def test_answers_are_shown_as_text_and_never_as_markup():
-    from sft_play.train.board import answers_text
-    from sft_play.train.exact_match import Answer, Question
+    from sft_play.training.board import answers_text
+    from sft_play.training.exact_match import Answer, Question
 
     said = answers_text([Answer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
     assert said.splitlines() == ["- asked: `<b>what?</b>`", "  said: `’no’\\n# head` (expected: `yes`)"]
@@ -76,27 +76,37 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
     code, printed = command("train", "--config", f"{tmp_path}/run.yaml")
     assert code == 0, printed
     run = tmp_path / "outputs" / "shown"
-    events = EventAccumulator(str(run / "tb"), size_guidance={"tensors": 0, "scalars": 0})
-    events.Reload()
+    events, held_out = (
+        EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+        for folder in (run / "tb", run / "tb" / "validation")
+    )
     tags = events.Tags()
     assert {
         "train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_s", "train/tokens_per_s_per_rank",
         "train/step_time_s", "train/time_data_s", "train/time_forward_backward_s", "train/time_optimizer_s",
         "train/time_checkpoint_s", "train/memory_peak_gib", "train/memory_predicted_gib", "train/padding_share",
-        "train/samples_seen", "train/time_exposed_communication_s", "eval/loss", "eval/exact_match",
+        "train/samples_seen", "train/time_exposed_communication_s",
     } <= set(tags["scalars"])  # fmt: skip
+    assert {tag.partition("/")[0] for tag in tags["scalars"]} == {"train"}
+    assert {tag.partition("/")[0] for tag in held_out.Tags()["scalars"]} == {"eval"}  # a run, and colour, of its own
+    assert not (run / "tb" / "test").exists()
     assert [event.value for event in events.Scalars("train/samples_seen")] == [4, 8, 12, 16, 20, 24]
     texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
-    assert {"config", "plan", "manifest", "answers"} <= texts
-    answered = [event.step for event in events.Tensors("answers/text_summary")]
-    assert answered == [event.step for event in events.Scalars("eval/exact_match")] == [0, 3, 6]
-    logged = [event.value for event in events.Scalars("eval/loss")]
+    assert {"config", "plan", "manifest", "args", "model_config"} == texts - {"custom_scalars__config__"}
+    answered = [event.step for event in held_out.Tensors("answers/text_summary")]
+    assert answered == [event.step for event in held_out.Scalars("eval/exact_match")] == [0, 3, 6]
+    logged = [event.value for event in held_out.Scalars("eval/loss")]
     told = json.loads((run / "summary.json").read_text())["evaluations"]
     assert [entry["step"] for entry in told] == [0, 3, 6]
     assert [entry["loss"] for entry in told] == pytest.approx(logged, rel=1e-5)
     log = (run / "train.log").read_text()
+    first = told[0]
+    assert f"Before training: held-out loss {first['loss']:.4f}, exact match {first['exact_match']:.1%}\n" in printed
+    best = told[1]
     for entry in told[1:]:
-        line = f"Validation at step {entry['step']}: loss {entry['loss']:.4f}, exact match {entry['exact_match']:.1%}"
+        best = entry if entry["loss"] < best["loss"] else best
+        line = f"Validation at step {entry['step']}: loss {entry['loss']:.4f}, exact match {entry['exact_match']:.1%}; "
+        line += "best so far" if best is entry else f"best loss {best['loss']:.4f} at step {best['step']}"
         assert f"[train] {line}" in printed
         assert line in log
     assert "_hparams_/experiment" in events.summary_metadata

@@ -8,7 +8,16 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.mutation_score import OWN_TESTS, ROOMS, Mutant, Verdict, all_mutants, killed_before, mutants_of, score
+from benchmarks.mutation_score import (
+    OWN_TESTS,
+    PACKAGES,
+    Mutant,
+    Verdict,
+    all_mutants,
+    killed_before,
+    mutants_of,
+    score,
+)
 from tests.conftest import ROOT
 
 SOURCE = '''
@@ -26,7 +35,7 @@ def choose(items, most):
 
 
 def test_each_decision_is_changed_once_and_words_are_left():
-    found = mutants_of("sft_play/plan/x.py", SOURCE)
+    found = mutants_of("sft_play/planner/x.py", SOURCE)
     changes = {(mutant.before, mutant.after) for mutant in found}
     assert changes == {
         ("len(items) > most and not items[0]", "(len(items) > most or not items[0])"),
@@ -46,19 +55,19 @@ def test_each_decision_is_changed_once_and_words_are_left():
         assert SOURCE.encode()[mutant.start : mutant.end].decode() == mutant.before
 
 
-def test_every_room_has_mutants_and_its_test_files_are_there():
-    assert set(OWN_TESTS) == set(ROOMS)
-    for room in ROOMS:
-        assert len(all_mutants([room])) > 100
+def test_every_package_has_mutants_and_its_test_files_are_there():
+    assert set(OWN_TESTS) == set(PACKAGES)
+    for package in PACKAGES:
+        assert len(all_mutants([package])) > 100
     for name in " ".join(OWN_TESTS.values()).split():
         assert (ROOT / "tests" / f"test_{name}.py").is_file(), name
 
 
 @pytest.mark.parametrize("killed", [0, 1, 3])
 def test_what_was_killed_stays_killed_and_the_rest_is_judged_again(tmp_path, killed):
-    drawn = mutants_of("sft_play/plan/x.py", SOURCE)
+    drawn = mutants_of("sft_play/planner/x.py", SOURCE)
     verdicts = [Verdict(one, "killed" if place < killed else "survived", "t") for place, one in enumerate(drawn)]
-    gone = Mutant("sft_play/plan/gone.py", 1, "constant", "0", "1", 0, 1)
+    gone = Mutant("sft_play/planner/gone.py", 1, "constant", "0", "1", 0, 1)
     written = [{**asdict(one.mutant), **asdict(one)} for one in [*verdicts, Verdict(gone, "killed", "t")]]
     (tmp_path / "first.json").write_text(json.dumps({"verdicts": written}))
     assert [one.mutant for one in killed_before(tmp_path / "first.json", drawn)] == drawn[:killed]

@@ -23,12 +23,12 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import meeting
+from sft_play.launch import node_rendezvous
 from sft_play.launch.accelerate_config import read_config
 from sft_play.launch.command import Nodes
-from sft_play.launch.meeting import Met, card_of, choose_interface, meet
+from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.launch.node_rendezvous import Met, card_of, choose_interface, meet
 from sft_play.launch.ranks import Ranks
-from sft_play.launch.spread import Spread, spread_of, with_accelerate
 from tests.conftest import ROOT, VARIABLES
 
 pytestmark = pytest.mark.build
@@ -198,7 +198,7 @@ def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, pri
     """A run of four ranks on two nodes that lost what one process loses, with its checkpoint and its weights."""
     from safetensors import safe_open
 
-    from sft_play.train import checkpoints
+    from sft_play.training import checkpoints
 
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 4, 1, 2)
@@ -331,7 +331,9 @@ def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(worl
 @pytest.fixture
 def card(world) -> dict[str, Any]:
     config = load_config(world / "run.yaml").config
-    return card_of(config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), Spread(strategy="ddp"))
+    return card_of(
+        config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), LaunchOptions(strategy="ddp")
+    )
 
 
 def together(*calls: Callable[[], Met]) -> list[Met | SftPlayError]:
@@ -430,7 +432,7 @@ def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
     assert "nodes 1, 2 of 3 did not come to 127.0.0.1:" in str(answers[0])
     assert "node 0 was not met at 127.0.0.1:" in str(answers[1])
-    assert "MASTER_ADDR= means this machine itself here" in str(answers[1])
+    assert "MASTER_ADDR= resolves to this machine itself" in str(answers[1])
 
 
 def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
@@ -447,21 +449,21 @@ def test_node_0_on_another_machine_than_the_address_is_refused(card):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid means no address on this machine"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=nowhere\.invalid does not resolve on this machine"):
         meet(Nodes(2, rank, "nowhere.invalid", free_port()), card, limit_s=60)
 
 
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
 
-    def told(*overrides: str, spread: Spread | None = None) -> dict[str, Any]:
+    def told(*overrides: str, options: LaunchOptions | None = None) -> dict[str, Any]:
         config = load_config(world / "run.yaml", overrides=overrides).config
-        return {**card_of(config, machine, spread or Spread(strategy="ddp")), "node": 1}
+        return {**card_of(config, machine, options or LaunchOptions(strategy="ddp")), "node": 1}
 
     first = {**card, "node": 0}
-    assert meeting.differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
-    assert meeting.differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
-    assert meeting.differences(first, told(spread=Spread(strategy="fsdp"))) == [
+    assert node_rendezvous.differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
+    assert node_rendezvous.differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
+    assert node_rendezvous.differences(first, told(options=LaunchOptions(strategy="fsdp"))) == [
         "STRATEGY is ddp on node 0 and fsdp on node 1"
     ]
 
@@ -487,20 +489,20 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
         ({"NODE_RANK": "1"}, "NNODES= does not say how many there are"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is no port"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
     ],
 )
 def test_variables_of_nodes_that_cannot_be_meant_are_refused(variables, message):
     with pytest.raises(ConfigError, match=message):
-        spread_of(variables)
+        launch_options_of(variables)
 
 
 def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
     with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
-        with_accelerate(Spread(), read_config(file))
-    given = Spread(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
+        with_accelerate(LaunchOptions(), read_config(file))
+    given = LaunchOptions(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
     assert with_accelerate(given, read_config(file)).nodes == given.nodes  # the command line says it
 
 
@@ -618,8 +620,8 @@ def test_one_node_meets_nobody_and_two_jobs_have_two_ports(slurm):
 @pytest.mark.parametrize(
     ("number", "requeue", "words"),
     [
-        (signal.SIGUSR1, "0", "the job queues anew and goes on with the last checkpoint"),
-        (signal.SIGUSR1, "1", "the job cannot queue anew; go on by hand"),
+        (signal.SIGUSR1, "0", "the job is requeued and continues from the last checkpoint"),
+        (signal.SIGUSR1, "1", "the job cannot be requeued; resume by hand"),
         (signal.SIGTERM, "0", None),
     ],
 )
@@ -649,7 +651,7 @@ def test_a_run_that_fails_is_not_queued_anew(slurm):
     ("words", "environ", "message"),
     [
         ([], {}, "no run YAML is named"),
-        (["nowhere.yaml"], {}, "the run YAML nowhere.yaml is not there"),
+        (["nowhere.yaml"], {}, "the run YAML nowhere.yaml does not exist"),
         (["my run.yaml"], {"FAKE_COMMAND": "/nowhere/x.sbatch"}, "the project is not at"),
         (["my run.yaml"], {"SLURM_JOB_ID": ""}, "this is a batch script of Slurm"),
     ],

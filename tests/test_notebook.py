@@ -17,6 +17,7 @@ import pytest
 from sft_play import notebook
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
+from tests import warm
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -70,9 +71,9 @@ def test_other_magic_is_refused_all_at_once_before_anything_runs(tmp_path):
     [
         (b"{", "not valid JSON"),
         (b"\xff\xfe", "not valid JSON"),
-        (b"[]", "is no notebook of format 4 (nbformat: None)"),
+        (b"[]", "is not a notebook of format 4 (nbformat: None)"),
         (b'{"nbformat": 3, "worksheets": []}', "nbformat: 3"),
-        (b'{"nbformat": 4, "cells": 5}', "is no notebook of format 4"),
+        (b'{"nbformat": 4, "cells": 5}', "is not a notebook of format 4"),
         (b'{"nbformat": 4, "cells": [], "metadata": {}}', "has no code cell"),
         (b'{"nbformat": 4, "cells": [null, {"cell_type": "code"}], "metadata": null}', "has no code cell"),
         (b'{"nbformat": 4, "cells": [], "metadata": {"kernelspec": {"language": "R"}}}', "is written in R"),
@@ -191,11 +192,11 @@ SHORT = ("--steps", "3", "--batch", "2")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process with the batch of two ranks."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    return check_example(run(sys.executable, SCRIPT, *SHORT[:3], "4", "--save", str(folder)), folder)
+    return check_example(run(warm.python(), SCRIPT, *SHORT[:3], "4", "--save", str(folder)), folder)
 
 
 def test_the_example_runs_under_torchrun(tmp_path):
-    words = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT)
+    words = (warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT)
     check_example(run(*words, *SHORT, "--save", str(tmp_path / "out")), tmp_path / "out")
 
 

@@ -19,16 +19,16 @@ from sft_play import runs
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.data.dataset import build_splits
-from sft_play.data.files import data_paths
+from sft_play.data.sources.files import data_paths
+from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware
-from sft_play.plan.gradients import adapter_dtype
-from sft_play.plan.plan import make_plan
-from sft_play.plan.precision import Precision
+from sft_play.planner.gradients import adapter_dtype
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.precision import Precision
 from sft_play.runs import RunFolder
-from tests.conftest import chat
+from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30
 MACHINE = Hardware((Gpu(0, "GPU", 40 * GIB, None, (9, 0)),), "CPU", 2, 24 * GIB, 24 * GIB)
@@ -186,7 +186,7 @@ def flat(value: Any, at: str = "") -> Facts:
 
 def plan(config: RunConfig) -> Facts:
     """The plan on a GPU, as JSON."""
-    return flat(make_plan(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE).as_json())
+    return flat(make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), MACHINE)).as_json())
 
 
 def adapters(config: RunConfig) -> Facts:
@@ -196,19 +196,19 @@ def adapters(config: RunConfig) -> Facts:
 
 def on_cpu(config: RunConfig) -> Any:
     """The plan of the tiny model on a CPU."""
-    return make_plan(config, shape_of(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB))
+    return make_plan(PlanRequest(config, shape_of(config.model.name), Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)))
 
 
 def arguments(config: RunConfig) -> Facts:
     """What transformers' Trainer is given."""
-    from sft_play.train.trainer import training_arguments
+    from sft_play.training.trainer import training_arguments
 
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
 def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
-    from sft_play.train.trainer import build_trainer
+    from sft_play.training.trainer import build_trainer, plan_callbacks
 
     seen: Facts = {}
 
@@ -218,29 +218,30 @@ def trainer(config: RunConfig) -> Facts:
         def __init__(self, **options: Any) -> None:
             seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "group_window")})
             seen["packs"] = options["packs"] and len(options["packs"])
-            seen["callbacks"] = tuple(type(item).__name__ for item in options["callbacks"])
-            seen["profiled"] = [item._steps for item in options["callbacks"] if type(item).__name__ == "ProfileWindow"]
 
         def remove_callback(self, *_: Any) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.train.trainer.PlannedTrainer", Recorder)
-        build_trainer(
+        patch.setattr("sft_play.training.trainer.PlannedTrainer", Recorder)
+        plan, folder = on_cpu(config), RunFolder(Path(config.output.dir) / "x")
+        made = build_trainer(
             config,
-            on_cpu(config),
-            RunFolder(Path(config.output.dir) / "x"),
+            plan,
+            folder,
             model=None,
             tokenizer=None,
             peft_config=None,
             train=_splits(config)[0].train,
             evaluation=None,
-            callbacks=[],
         )
+    callbacks = plan_callbacks(config, plan, folder, made)
+    seen["callbacks"] = tuple(type(item).__name__ for item in callbacks)
+    seen["profiled"] = [item._steps for item in callbacks if type(item).__name__ == "ProfileWindow"]
     return seen
 
 
 def _splits(config: RunConfig) -> Any:
-    from sft_play.train.tokenizer import load_tokenizer
+    from sft_play.training.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config).tokenizer
     return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=64), tokenizer
@@ -267,7 +268,10 @@ def splits(config: RunConfig) -> Facts:
 
 def files_of(folder: Path) -> Facts:
     """Rows of the files in a folder, and their first words and texts."""
-    rows = {path.stem: [json.loads(line) for line in path.open()] for path in sorted(folder.glob("*.jsonl"))}
+    rows = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("*.jsonl"))
+    }
     return {"folder": str(folder), **{name: len(found) for name, found in rows.items()}, "first": rows["train"][0]}
 
 
@@ -291,11 +295,12 @@ def styled(config: RunConfig) -> Facts:
 
 def texts(config: RunConfig) -> Facts:
     """What `make dapt-docx` writes, and where."""
-    from sft_play.data.documents import documents
+    from sft_play.documents.documents import documents
 
+    need_documents_extra()
     documents(config, force=True)
     found = files_of(Path(config.data.documents.out_dir))
-    written = [json.loads(line)["text"] for line in (Path(found["folder"]) / "train.jsonl").open()]
+    written = [json.loads(line)["text"] for line in (Path(found["folder"]) / "train.jsonl").read_text().splitlines()]
     opening = sum("The same long opening" in text for text in written)
     longest = max(len(text) for text in written)
     return {**found, "text": written[0], "openings": opening > 1, "short": longest <= 200, "has_val": "val" in found}
@@ -316,28 +321,29 @@ def headers(config: RunConfig) -> Facts:
 
 def worker_count(config: RunConfig) -> Facts:
     """How many processes are asked to make rows."""
-    from sft_play.data import dataset
+    from sft_play.data import splits as data_splits
 
     asked: list[Any] = []
-    real = dataset.build
+    real = data_splits.build
 
     def record(*args: Any, workers: Any, **options: Any) -> Any:
         asked.append(workers)
         return real(*args, workers=1, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset, "build", record)
+        patch.setattr(data_splits, "build", record)
         splits(config)
     return {"workers": asked}
 
 
-def blueprint(config: RunConfig) -> Facts:
+def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
-    from sft_play.plan.precision import Precision
-    from sft_play.train.model import choose_backend, draw_blueprint
-    from sft_play.train.trainable import trainable_note
+    from sft_play.planner.precision import Precision
+    from sft_play.training.backend import choose_backend
+    from sft_play.training.model import build_model_spec
+    from sft_play.training.trainable import trainable_note
 
-    drawn = draw_blueprint(config, Precision("float32", "float32", ""), tokenizer_size=100)
+    drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
     listed = {key: tuple(sorted(value)) if isinstance(value, (set, list)) else value for key, value in adapter.items()}
     backend = choose_backend(config)
@@ -351,9 +357,24 @@ def blueprint(config: RunConfig) -> Facts:
     }
 
 
+def origin(config: RunConfig) -> Facts:
+    """The adapter that training begins with."""
+    from peft import get_peft_model
+
+    from sft_play.training.model import build_model_spec, read_model
+    from sft_play.training.origin import origin_of
+
+    precision = Precision("float32", "float32", "")
+    spec = build_model_spec(config, precision, tokenizer_size=100)
+    if config.model.adapter is not None:
+        get_peft_model(read_model(config, precision, spec), spec.peft_config).save_pretrained(config.model.adapter)
+    found = origin_of(config, spec)
+    return {"folder": str(found.folder) if found else None}
+
+
 def loading(config: RunConfig) -> Facts:
     """What tokenizer and config are asked for with."""
-    from sft_play.train import model, tokenizer
+    from sft_play.training import model, tokenizer
 
     seen: Facts = {}
 
@@ -366,7 +387,7 @@ def loading(config: RunConfig) -> Facts:
 
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
-        ("config", "sft_play.train.model.AutoConfig", model._whole_config),
+        ("config", "sft_play.training.model.AutoConfig", model._whole_config),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{target}.from_pretrained", record(what))
@@ -377,8 +398,8 @@ def loading(config: RunConfig) -> Facts:
 
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
-    from sft_play.plan.precision import Precision
-    from sft_play.train import model
+    from sft_play.planner.precision import Precision
+    from sft_play.training import model
 
     seen: Facts = {}
 
@@ -387,9 +408,9 @@ def weights(config: RunConfig) -> Facts:
         raise OSError("recorded")
 
     precision = Precision("float32", "float32", "")
-    drawn = model.draw_blueprint(config, precision, tokenizer_size=100)
+    drawn = model.build_model_spec(config, precision, tokenizer_size=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.train.model.AutoModelForCausalLM.from_pretrained", record)
+        patch.setattr("sft_play.training.model.AutoModelForCausalLM.from_pretrained", record)
         with pytest.raises(SftPlayError):
             model.load_model(config, precision, drawn, device="cpu")
     return seen
@@ -422,14 +443,14 @@ def device(config: RunConfig) -> Facts:
 
 def timeout(config: RunConfig) -> Facts:
     """How long a rank waits for the others."""
-    from sft_play.start import timeout_of
+    from sft_play.launch.command import timeout_of
 
     return {"seconds": timeout_of(config, {})}
 
 
 def hybrid(config: RunConfig) -> Facts:
     """The layouts of four ranks on one node, with the ranks that each divides its states over."""
-    from sft_play.plan.layout import layouts_for
+    from sft_play.planner.layout import layouts_for
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=4)
     return {item.name: item.shard for item in layouts_for(config, shape_of("Qwen/Qwen2.5-3B-Instruct"), machine)[0]}
@@ -438,11 +459,11 @@ def hybrid(config: RunConfig) -> Facts:
 def over_ranks(config: RunConfig) -> Facts:
     """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
     layout cannot. What DDP is told, and how many steps are profiled."""
-    from sft_play.plan.gradients import gradients_of
-    from sft_play.plan.layout import LAYOUT_NAMES, layouts_for
-    from sft_play.plan.precision import choose_precision
-    from sft_play.train.engine import engine_arguments
-    from sft_play.train.profile import window_of
+    from sft_play.planner.gradients import gradients_of
+    from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
+    from sft_play.planner.precision import choose_precision
+    from sft_play.training.distributed import engine_arguments
+    from sft_play.training.profile import window_of
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
     shape, precision = shape_of(config.model.name), choose_precision(config, machine)
@@ -452,7 +473,7 @@ def over_ranks(config: RunConfig) -> Facts:
         chosen = gradients_of(config, precision, layout.name)
         facts[layout.name] = f"{chosen.every} {chosen.gathered} {chosen.reduced} {chosen.buffers}"
     only = ("ddp",) if any(layout.name == "ddp" for layout in possible) else LAYOUT_NAMES
-    made = make_plan(config, shape, machine, only=only)
+    made = make_plan(PlanRequest(config, shape, machine, only=only))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
     window = window_of(config, made, Path("/nowhere"))
     return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps}
@@ -460,7 +481,7 @@ def over_ranks(config: RunConfig) -> Facts:
 
 def traced(config: RunConfig) -> Facts:
     """Why a candidate is not traced on a CPU."""
-    from sft_play.plan.precision import choose_precision
+    from sft_play.planner.precision import choose_precision
     from sft_play.trace.confirm import trace_candidate
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
@@ -513,6 +534,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.revision", "v2", "tokenizer.revision", "v2"),
     one(loading, "model.revision", "v2", "config.revision", "v2"),
     one(weights, "model.revision", "v2", "revision", "v2"),
+    one(origin, "model.adapter", "WORLD/adapter", "folder", "WORLD/adapter"),
     one(loading, "model.trust_remote_code", "true", "tokenizer.trust_remote_code", True),
     one(loading, "model.trust_remote_code", "true", "config.trust_remote_code", True),
     one(weights, "model.trust_remote_code", "true", "trust_remote_code", True),
@@ -520,28 +542,28 @@ PROBES: list[tuple[str, Probe]] = [
     one(plan, "model.dtype", "float32", "precision.load", "float32"),
     one(plan, "model.dtype", "float16", "precision.load", "float16"),
     one(plan, "model.dtype", "bfloat16", "precision.load", "bfloat16", ["train.bf16=false"]),
-    one(blueprint, "model.attn_implementation", "eager", "attention", "eager"),
-    one(blueprint, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
+    one(model_spec, "model.attn_implementation", "eager", "attention", "eager"),
+    one(model_spec, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
     # neither a mesh of four processes on one GPU nor FlashAttention on a CPU can be had: they have to say so
-    one(blueprint, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
+    one(model_spec, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),
     one(weights, "tuning.mode", "lora", "quantised", False),
-    one(blueprint, "tuning.mode", "full", "has_adapter", False),
-    ("tuning.backend", Probe(blueprint, UNSLOTH_OR_BNB, {"fallback_from": "unsloth"})),
-    one(blueprint, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
-    unlocks(blueprint, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
-    one(blueprint, "tuning.lora.r", 4, "r", 4),
-    one(blueprint, "tuning.lora.alpha", 4, "lora_alpha", 4),
-    one(blueprint, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
-    one(blueprint, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
-    one(blueprint, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
-    one(blueprint, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
-    one(blueprint, "tuning.lora.use_rslora", "true", "use_rslora", True),
+    one(model_spec, "tuning.mode", "full", "has_adapter", False),
+    ("tuning.backend", Probe(model_spec, UNSLOTH_OR_BNB, {"fallback_from": "unsloth"})),
+    one(model_spec, "tuning.backend", "unsloth", REFUSED, Says("tuning.backend=unsloth cannot run here")),
+    unlocks(model_spec, "tuning.backend_fallback", "bnb", "backend", "bnb", ["tuning.backend=unsloth"]),
+    one(model_spec, "tuning.lora.r", 4, "r", 4),
+    one(model_spec, "tuning.lora.alpha", 4, "lora_alpha", 4),
+    one(model_spec, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
+    one(model_spec, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
+    one(model_spec, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
+    one(model_spec, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
+    one(model_spec, "tuning.lora.use_rslora", "true", "use_rslora", True),
     one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
     one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
-    one(blueprint, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
                                     "data.train_path=null"], {"rows": 27})),
@@ -766,7 +788,7 @@ def test_a_probe_sees_an_option_that_reaches_nothing_or_something_else(world):
 
 
 def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_path, monkeypatch):
-    from sft_play.train import exact_match
+    from sft_play.training import exact_match
 
     longest = [0]
     real = exact_match._generate
@@ -797,11 +819,11 @@ def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_pa
 
 
 def test_pinned_memory_is_asked_for_with_a_gpu_only(world):
-    from sft_play.train import trainer as module
+    from sft_play.training import trainer as module
 
     def pinned(machine: Hardware, *overrides: str) -> bool:
         config = make(world, *overrides)
-        made = make_plan(config, shape_of(config.model.name), machine)
+        made = make_plan(PlanRequest(config, shape_of(config.model.name), machine))
         seen: dict[str, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "SFTConfig", Recording(seen))

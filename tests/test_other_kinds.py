@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.formats import FORMATS, TEXT_COLUMNS, Chat, first_format, recognise, rename_columns, to_example
-from sft_play.data.other_kinds import NEGATIVES, REJECTED, TAGS
-from sft_play.data.raw import BadRow, RawRow
+from sft_play.data.sources.formats import (
+    FORMATS,
+    TEXT_COLUMNS,
+    Chat,
+    first_format,
+    recognise,
+    rename_columns,
+    to_example,
+)
+from sft_play.data.sources.other_kinds import NEGATIVES, REJECTED, TAGS
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.conftest import chat
 

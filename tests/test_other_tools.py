@@ -33,7 +33,7 @@ HINTS = {
     "mixed_precision: bf16": "here it is train.bf16: true",
     "mixed_precision: fp16": "here it is train.fp16: true",
     "mixed_precision: 'no'": "here it is train.bf16: false",
-    "mixed_precision: fp8": "here it is train.bf16: true (FP8 is not trained here)",
+    "mixed_precision: fp8": "here it is train.bf16: true (FP8 training is not supported)",
     "zero3_offload: true": "make train-distributed STRATEGY=zero3_offload",
     "find_unused_parameters: true": "here it is distributed.find_unused_parameters: true",
     "ddp_find_unused_parameters: false": "here it is distributed.find_unused_parameters: false, the default",
@@ -61,16 +61,16 @@ HINTS = {
     "adapter: lora": "here it is tuning.mode: lora",
     "finetuning_type: full": "here it is tuning.mode: full",
     "finetuning_type: freeze": (
-        "here it is tuning.mode: full (with tuning.trainable: [layers.30-31, norm], the parts that train)"
+        "here it is tuning.mode: full (with tuning.trainable: [layers.30-31, norm], the parts to train)"
     ),
     "stage: sft": "here it is task_mode: sft, the default",
     "stage: pt": "here it is task_mode: cpt",
-    "stage: dpo": "preference tuning is not done here (task_mode: sft, cpt or cpt_mixed): use TRL's trainers for it",
+    "stage: dpo": "preference tuning is not supported (task_mode: sft, cpt or cpt_mixed): use TRL's trainers for it",
     "val_set_size: 0.05": "here it is data.val_fraction: 0.05",
     "val_set_size: 0": "here it is data.val_fraction: 0.0, the default",
     "val_set_size: 500": (
-        "data.val_fraction is a share (0.05), never a number of rows; 500 rows of your choice go into a file of their "
-        "own: data.val_path"
+        "data.val_fraction is a fraction (0.05), not a number of rows; put 500 rows of your choice into a file of "
+        "their own and name it in data.val_path"
     ),
     "sample_packing: true": "here it is data.packing: best_fit",
     "flash_attn: fa2": "here it is model.attn_implementation: flash_attention_2",
@@ -79,10 +79,10 @@ HINTS = {
     "train_on_inputs: false": "here it is data.loss_on: assistant, the default",
     "train_on_inputs: true": "here it is data.loss_on: all",
     "push_to_hub: true": (
-        "nothing is uploaded; the trained weights lie in RUN/adapter (full: RUN/model): hf upload OWNER/NAME "
+        "nothing is uploaded; the trained weights are in RUN/adapter (full: RUN/model): hf upload OWNER/NAME "
         "RUN/adapter"
     ),
-    "load_in_8bit: true": "8-bit weights are not trained here: tuning.mode: qlora (4 bits) or lora (16 bits)",
+    "load_in_8bit: true": "8-bit weights are not supported: tuning.mode: qlora (4 bits) or lora (16 bits)",
     "load_in_8bit: false": "8 bits are never loaded: remove it",
     "load_in_4bit: true": "here it is tuning.mode: qlora, the default",
     "learning_rate: 2.0e-5": "it belongs at train.learning_rate: 2.0e-5",
@@ -91,17 +91,17 @@ HINTS = {
     "lora_target: all": "here it is tuning.lora.target_modules: auto, the default",
     "lora_target: q_proj,v_proj": 'here it is tuning.lora.target_modules: ["q_proj", "v_proj"]',
     "cutoff_len: 4096": "here it is model.max_seq_len: 4096",
-    "warmup_ratio: 0.1": "here it is train.warmup_steps: 0.1 (below 1 it is a share of the steps)",
+    "warmup_ratio: 0.1": "here it is train.warmup_steps: 0.1 (below 1 it is a fraction of the steps)",
     "optimizer: adamw_bnb_8bit": "here it is train.optim: paged_adamw_8bit",
     "report_to: none": "here it is train.report_to: []",
     "deepspeed: ds_z3.json": "make train-deepspeed DEEPSPEED_CONFIG=ds_z3.json",
     "deepspeed: zero3": "make train-distributed STRATEGY=zero3",
     "wandb_project: mine": "WANDB_PROJECT=mine before make, with train.report_to: [wandb]",
-    "wandb_project:": "nothing is asked with it: remove it",
+    "wandb_project:": "it has no effect: remove it",
     "torch_dtype: bfloat16": "here it is model.dtype: bfloat16",
     "ddp_timeout: 180000000": "here it is distributed.timeout_s: 86400 (the longest)",
     "dataset: tatsu-lab/alpaca": (
-        "here it is data.train_path: hub:tatsu-lab/alpaca (the format is recognised, see make preview)"
+        "here it is data.train_path: hub:tatsu-lab/alpaca (the format is detected, see make preview)"
     ),
     "max_duration: 3ep": "here it is train.epochs: 3",
 }
@@ -293,14 +293,14 @@ def test_a_key_of_nobody_is_not_guessed_at(key):
 
 # --- over the whole table ---------------------------------------------------------------------------------------------
 def test_every_target_of_the_table_exists_and_takes_the_translated_values():
-    assert len(other_tools.KNOWN) > 500
-    for key, row in other_tools.KNOWN.items():
+    assert len(other_tools.table().rows) > 500
+    for key, row in other_tools.table().rows.items():
         assert row.path in leaves() or (not row.path and (row.words or row.values or row.read)), key
         for spelling, answer in row.values.items():
             assert spelling == spelling.lower(), key
             for path, value in answer.settings:
                 assert accepts(path, value), (key, spelling, path, value)
-    assert set(other_tools.SECTIONS.values()) <= set(sections())
+    assert set(other_tools.table().sections.values()) <= set(sections())
 
 
 VALUES = [True, False, None, 0, 1, 4, -1, 0.05, 0.9, 500, 3.0, 1e9, "", "auto", "no", "16", "2e-5", "a/b", "x.jsonl",
@@ -309,7 +309,7 @@ VALUES = [True, False, None, 0, 1, 4, -1, 0.05, 0.9, 500, 3.0, 1e9, "", "auto", 
 
 def test_whatever_the_value_a_hint_names_only_what_is_taken():
     chance = random.Random(0)
-    for key, row in other_tools.KNOWN.items():
+    for key, row in other_tools.table().rows.items():
         for value in chance.sample(VALUES, 8):
             answer = other_tools.answer(row, value)
             assert answer.settings or answer.words, (key, value)
@@ -318,7 +318,7 @@ def test_whatever_the_value_a_hint_names_only_what_is_taken():
 
 
 def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
-    rows = [*other_tools.KNOWN.values(), *(row for _, row in other_tools.PREFIXES)]
+    rows = [*other_tools.table().rows.values(), *(row for _, row in other_tools.table().prefixes)]
     words = {row.words for row in rows} | {answer.words for row in rows for answer in row.values.values()}
     seen = 0
     for text in words:
@@ -335,7 +335,7 @@ def test_words_of_the_table_name_keys_targets_and_variables_that_exist():
 
 
 def test_no_key_of_the_table_is_guessed_at():
-    keys = other_tools.PLAIN
+    keys = other_tools.table().plain_keys
     said = problems(MINIMAL + "".join(f"{key}: 1\n" for key in keys))
     assert len(said) == len(keys)
     assert not [line for line in said if "did you mean" in line]

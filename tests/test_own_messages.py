@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig
-from sft_play.data import turns
-from sft_play.data.files import BadRow, RawRow
-from sft_play.data.formats import recognise, to_example
-from sft_play.data.process import as_row, content_digest
-from sft_play.data.render import Encoder, Rendered, Renderer, TokenizerParts
-from tests.conftest import shared
+from sft_play.data.masks import message_forms
+from sft_play.data.masks.render import Encoder, Renderer, TokenizerParts, TokenRow
+from sft_play.data.process import as_row
+from sft_play.data.sources.files import BadRow, RawRow
+from sft_play.data.sources.formats import content_digest, recognise, to_example
+from tests.bundled import template_of, there
 from tests.models import CHATML, make_tokenizer
 
 PARTS = (
@@ -66,7 +66,7 @@ def example_of(messages: Any) -> Any:
     return to_example(RawRow("f:1", data), recognise(data))
 
 
-def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[Rendered | BadRow, str | None]:
+def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[TokenRow | BadRow, str | None]:
     """What a row becomes, and what transformers renders of it."""
     parts = TokenizerParts.of(tokenizer).with_template(template)
     options = DataConfig(on_missing_end="train")
@@ -83,7 +83,7 @@ def rendered(tokenizer: Any, template: str, messages: Any) -> tuple[Rendered | B
 @pytest.mark.parametrize("template", [CHATML, PARTS, KEYS, DUMPS, STRICT + CHATML])
 def test_a_row_is_what_transformers_renders_or_what_was_changed_is_said(tokenizer, template, name):
     made, own = rendered(tokenizer, template, ROWS[name])
-    assert isinstance(made, Rendered), made
+    assert isinstance(made, TokenRow), made
     assert (made.text == own) != bool(made.notes)
 
 
@@ -91,25 +91,25 @@ def test_a_row_is_what_transformers_renders_or_what_was_changed_is_said(tokenize
     ("template", "name", "notes"),
     [
         (CHATML, "developer", ()),
-        (STRICT + CHATML, "developer", (turns.NOTE_ROLE,)),
+        (STRICT + CHATML, "developer", (message_forms.NOTE_ROLE,)),
         (KEYS, "keys", ()),
         (CHATML, "keys", ()),
         (PARTS, "parts", ()),
-        (CHATML, "parts", (turns.NOTE_PARTS,)),
+        (CHATML, "parts", (message_forms.NOTE_PARTS,)),
         (PARTS, "think parts", ()),
-        (CHATML, "other names", (turns.NOTE_ROLE,)),
+        (CHATML, "other names", (message_forms.NOTE_ROLE,)),
     ],
 )
 def test_what_the_template_takes_is_kept_and_the_rest_is_named(tokenizer, template, name, notes):
     made, own = rendered(tokenizer, template, ROWS[name])
-    assert isinstance(made, Rendered), made
+    assert isinstance(made, TokenRow), made
     assert made.notes == notes
     assert (made.text == own) == (notes == ())
 
 
 def test_a_special_token_in_a_key_that_the_template_reads_is_text(tokenizer):
     made, own = rendered(tokenizer, KEYS, ROWS["keys"])
-    assert isinstance(made, Rendered)
+    assert isinstance(made, TokenRow)
     assert made.text == own
     assert made.special_in_text == 1
     assert made.input_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
@@ -132,14 +132,15 @@ def test_a_processed_row_is_read_as_the_row_itself(name):
     assert content_digest(again) == content_digest(chat)
 
 
-REAL = ("trl/qwen3", "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "mistral-common/v13_think", "trl/gptoss",
+REAL = ("bundled/tools", "bundled/history", "bundled/no_system", "trl/qwen3",
+        "llama.cpp/meta-llama-Llama-3.1-8B-Instruct", "mistral-common/v13_think", "trl/gptoss",
         "llama.cpp/GLM-4.6", "llama.cpp/google-gemma-2-2b-it")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", there(REAL))
 def test_real_templates_too(tokenizer, name):
-    template = shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+    template = template_of(name)
     for messages in ROWS.values():
         made, own = rendered(tokenizer, template, messages)
-        if isinstance(made, Rendered):
+        if isinstance(made, TokenRow):
             assert made.text.removesuffix(made.added_end) == own or made.notes, messages

@@ -106,7 +106,7 @@ def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
 
 
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
-    from sft_play.train.rows import TrainingRows
+    from sft_play.training.rows import TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6), unit=4)
     assert rows.count == 2
@@ -129,7 +129,7 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
     """A mapped file, a selection of it: the rows are read through the table, whatever order it is in."""
     from datasets import load_from_disk
 
-    from sft_play.train.rows import TrainingRows, lengths_of, trained_tokens
+    from sft_play.training.rows import TrainingRows, lengths_of, trained_tokens
 
     dataset([3, 2, 4, 5]).save_to_disk(str(tmp_path / "rows"))
     loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
@@ -140,8 +140,8 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
 
 
 def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
-    from sft_play.train.collate import Collator
-    from sft_play.train.rows import TrainingRows
+    from sft_play.training.collate import Collator
+    from sft_play.training.rows import TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=best_fit([3, 2, 4], 6))
     batch = Collator(pad_id=7, by_source=True)([rows[0], rows[1]])
@@ -162,7 +162,7 @@ def test_a_batch_of_single_rows_is_the_one_that_trl_makes():
     import torch
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from sft_play.train.collate import Collator
+    from sft_play.training.collate import Collator
 
     rows = dataset([3, 2, 5])
     ours = Collator(pad_id=7)([rows[n] for n in range(3)])
@@ -213,8 +213,8 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     from datasets import Dataset
 
     from sft_play.data.packing import Packs
-    from sft_play.train.collate import COUNTS, Collator
-    from sft_play.train.rows import TrainingRows
+    from sft_play.training.collate import COUNTS, Collator
+    from sft_play.training.rows import TrainingRows
 
     chats = [ids for row in rows for ids in row]
     data = Dataset.from_dict({"input_ids": chats, "labels": chats})
@@ -247,12 +247,12 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
     both = logits(model, packed([[first, second, third], [second]]))
     assert both.shape[:2] == (2, 21)
     assert both.isfinite().all()  # a padded place sees itself: no row of the mask is empty
-    spread = float(alone.std())
+    options = float(alone.std())
     for found in (both[0, 7:16], both[1, :9]):
-        assert float((found - alone).abs().max()) < 1e-5 * max(1.0, spread)
+        assert float((found - alone).abs().max()) < 1e-5 * max(1.0, options)
     changed = logits(model, packed([[other, second, third], [second]]))
     # experts multiply other chats' rows in the same matrix: CPUs round that differently by a few 1e-6
-    assert float((changed[0, 7:] - both[0, 7:]).abs().max()) < 1e-5 * max(1.0, spread)
+    assert float((changed[0, 7:] - both[0, 7:]).abs().max()) < 1e-5 * max(1.0, options)
     assert float((changed[0, :7] - both[0, :7]).abs().max()) > 0.1  # it is seen where it should be
 
 
@@ -261,14 +261,14 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
 def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention, checkpointing):
     import torch
 
-    from sft_play.train.collate import Collator
+    from sft_play.training.collate import Collator
 
     model = tiny(kind, attention).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     texts = chats(7, 9, 5, 6)
     rows = Collator(pad_id=0)([{"input_ids": ids, "labels": ids} for ids in texts])
 
@@ -365,7 +365,7 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.train.packable import require_packable
+    from sft_play.training.packable import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
@@ -381,7 +381,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.train.packable import require_packable
+    from sft_play.training.packable import require_packable
 
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
@@ -396,7 +396,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
 def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.train import packable
+    from sft_play.training import packable
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
@@ -418,14 +418,14 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row(tiny_llama):
     from sft_play.config.load import config_from_text
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Gpu, Hardware
-    from sft_play.plan.plan import make_plan
+    from sft_play.planner.plan import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
 
     def plan(*overrides: str) -> Any:
         text = "model: {name: Qwen/Qwen2.5-0.5B, max_seq_len: 4096}\ntrain: {effective_batch_size: 8, batch_size: 1}\n"
         config = config_from_text(text, name="run.yaml", overrides=overrides)
-        return make_plan(config, shape_of("Qwen/Qwen2.5-0.5B"), machine)
+        return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine))
 
     single, packs, text = plan(), plan("data.packing=best_fit"), plan("data.packing=best_fit", "task_mode=cpt")
     assert not single.choice.step.padded

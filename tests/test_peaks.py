@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from sft_play.train import peaks as peaks_module
-from sft_play.train.peaks import Highest, Peaks
+from sft_play.training import peaks as peaks_module
+from sft_play.training.measure import MemoryMeter
+from sft_play.training.peaks import Highest, Peaks
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build
@@ -143,6 +147,19 @@ def test_where_the_count_cannot_begin_anew_a_moment_below_an_earlier_one_is_not_
     assert found.by_moment() == {"training": Highest(150, 150), "generation": Highest(400, 400)}
     count[0] = 401
     assert found.highest("training") == Highest(401, 401)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc_trim gives memory back")
+def test_what_an_earlier_run_freed_is_not_part_of_a_runs_level():
+    """300 MiB in a cycle, in blocks small enough for the heap; the last block stays, and with it the heap's end."""
+    earlier: list[Any] = [b"x" * (64 << 10) for _ in range(4800)]
+    last = earlier[-1]
+    earlier.append(earlier)
+    del earlier
+    before = psutil.Process().memory_info().rss
+    plan: Any = SimpleNamespace(hardware=SimpleNamespace(device="cpu"))
+    assert MemoryMeter(plan).level < before - 250 * MIB
+    assert len(last) == 64 << 10
 
 
 def test_a_run_says_the_peak_of_each_moment_and_records_the_trainings(tmp_path, tiny_llama, command, monkeypatch):

@@ -11,14 +11,15 @@ from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware, named
-from sft_play.plan import record
-from sft_play.plan.batching import divisors, splits
-from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import LAYOUT_NAMES, Layout
-from sft_play.plan.plan import Traced, Work, make_plan, require_fit
-from sft_play.plan.precision import choose_precision
-from sft_play.plan.show import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
-from sft_play.plan.whatif import grid, largest
+from sft_play.planner import calibration
+from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.whatif import grid, largest
+from sft_play.planner.batching import divisors, splits
+from sft_play.planner.layout import LAYOUT_NAMES, Layout
+from sft_play.planner.plan import PlanRequest, Traced, Work, make_plan, require_fit
+from sft_play.planner.precision import choose_precision
+from sft_play.planner.show import bar_lines, batch_lines, detected_lines, plan_lines, speed_lines
 
 GIB = 2**30
 
@@ -98,7 +99,9 @@ def test_weights_of_a_full_fp16_run_are_loaded_in_fp32():
 
 def plan_of(name="Qwen/Qwen2.5-3B-Instruct", machine="RTX3060", text="", **options):
     run = config(text, name)
-    return make_plan(run, shape_of(name), named(machine) if isinstance(machine, str) else machine, **options)
+    hardware = named(machine) if isinstance(machine, str) else machine
+    asked = {key: options.pop(key) for key in ("only", "has_eval", "earlier") if key in options}
+    return make_advised_plan(PlanRequest(run, shape_of(name), hardware, **asked), **options)
 
 
 def gpus(count, gib, **more):
@@ -112,7 +115,7 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
     machine = Hardware(
         tuple(Gpu(n, "NVIDIA H200", 141 * GIB, None, (9, 0)) for n in range(2)), "CPU", 2, 64 * GIB, 64 * GIB
     )
-    plan = make_plan(run, shape_of("google/gemma-3-27b-it"), machine)
+    plan = make_advised_plan(PlanRequest(run, shape_of("google/gemma-3-27b-it"), machine))
     assert plan.batch.micro_batch * plan.batch.grad_accum * 2 == 32
     printed = "\n".join([*detected_lines(machine), *batch_lines(plan, run)])
     assert printed.startswith(
@@ -126,12 +129,12 @@ def test_two_h200s_share_gemma_27b_as_users_know_it():
 def test_what_does_not_fit_says_how_much_and_the_ways_out():
     plan = plan_of("google/gemma-3-27b-it", "A100-40GB", "tuning: {mode: lora}", only=("single",))
     assert not plan.fits
-    assert any(way.change.startswith("layout zero3_offload") for way in plan.ways_out)
-    changes = [way.change for way in plan.ways_out]
+    assert any(way.change.startswith("layout zero3_offload") for way in plan.suggestions)
+    changes = [way.change for way in plan.suggestions]
     assert "tuning.mode=qlora" in changes
     assert any(change.startswith(("2 of these GPUs", "4 of these GPUs")) for change in changes)
-    assert any(way.hardware and way.fits for way in plan.ways_out)
-    assert all(way.required > 0 for way in plan.ways_out)
+    assert any(way.hardware and way.fits for way in plan.suggestions)
+    assert all(way.required > 0 for way in plan.suggestions)
     with pytest.raises(DoesNotFit) as error:
         require_fit(plan, config("tuning: {mode: lora}", "google/gemma-3-27b-it"))
     assert error.value.exit_code == 3
@@ -150,13 +153,13 @@ def test_a_way_out_that_is_said_to_fit_does(name, machine, text):
     plan = plan_of(name, machine, text, only=("single",))
     assert not plan.fits
     shape, checked = shape_of(name), 0
-    for way in plan.ways_out:
+    for way in plan.suggestions:
         words = way.setting.split() if way.setting else []
         run = config_from_text(f"model: {{name: {name}}}\n{text}", name="x", overrides=words)
         if way.change.startswith("layout "):
             continue
         only = LAYOUT_NAMES if way.hardware else ("single",)
-        again = make_plan(run, shape, named(way.hardware or machine), only=only, with_ways_out=False)
+        again = make_plan(PlanRequest(run, shape, named(way.hardware or machine), only=only))
         assert (again.fits, again.memory.required) == (way.fits, way.required), way.change
         checked += way.fits
     assert checked
@@ -249,11 +252,11 @@ def test_hybrid_sharding_is_weighed_on_several_nodes():
 def test_a_given_batch_that_does_not_fit_is_judged_not_changed():
     run = config("train: {batch_size: 32, gradient_checkpointing: true}")
     machine = Hardware((Gpu(0, "GPU", 6 * GIB, None, (8, 6)),), "CPU", 2, GIB, GIB)
-    plan = make_plan(run, shape_of(run.model.name), machine)
+    plan = make_advised_plan(PlanRequest(run, shape_of(run.model.name), machine))
     assert (plan.batch.micro_batch, plan.fits) == (32, False)
     require_fit(plan, run)
     assert any("predicted to need" in reason for reason in plan.reasons)
-    assert any(way.setting == "train.batch_size=1" for way in plan.ways_out)
+    assert any(way.setting == "train.batch_size=1" for way in plan.suggestions)
 
 
 def test_a_trace_that_finds_more_counts_and_says_so():
@@ -265,7 +268,7 @@ def test_a_trace_that_finds_more_counts_and_says_so():
     assert not plain.confirmed_by_trace
     assert confirmed.memory.allocated == pytest.approx(1.1 * plain.memory.allocated, rel=1e-6)
     assert sum(confirmed.memory.terms.values()) == confirmed.memory.allocated
-    assert any("+10.0% apart: the larger counts" in reason for reason in confirmed.reasons)
+    assert any("+10.0% apart: the larger one is used" in reason for reason in confirmed.reasons)
 
 
 def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
@@ -297,7 +300,7 @@ def measured(**changes):
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 110,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return record.Measured(**{**usual, **changes})
+    return calibration.Measured(**{**usual, **changes})
 
 
 def test_earlier_runs_on_the_machine_correct_memory_upwards_and_speed_both_ways():
@@ -323,15 +326,15 @@ def test_what_one_layout_measured_does_not_make_another_look_faster():
 
 def test_the_record_survives_broken_lines_and_keeps_the_newest(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    assert record.load() == []
-    record.add(measured(model="first"))
-    with record.record_path().open("a") as file:
+    assert calibration.load() == []
+    calibration.add(measured(model="first"))
+    with calibration.record_path().open("a") as file:
         file.write("{broken\n[1]\n" + json.dumps({"model": "older version"}) + "\n")
-    record.add(measured(model="second"))
-    assert [run.model for run in record.load()] == ["first", "second"]
-    for _ in range(record.KEPT):
-        record.add(measured(model="many"))
-    assert {run.model for run in record.load()} == {"many"}
+    calibration.add(measured(model="second"))
+    assert [run.model for run in calibration.load()] == ["first", "second"]
+    for _ in range(calibration.KEPT):
+        calibration.add(measured(model="many"))
+    assert {run.model for run in calibration.load()} == {"many"}
 
 
 @pytest.mark.parametrize(
@@ -361,7 +364,7 @@ def test_the_largest_is_found(most, limit):
 def test_the_largest_that_fits_fits_and_the_next_does_not(question):
     shape, machine = shape_of("Qwen/Qwen2.5-3B-Instruct"), gpus(1, 8)
     text = "train: {gradient_checkpointing: true, batch_size: 1, effective_batch_size: 1}"
-    found = largest_that_fits(question, config(text), shape, machine).value
+    found = largest_that_fits(question, PlanRequest(config(text), shape, machine)).value
     assert isinstance(found, int)
 
     def fits(value):
@@ -371,7 +374,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(question):
             else [f"train.batch_size={value}", f"train.effective_batch_size={value}"]
         )
         run = config_from_text(f"model: {{name: Qwen/Qwen2.5-3B-Instruct}}\n{text}", name="x", overrides=words)
-        return make_plan(run, shape, machine, with_ways_out=False).fits
+        return make_plan(PlanRequest(run, shape, machine)).fits
 
     assert fits(found)
     assert not fits(found + (64 if question == "seq_len" else 1))
@@ -379,7 +382,9 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(question):
 
 def test_the_largest_model_that_fits_grows_with_the_gpu():
     def largest_model(gib):
-        found = largest_that_fits("model", config(), shape_of("Qwen/Qwen2.5-3B-Instruct"), gpus(1, gib)).value
+        found = largest_that_fits(
+            "model", PlanRequest(config(), shape_of("Qwen/Qwen2.5-3B-Instruct"), gpus(1, gib))
+        ).value
         return shape_of(found).params if found else 0
 
     sizes = [largest_model(gib) for gib in (1, 8, 24, 80)]
@@ -411,7 +416,7 @@ def test_the_speed_of_a_mistral_on_an_a100_is_near_what_was_published():
     for mode, published in (("full", 3567), ("lora", 3947)):
         text = f"tuning: {{mode: {mode}}}\ntask_mode: cpt\ntrain: {{batch_size: 8, gradient_checkpointing: true}}"
         run = config_from_text(f"model: {{name: mistralai/Mistral-7B-v0.1, max_seq_len: 4096}}\n{text}", name="x")
-        plan = make_plan(run, shape_of("mistralai/Mistral-7B-v0.1"), named("A100-80GB"))
+        plan = make_advised_plan(PlanRequest(run, shape_of("mistralai/Mistral-7B-v0.1"), named("A100-80GB")))
         assert plan.speed.tokens_per_s == pytest.approx(published, rel=0.15), mode
 
 
@@ -441,7 +446,7 @@ def test_hundreds_of_candidates_take_about_a_second():
 
 def test_rows_longer_than_the_models_positions_are_planned_at_its_positions():
     run = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct, max_seq_len: 65536}", name="x")
-    plan = make_plan(run, shape_of(run.model.name), named("H200"))
+    plan = make_advised_plan(PlanRequest(run, shape_of(run.model.name), named("H200")))
     assert plan.max_seq_len == 32_768
     assert any("the model has 32768 positions" in reason for reason in plan.reasons)
 

@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
-from sft_play import start
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFit, SftPlayError
+from sft_play.errors import ConfigError, DoesNotFit, SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Gpu, Hardware, named
-from sft_play.plan import record
-from sft_play.plan.candidates import choose, speed_words
-from sft_play.plan.largest import largest_that_fits
-from sft_play.plan.layout import LAYOUT_NAMES, layouts_for
-from sft_play.plan.plan import Plan, Traced, Work, make_plan, plan_from_json, require_fit
-from sft_play.plan.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
-from sft_play.plan.whatif import QUESTIONS
+from sft_play.planner import calibration
+from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.whatif import QUESTIONS
+from sft_play.planner.candidates import choose, speed_words
+from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
+from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.planner.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
+from sft_play.starting.measured import remember
 from tests.conftest import Command
 
 GIB = 2**30
@@ -71,8 +72,10 @@ def random_plans() -> list[tuple[RunConfig, Plan]]:
     for config, machine in [(full, named("1xH200,ram=8GiB")), *jobs]:
         only = (chance.choice(LAYOUT_NAMES),) if chance.random() < 0.3 else LAYOUT_NAMES
         work = (lambda effective: Work(100, 1_000_000)) if chance.random() < 0.5 else None
-        made = make_plan(
-            config, shape_of(config.model.name), machine, only=only, work=work, earlier=runs, confirm=traced
+        made = make_advised_plan(
+            PlanRequest(config, shape_of(config.model.name), machine, only=only, earlier=runs),
+            work=work,
+            confirm=traced,
         )
         found.append((config, made))
     return found
@@ -101,12 +104,12 @@ def live(config: RunConfig, machine: Hardware, *, speed: float, memory: float) -
     """Plan a run with what is recorded, and record what a machine measures that does constant shares of what is
     predicted without a record. The plan is handed over as JSON, as ranks are."""
     shape = shape_of(config.model.name)
-    plan = make_plan(config, shape, machine, only=("single",), earlier=record.load(), with_ways_out=False)
-    free = make_plan(config, shape, machine, only=("single",), with_ways_out=False)
+    plan = make_plan(PlanRequest(config, shape, machine, only=("single",), earlier=calibration.load()))
+    free = make_plan(PlanRequest(config, shape, machine, only=("single",)))
     raw = next(one for one in (free.choice, *free.candidates) if one.key == plan.choice.key)
     peak = {"measured_allocated": raw.memory.allocated, "measured_reserved": round(memory * raw.memory.reserved)}
     handed = plan_from_json(json.loads(json.dumps(plan.as_json())))
-    start._remember(config, handed, {"peak_bytes": peak, "tokens_per_s": speed * raw.speed.tokens_per_s})
+    remember([(config, handed)], {"peak_bytes": peak, "tokens_per_s": speed * raw.speed.tokens_per_s})
     return plan
 
 
@@ -126,15 +129,15 @@ def test_a_machine_that_does_a_constant_share_is_predicted_from_its_second_run_o
         assert plan.memory.reserved == pytest.approx(1.2 * first.memory.reserved, rel=1e-6)
         assert plan.memory.allocated == first.memory.allocated
     assert all(plan.choice.raw == first.choice.raw for plan in others)
-    assert all(run.speed_ratio == pytest.approx(share) for run in record.load())
-    assert all(run.memory_ratio == pytest.approx(1.2) for run in record.load())
+    assert all(run.speed_ratio == pytest.approx(share) for run in calibration.load())
+    assert all(run.memory_ratio == pytest.approx(1.2) for run in calibration.load())
 
 
 def test_a_noisy_machine_is_predicted_within_its_noise(cache):
     chance, config, machine = random.Random(8), usual("qlora"), found_machine()
     for _ in range(3):
         share, over = chance.uniform(0.1, 1.5), chance.uniform(0.8, 1.3)
-        record.record_path().unlink(missing_ok=True)
+        calibration.record_path().unlink(missing_ok=True)
         made = [
             live(config, machine, speed=share * chance.uniform(0.95, 1.05), memory=over * chance.uniform(0.98, 1.02))
             for _ in range(15)
@@ -145,30 +148,32 @@ def test_a_noisy_machine_is_predicted_within_its_noise(cache):
             assert max(1, 0.979 * over) <= plan.memory.reserved / free.memory.reserved <= max(1, 1.021 * over)
 
 
-def measured(**changes: Any) -> record.Measured:
+def measured(**changes: Any) -> calibration.Measured:
     usual = {
         "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 8,
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1000,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 50.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return record.Measured(**{**usual, **changes})
+    return calibration.Measured(**{**usual, **changes})
 
 
-def learned(runs: list[record.Measured], **kind: Any) -> record.Correction:
-    return record.correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
+def learned(runs: list[calibration.Measured], **kind: Any) -> calibration.Correction:
+    return calibration.correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
 
 
 def test_more_evidence_never_lowers_the_memory_and_one_odd_run_does_not_move_the_speed():
     chance = random.Random(4)
     for _ in range(50):
-        runs: list[record.Measured] = []
+        runs: list[calibration.Measured] = []
         factor = 1.0
         for _ in range(40):
             ratio, speed = chance.uniform(0.5, 1.5), chance.uniform(10, 90)
             runs.append(measured(measured_reserved=int(1000 * ratio), measured_tokens_per_s=speed))
             found = learned(runs)
             assert found.memory == max(factor, int(1000 * ratio) / 1000)
-            assert found.speed == pytest.approx(statistics.median(r.speed_ratio for r in runs[-record.LOOKED_AT :]))
+            assert found.speed == pytest.approx(
+                statistics.median(r.speed_ratio for r in runs[-calibration.LOOKED_AT :])
+            )
             factor = found.memory
     steady = [measured() for _ in range(5)]
     assert learned([*steady, measured(measured_tokens_per_s=1e9)]).speed == 0.5
@@ -181,20 +186,20 @@ def test_the_nearest_runs_count_and_no_figure_is_beyond_belief():
     assert [learned(runs, model=name).memory for name in ("small", "large", "new", None)] == [2.0, 1.1, 2.0, 2.0]
     other = [measured(layout="ddp", measured_reserved=1500), *runs[1:]]
     assert [learned(other, layout=name).memory for name in ("ddp", "single", "fsdp")] == [1.5, 1.1, 1.5]
-    assert learned([measured(measured_reserved=10**9)]).memory == record.MOST_MEMORY
-    assert learned([measured(measured_tokens_per_s=1e30)]).speed == record.SPEEDS[1]
+    assert learned([measured(measured_reserved=10**9)]).memory == calibration.MOST_MEMORY
+    assert learned([measured(measured_tokens_per_s=1e30)]).speed == calibration.SPEEDS[1]
     nothing = learned([measured(measured_tokens_per_s=0.0)])
     assert (nothing.speed, nothing.speed_measured) == (1.0, False)
     assert "roofline" not in (nothing.reason or "")
 
 
 def test_the_run_furthest_above_its_memory_outlives_the_newest(cache, monkeypatch):
-    monkeypatch.setattr(record, "KEPT", 12)
-    record.add(measured(model="high", measured_reserved=1300))
-    for number in range(record.KEPT + 5):
-        record.add(measured(finished=str(number)))
-    found = record.load()
-    assert (found[0].model, len(found), found[-1].finished) == ("high", record.KEPT + 1, str(record.KEPT + 4))
+    monkeypatch.setattr(calibration, "KEPT", 12)
+    calibration.add(measured(model="high", measured_reserved=1300))
+    for number in range(calibration.KEPT + 5):
+        calibration.add(measured(finished=str(number)))
+    found = calibration.load()
+    assert (found[0].model, len(found), found[-1].finished) == ("high", calibration.KEPT + 1, str(calibration.KEPT + 4))
     assert learned(found).memory == 1.3
 
 
@@ -202,11 +207,11 @@ def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(ca
     old = {name: value for name, value in dataclasses.asdict(measured()).items() if name != "version"}
     broken = [{**old, "version": 2, "predicted_reserved": value} for value in ("5", None, float("nan"), -1, [])]
     lines = [json.dumps(line) for line in (old, {**old, "version": 1}, *broken)]
-    record.record_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
-    assert record.load() == []
-    record.add(measured())
-    assert record.load() == [measured()]
-    assert record.record_path().read_text().count("\n") == 1
+    calibration.record_path().write_text("\n".join([*lines, "[" * 5000]) + "\n")
+    assert calibration.load() == []
+    calibration.add(measured())
+    assert calibration.load() == [measured()]
+    assert calibration.record_path().read_text().count("\n") == 1
 
 
 def test_a_trace_is_corrected_like_any_prediction():
@@ -217,8 +222,10 @@ def test_a_trace_is_corrected_like_any_prediction():
         return Traced(int(1.1 * candidate.memory.allocated), int(1.1 * candidate.raw.reserved))
 
     shape, name = shape_of(config.model.name), machine.gpus[0].name
-    plain = make_plan(config, shape, machine)
-    plan = make_plan(config, shape, machine, confirm=traced, earlier=[measured(device=name, measured_reserved=1200)])
+    plain = make_advised_plan(PlanRequest(config, shape, machine))
+    plan = make_advised_plan(
+        PlanRequest(config, shape, machine, earlier=[measured(device=name, measured_reserved=1200)]), confirm=traced
+    )
     assert plan.choice.raw.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
     assert plan.memory.reserved == pytest.approx(1.32 * plain.memory.reserved, rel=1e-6)
 
@@ -229,19 +236,21 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
     machine, shape = found_machine(), shape_of(name)
     earlier = [measured(device=machine.gpus[0].name, mode=mode, layout="single", measured_reserved=3600)
                for mode in ("lora", "qlora", "full")]  # fmt: skip
-    plain = largest_that_fits("seq_len", config, shape, machine)
-    taught = largest_that_fits("seq_len", config, shape, machine, earlier=earlier)
+    plain = largest_that_fits("seq_len", PlanRequest(config, shape, machine))
+    taught = largest_that_fits("seq_len", PlanRequest(config, shape, machine, earlier=earlier))
     assert isinstance(plain.value, int)
     assert isinstance(taught.value, int)
     assert taught.value < plain.value
-    plan = make_plan(config, shape, machine, only=("single",), earlier=earlier)
+    plan = make_advised_plan(PlanRequest(config, shape, machine, only=("single",), earlier=earlier))
     assert not plan.fits
     checked = 0
-    for way in plan.ways_out:
+    for way in plan.suggestions:
         if way.setting:
             words = way.setting.split()
             run = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x", overrides=words)
-            again = make_plan(run, shape_of(run.model.name), machine, only=("single",), earlier=earlier)
+            again = make_advised_plan(
+                PlanRequest(run, shape_of(run.model.name), machine, only=("single",), earlier=earlier)
+            )
             assert (again.fits, again.memory.required) == (True, way.required), way
             checked += 1
     assert checked
@@ -336,9 +345,9 @@ def test_a_plan_that_does_not_fit_offers_no_launch_no_speed_and_only_ways_that_f
         assert plan.fits or not re.search("^Speed: |^Run: ", text, re.MULTILINE)
         assert "still too much" not in text
         assert not re.search(r"\bready\b", text, re.IGNORECASE)
-        assert all(way.fits for way in plan.ways_out)
+        assert all(way.fits for way in plan.suggestions)
         assert not any(way.fits for way in plan.not_enough)
-        assert not plan.fits or not (plan.ways_out or plan.not_enough)
+        assert not plan.fits or not (plan.suggestions or plan.not_enough)
         assert all(way["fits"] for way in plan.as_json()["ways_out"])
     assert min(counts) >= 6
 
@@ -370,16 +379,16 @@ def test_a_grid_says_what_there_is_too_little_of(random_plans):
 def test_a_layout_that_offloads_into_ram_that_nobody_said_names_what_it_needs():
     config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
     shape = shape_of(config.model.name)
-    plan = make_plan(config, shape, named("1xRTX4090"))
-    assert plan.choice.hangs_on_ram
+    plan = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090")))
+    assert plan.choice.needs_unknown_ram
     assert f"if each node has {plan.choice.host_required / GIB:.1f} GiB of RAM (not given" in choice_line(plan)
     assert plan.choice.host_required > 8e9 * 16
-    poor = make_plan(config, shape, named("1xRTX4090,ram=66GiB"))
+    poor = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090,ram=66GiB")))
     assert not poor.fits
     assert "of 66.0 GiB" in choice_line(poor)
-    way = next(way for way in poor.ways_out if way.change.endswith("GiB of RAM on each node (zero2_offload)"))
-    assert make_plan(config, shape, named(str(way.hardware))).fits
-    rich = make_plan(config, shape, named("1xRTX4090,ram=512GiB"))
+    way = next(way for way in poor.suggestions if way.change.endswith("GiB of RAM on each node (zero2_offload)"))
+    assert make_advised_plan(PlanRequest(config, shape, named(str(way.hardware)))).fits
+    rich = make_advised_plan(PlanRequest(config, shape, named("1xRTX4090,ram=512GiB")))
     assert rich.fits
     assert "of 512.0 GiB of RAM on each node" in choice_line(rich)
 
@@ -390,7 +399,7 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
         config, machine = run_of(chance, chance.choice(MODELS[:4])), machine_of(chance)
         config = config.model_copy(update={"train": config.train.model_copy(update={"effective_batch_size": 8})})
         try:
-            found = largest_that_fits(question, config, shape_of(config.model.name), machine)
+            found = largest_that_fits(question, PlanRequest(config, shape_of(config.model.name), machine))
         except SftPlayError:
             continue
         line = largest_line(found)
@@ -401,8 +410,23 @@ def test_max_takes_no_ram_that_is_too_little_or_that_nobody_said():
     assert answered >= 5
     config = config_from_text("model: {name: Qwen/Qwen2.5-7B-Instruct}\ntuning: {mode: lora}", name="x")
     for ram, offloads in (("", False), (",ram=66GiB", False), (",ram=1TiB", True)):
-        found = largest_that_fits("model", config, shape_of(config.model.name), named(f"1xH100{ram}"))
+        found = largest_that_fits("model", PlanRequest(config, shape_of(config.model.name), named(f"1xH100{ram}")))
         assert ("offload" in found.limited_by) == offloads, found
+
+
+@pytest.mark.parametrize(
+    ("only", "overrides"),
+    [(("zero3_offload",), []), (LAYOUT_NAMES, ["train.gradient_checkpointing=offload"])],
+)
+def test_max_asks_for_the_ram_where_every_layout_needs_it(only, overrides):
+    config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}", name="x", overrides=["tuning.mode=full", *overrides])
+    request = PlanRequest(config, shape_of(config.model.name), named("2xH100"), only=only)
+    for question in ("batch", "seq_len"):
+        with pytest.raises(ConfigError, match=r"none of the layouts .*; .* the RAM was not given \(ram=512GiB\)"):
+            largest_that_fits(question, request)
+    assert "the RAM was not given" in largest_that_fits("model", request).limited_by
+    given = dataclasses.replace(request, hardware=named("2xH100,ram=512GiB"))
+    assert largest_that_fits("batch", given).value
 
 
 def test_max_answers_in_layouts_that_can_be_launched_and_keeps_to_the_strategy():
@@ -413,7 +437,7 @@ def test_max_answers_in_layouts_that_can_be_launched_and_keeps_to_the_strategy()
     values = {}
     for only in (LAYOUT_NAMES, ("ddp",), ("fsdp",), ("zero3",)):
         for question in QUESTIONS:
-            found = largest_that_fits(question, config, shape, machine, only=only)
+            found = largest_that_fits(question, PlanRequest(config, shape, machine, only=only))
             assert re.search(rf"(^|not even .*: |, )({'|'.join(only)}) ", found.limited_by), found
             values[question, only] = found.value
     assert values["model", ("ddp",)] != values["model", ("fsdp",)] is not None
@@ -422,8 +446,8 @@ def test_max_answers_in_layouts_that_can_be_launched_and_keeps_to_the_strategy()
 def test_one_rank_writes_a_checkpoint_whatever_the_number_of_gpus():
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: full}", name="x")
     needs = {
-        count: make_plan(
-            config, shape_of(config.model.name), named(f"{count}xH200"), only=("single", "ddp")
+        count: make_advised_plan(
+            PlanRequest(config, shape_of(config.model.name), named(f"{count}xH200"), only=("single", "ddp"))
         ).choice.host_required
         for count in (1, 2, 8)
     }
@@ -465,9 +489,9 @@ def test_the_command_says_host_memory_where_that_is_short(command: Command, tmp_
 def test_a_check_of_what_is_predicted_not_to_fit_does_not_say_ready():
     from pathlib import Path
 
-    from sft_play.data.judge import ok, warning
-    from sft_play.pipeline import Report
+    from sft_play.commands.check import Report
+    from sft_play.findings import passed, warned
 
-    fine, tried = ok("memory plan", "fits"), warning("memory plan", "does NOT fit", "make plan shows the ways out")
+    fine, tried = passed("memory plan", "fits"), warned("memory plan", "does NOT fit", "make plan shows the ways out")
     assert Report(Path("x"), (fine,)).lines()[-1].startswith("Ready to train: ")
     assert "Ready" not in Report(Path("x"), (tried,)).lines()[-1]

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from sft_play import pipeline
+from sft_play.commands.preview import Preview
+from sft_play.commands.preview import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data import preview
 from sft_play.data.preview import Gap, Piece, Shown, TokenBytes, kept_tokens, pieces_of, shortened, signs, spread_out
 from sft_play.errors import DataError
-from tests.conftest import chat, shared
+from tests.bundled import there, tokenizer_folder
+from tests.conftest import chat
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'& \x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c ]] [[ ~~"
 
@@ -36,10 +38,10 @@ def run_yaml(folder: Path, model: Path, rows: list[dict[str, Any]], **more: Any)
     return path
 
 
-def look(folder: Path, model: Path, rows: list[dict[str, Any]], *words: str, **wish: Any) -> pipeline.Preview:
+def look(folder: Path, model: Path, rows: list[dict[str, Any]], *words: str, **wish: Any) -> Preview:
     loaded = load_config(run_yaml(folder, model, rows), overrides=words)
     asked = {"count": None, "row": None, "page": folder / "page.html", "force": False, **wish}
-    return pipeline.preview(loaded, **asked)
+    return preview_of(loaded, **asked)
 
 
 class Page(HTMLParser):
@@ -120,14 +122,16 @@ def test_a_special_token_ends_a_character_that_is_not_complete():
     assert [piece.ids for piece in pieces([0xC3, 300, 0x41])] == [(0xC3,), (300,), (0x41,)]
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2", "gpt2"]
-)
+TOKENIZERS = ("bundled/chatml", "bundled/metaspace", "bundled/rebuilt", "bundled/pad_is_eos", "bundled/bytes",
+              "Qwen2.5-Instruct", "Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct", "SmolLM2", "gpt2")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", there(TOKENIZERS))
 def test_the_pieces_of_real_tokenizers_are_the_text(name):
     """Byte-level vocabularies give the text back byte for byte; SentencePiece puts one space before it."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     text = "héllo 👩‍👩‍👧 日本語\n\n  y\t<0x41> ▁ مرحبا é 🇩🇪 \x00"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
@@ -137,10 +141,11 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     assert not any(piece.special for piece in found)
 
 
-def test_special_tokens_of_real_tokenizers_are_shown_by_name():
+@pytest.mark.parametrize("name", there(["bundled/chatml", "Qwen2.5-Instruct"]))
+def test_special_tokens_of_real_tokenizers_are_shown_by_name(name):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
     found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
     assert [(piece.text, piece.special) for piece in found] == [
@@ -235,9 +240,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def a_preview() -> pipeline.Preview:
+def a_preview() -> Preview:
     row = shown([Piece("hi", (1,)), Piece("yes", (2,), trained=True)])
-    return pipeline.Preview("a.jsonl", 1, (row,), (), Path("page.html"))
+    return Preview("a.jsonl", 1, (row,), (), Path("page.html"))
 
 
 def test_colours_are_drawn_on_a_terminal_only(monkeypatch):

@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.data.files import Part
-from sft_play.data.process import content_digest, process, read_processed, split_of
+from sft_play.data.process import process, read_processed, split_of
+from sft_play.data.sources.files import Part
 from sft_play.data.style import style
 from sft_play.errors import ConfigError, DataError
-from tests.conftest import chat, shared
+from tests.bundled import ORIGINS, data_file
+from tests.conftest import chat
 
 
 def count_words(texts):
@@ -143,7 +144,7 @@ class TestSplits:
         for at, name in enumerate(("train", "val", "test")):
             assert contents(run.folder / f"{name}.jsonl") == {f"what is {n}?" for n in range(10 * at, 10 * at + 10)}
         assert report.own_splits
-        assert "bring their own splits (train, val, test)" in "\n".join(report.lines())
+        assert "have their own splits (train, val, test)" in "\n".join(report.lines())
 
     def test_a_file_called_train_alone_brings_no_splits(self, run, tmp_path):
         write(tmp_path / "raw" / "train.jsonl", *chats(0, 200))
@@ -226,11 +227,11 @@ class TestBadRows:
         write(tmp_path / "raw" / "e.jsonl", {"odd": 1})
         message = refusal(run)
         for part in (
-            "a.jsonl: 31 of 32 rows cannot be used (30 x a message is not an object; 1 x messages is empty):",
+            "a.jsonl: 31 of 32 rows cannot be used: 30 x a message is not an object; 1 x messages is empty",
             "a.jsonl:2: messages is empty",
             "a.jsonl:21: a message is not an object",
             "… and 11 more",
-            "b.jsonl: 1 of 1 rows cannot be used (1 x not valid JSON)",
+            "b.jsonl: 1 of 1 rows cannot be used: 1 x not valid JSON",
             "c.json:1: remove the comma before `]`",
             "d.jsonl:1: byte 0xFF",
             "e.jsonl:1: columns found: odd",
@@ -278,7 +279,7 @@ class TestBadRows:
         write(tmp_path / "a.jsonl", *chats(0, 10))
         assert run(raw=tmp_path).rows_in == 10
         assert run(raw=tmp_path).rows_in == 10
-        assert "lies in the folder that is written to" in refusal(run, raw=run.folder)
+        assert "is in the folder that is written to" in refusal(run, raw=run.folder)
 
 
 def test_options_of_formats_reach_raw_rows(run, tmp_path):
@@ -418,18 +419,25 @@ def test_memory_grows_by_little_more_than_a_digest_a_row(run, tmp_path):
     assert many - few < 6_000 * 250
 
 
-def test_real_files_are_processed_whole(run):
-    report = run(raw=[shared("sft/llamafactory"), f"{shared('sft/openai_cookbook')}/*.jsonl"])
-    assert (report.rows_in, report.rows_kept) == (449, 449)
-    report = run(raw=shared("sft/gsm8k"))
-    assert {name: split.rows for name, split in report.splits.items()} == {"train": 7_473, "test": 1_319}
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_real_files_are_processed_whole(run, origin):
+    folder = data_file("bundled/rows" if origin == "bundled" else "sft")
+    raw, questions, rows, counts = {
+        # alpaca and ShareGPT: 8 + 3; OpenAI's and typed parts: 4 + 3 + 2
+        "bundled": (["*.json", "*.jsonl"], "questions", 20, {"train": 12, "test": 5}),
+        "shared": (["llamafactory", "openai_cookbook/*.jsonl"], "gsm8k", 449, {"train": 7_473, "test": 1_319}),
+    }[origin]
+    report = run(raw=[f"{folder}/{pattern}" for pattern in raw])
+    assert (report.rows_in, report.rows_kept) == (rows, rows)
+    report = run(raw=folder / questions)
+    assert {name: split.rows for name, split in report.splits.items()} == counts
     assert (report.duplicates.count, report.leaks.count) == (0, 0)
     first = rows_of(run.folder / "test.jsonl")[0]
     assert content_digest_of(first) == first["id"]
 
 
 def content_digest_of(row) -> str:
-    from sft_play.data.formats import Chat
+    from sft_play.data.sources.formats import Chat, content_digest
 
     return content_digest(Chat("elsewhere", tuple(row["messages"]))).hex()[:32]
 
@@ -490,7 +498,7 @@ class TestStyle:
         report = made(None, 'data.style.per_source={"b.*": "for b", "z*": "none"}')
         assert [message["content"] for message in self.first_messages(made)] == ["old", "old", "old", "for b", "for b"]
         assert report.unused_globs == ("z*",)
-        assert "no row's source fits z*" in "\n".join(report.lines())
+        assert "no row's source matches z*" in "\n".join(report.lines())
         assert dict(report.total) == {"left": 3, "set": 2}
 
     def test_rows_keep_their_source_and_id(self, made, tmp_path):
@@ -510,7 +518,7 @@ class TestStyle:
             made("x")
         made("x", force=True)
         (tmp_path / "out" / "train.jsonl").unlink()
-        with pytest.raises(DataError, match=r"train\.jsonl is not there; make process writes it"):
+        with pytest.raises(DataError, match=r"train\.jsonl is missing; make process writes it"):
             made("x", force=True)
 
     def test_the_processed_folder_is_not_written_over(self, made, tmp_path):

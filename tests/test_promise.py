@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.closed_form import predicted, setting_of
+from benchmarks.memory_model.closed import NoClosedForm, closed_form
+from benchmarks.memory_model.published import PublishedRun, read_runs
+from benchmarks.memory_model.score import Promise, Scored, score
 from benchmarks.reserved import PRECISION, needed
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.closed import NoClosedForm, closed_form
-from sft_play.trace.published import PublishedRun, read_runs
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
 from sft_play.trace.replay import BIRTH, DEATH, Event, replay
-from sft_play.trace.score import Promise, Scored, score
 from sft_play.trace.settings import Device, StepSettings
+from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write
 
@@ -114,7 +115,7 @@ def test_replays_stay_within_the_promise() -> None:
 def promised_to(line: str, *, layers: int | None) -> int:
     """Reserved bytes and margin of a benchmark's row; of a model cut to `layers`."""
     setting = setting_of(line)
-    model = json.loads(shared(f"model_configs/{setting.model}/config.json").read_text())
+    model = model_config(setting.model)
     model |= {"num_hidden_layers": layers} if layers else {}
     found = predicted(setting, model)
     return found.reserved + found.margin

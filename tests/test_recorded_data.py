@@ -24,14 +24,14 @@ import pytest
 from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
-from sft_play.data.dataset import build_splits
-from sft_play.data.files import BadRow, RawRow, data_paths
-from sft_play.data.formats import Chat, first_format, to_example
+from sft_play.data.masks.render import Encoder, Renderer, TokenizerParts
 from sft_play.data.packing import best_fit
-from sft_play.data.render import Encoder, Renderer, TokenizerParts
+from sft_play.data.sources.files import BadRow, RawRow, data_paths
+from sft_play.data.sources.formats import Chat, first_format, to_example
+from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
-from sft_play.train.rows import to_dataset
-from tests.conftest import digest
+from sft_play.training.rows import to_dataset
+from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer
 
 RECORD = Path(__file__).with_name("recorded_data.json")
@@ -242,8 +242,9 @@ def processed(seed: int) -> dict[str, Any]:
 
 def documents(seed: int) -> dict[str, Any]:
     """What `dapt-docx` makes of documents in every text format."""
-    from sft_play.data.documents import documents as read
+    from sft_play.documents.documents import documents as read
 
+    need_documents_extra()
     draw = random.Random(seed)
     pieces = {
         "md": ["# Title", "A *paragraph* with [a link](http://x.y) and `code`.", "- one\n- two\n    - three",

@@ -19,10 +19,11 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
-from sft_play.plan.candidates import weigh
-from sft_play.plan.layout import layouts_for
-from sft_play.plan.plan import job_of, make_plan
-from sft_play.plan.show import bar_lines, plan_lines, table_lines, way_lines
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.candidates import weigh
+from sft_play.planner.layout import layouts_for
+from sft_play.planner.plan import PlanRequest, job_of
+from sft_play.planner.show import bar_lines, plan_lines, table_lines, way_lines
 from tests.conftest import digest
 
 RECORD = Path(__file__).with_name("recorded_plans.json")
@@ -86,8 +87,8 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
     try:
         run = config_from_text(f"model: {{name: {model}}}\n", name="run.yaml", overrides=[*words, *steps])
         shape, hardware = shape_of(model), on_no_machine(machine)
-        plan = make_plan(run, shape, hardware, has_eval=has_eval)
-        job = job_of(run, shape, hardware, has_eval=has_eval)
+        plan = make_advised_plan(PlanRequest(run, shape, hardware, has_eval=has_eval))
+        job = job_of(PlanRequest(run, shape, hardware, has_eval=has_eval))
         candidates = weigh(job, layouts_for(run, shape, hardware)[0])
     except SftPlayError as error:
         return {"refused": type(error).__name__}
@@ -97,7 +98,7 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         for c in candidates
     ]
     told = [*plan_lines(plan, run, command="make train"), *bar_lines(plan), *table_lines(plan), *way_lines(plan)]
-    lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.ways_out]
+    lines += [f"{way.change} {way.allocated} {way.required} {way.fits}" for way in plan.suggestions]
     return {
         "layout": plan.layout,
         "micro_batch": plan.batch.micro_batch,

@@ -17,11 +17,12 @@ from transformers.integrations import sdpa_attention
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.memory import Step, estimate
-from sft_play.plan.plan import make_plan, plan_from_json
-from sft_play.plan.precision import Precision
-from sft_play.plan.structure import kernel_of, repeats_kv
-from sft_play.train import repeated_keys
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.structure import kernel_of, repeats_kv
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.precision import Precision
+from sft_play.training import repeated_keys
 from tests.test_decisions import QUICK
 
 pytestmark = pytest.mark.build
@@ -70,8 +71,8 @@ def test_repeated_keys_give_what_grouped_ones_give_forwards_and_backwards(groups
         stock = answer(sdpa_attention.sdpa_attention_forward, tensors, mask, scaling=0.3)
         mine = answer(repeated_keys.attend, tensors, mask, scaling=0.3)
         for one, other in zip(stock, mine, strict=True):
-            spread = one.float().abs().max().item()
-            assert (one.float() - other.float()).abs().max().item() <= 4 * eps * max(1.0, spread)
+            options = one.float().abs().max().item()
+            assert (one.float() - other.float()).abs().max().item() <= 4 * eps * max(1.0, options)
         assert masked is False or all(torch.equal(one, other) for one, other in zip(stock, mine, strict=True))
 
 
@@ -178,18 +179,18 @@ def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, h
 )
 def test_the_gpu_and_the_precision_decide_and_the_plan_says_so(model, machine, words, repeats):
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
-    plan = make_plan(config, shape_of(model), named(machine), with_ways_out=False)
+    plan = make_plan(PlanRequest(config, shape_of(model), named(machine)))
     assert plan.repeats_kv == repeats == plan.as_json()["repeats_kv"]
     assert any("keys and values are repeated" in reason for reason in plan.reasons) == repeats
     assert plan_from_json(json.loads(json.dumps(plan.as_json()))).repeats_kv == repeats
 
 
-def test_the_blueprint_says_why_and_loading_puts_it_to_use(tiny_llama):
-    from sft_play.train.model import draw_blueprint, load_model
+def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
+    from sft_play.training.model import build_model_spec, load_model
 
     config = config_from_text(f"model: {{name: {tiny_llama}}}\ntuning: {{mode: full}}", name="x")
     for repeats in (True, False):
-        drawn = draw_blueprint(config, FP32, tokenizer_size=100, repeats_kv=repeats)
+        drawn = build_model_spec(config, FP32, tokenizer_size=100, repeats_kv=repeats)
         (said,) = [note for note in drawn.notes if note.startswith("Attention: sdpa")]
         assert ("keys and values are repeated to all heads" in said) == repeats
         model = load_model(config, FP32, drawn, device="cpu", storage=None)

@@ -17,18 +17,22 @@ from typing import Any
 
 import pytest
 
+from sft_play import heap
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data import heap, json_rows, raw, survey, tables
 from sft_play.data import process as process_module
-from sft_play.data.files import BadRow, RawRow, read_rows
-from sft_play.data.formats import NOTE_PIECE, Text
+from sft_play.data import survey
 from sft_play.data.process import SplitReport, _Lengths, process
-from sft_play.data.raw import LongLine, line_blocks, piece_end, text_pieces
 from sft_play.data.size import rough_size
-from sft_play.data.survey import BATCH_CHARS, made_rows
+from sft_play.data.sources import json_rows, raw, tables
+from sft_play.data.sources.files import BadRow, RawRow, read_rows
+from sft_play.data.sources.formats import NOTE_PIECE, Text
+from sft_play.data.sources.raw import LongLine, line_blocks, piece_end, text_pieces
+from sft_play.data.survey import row_outcomes
+from sft_play.data.workers import BATCH_CHARS
 from sft_play.errors import DataError
-from tests.conftest import chat, shared
+from tests.bundled import data_file, there, tokenizer_folder
+from tests.conftest import chat
 
 MIB = 1 << 20
 LIMIT = "the row is larger than 1 MiB"
@@ -226,12 +230,18 @@ def test_a_long_text_of_a_row_is_cut_as_one_of_a_file_is(tmp_path, monkeypatch, 
     assert [row.data[column] for row in whole] == ["short", text]  # a row of its own where chats are trained
 
 
-def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch):
+WHOLE = [("bundled/documents/verse.txt", "bundled/chatml"), ("corpora/tinyshakespeare.txt", "Qwen2.5-Instruct")]
+
+
+@pytest.mark.parametrize(("name", "tokenizer_name"), there(WHOLE))
+def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypatch, name, tokenizer_name):
     """Behind paragraphs the tokens of the pieces are those of the whole text."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(shared("tokenizers/Qwen2.5-Instruct")))
-    text = shared("corpora/tinyshakespeare.txt").read_text(encoding="utf-8")[:60_000]
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(tokenizer_name))
+    text = data_file(name).read_text(encoding="utf-8")[:60_000]
+    if name.startswith("bundled/"):
+        text = "\n\n".join(f"Night {number}.\n\n{text}" for number in range(1, 60_000 // len(text)))
     monkeypatch.setattr(raw, "TEXT_CHARS", 3_000)
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")
@@ -271,7 +281,7 @@ def test_rows_are_rendered_a_few_characters_at_a_time():
             return [number for number, _ in examples]
 
     texts = (Text("f", "x" * 300_000) for _ in range(50))
-    made = list(made_rows(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
+    made = list(row_outcomes(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
     assert made == list(range(1, 51))
     assert max(batches) <= BATCH_CHARS
 
@@ -294,7 +304,7 @@ def test_every_batch_of_long_texts_gives_memory_back(monkeypatch):
             return [number for number, _ in examples]
 
     sizes = [10, 900_000, 800_000, 20]
-    made = list(made_rows(enumerate((Text("f", "x" * size) for size in sizes), start=1), Maker()))  # type: ignore[arg-type]
+    made = list(row_outcomes(enumerate((Text("f", "x" * size) for size in sizes), start=1), Maker()))  # type: ignore[arg-type]
     assert made == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 

@@ -33,7 +33,7 @@ def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length:
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
 
-    from sft_play.train.rows import EpochOrder, TrainingRows
+    from sft_play.training.rows import EpochOrder, TrainingRows
 
     rows = TrainingRows(dataset(count), unit=micro * ranks if ranks > 1 else 1)
     per_rank = []
@@ -87,7 +87,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
     import torch
     from accelerate.data_loader import SeedableRandomSampler
 
-    from sft_play.train.rows import EpochOrder
+    from sft_play.training.rows import EpochOrder
 
     theirs = SeedableRandomSampler(range(21), data_seed=42, generator=torch.Generator())
     ours = EpochOrder(21, total=21, seed=42)
@@ -99,7 +99,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
 
 
 def test_masked_rows_hold_no_token_that_is_trained_on():
-    from sft_play.train.rows import filled
+    from sft_play.training.rows import filled
 
     rows = filled(dataset(5), unit=4)
     assert len(rows) == 8
@@ -111,7 +111,7 @@ def test_masked_rows_hold_no_token_that_is_trained_on():
 def test_a_filled_data_set_keeps_its_other_columns():
     from datasets import Dataset, Features, List, Value
 
-    from sft_play.train.rows import filled
+    from sft_play.training.rows import filled
 
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
@@ -122,8 +122,8 @@ def test_a_filled_data_set_keeps_its_other_columns():
 
 
 def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
-    from sft_play.data.render import TokenRow
-    from sft_play.train.rows import lengths_of, to_dataset, trained_tokens
+    from sft_play.data.masks.render import TokenRow
+    from sft_play.training.rows import lengths_of, to_dataset, trained_tokens
 
     made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
     assert made[:] == {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]], "source": [0, 0]}
@@ -187,12 +187,13 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import config_from_text
-    from sft_play.data.dataset import Report, Split
+    from sft_play.data.splits import Split
+    from sft_play.data.stats import RowStats
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Hardware
-    from sft_play.plan.plan import make_plan
+    from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs import RunFolder
-    from sft_play.train.trainer import build_trainer
+    from sft_play.training.trainer import build_trainer
 
     text = (
         f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
@@ -201,11 +202,12 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     )
     config = config_from_text(text, name="run.yaml", overrides=overrides)
     machine = Hardware((), "CPU", 2, 2**34, 2**34)
-    split = Split(rows, Report("rows", "rows"))
+    split = Split(rows, RowStats("rows", "rows"))
+    plan = make_plan(PlanRequest(config, shape_of(str(model)), machine))
     return build_trainer(
-        config, make_plan(config, shape_of(str(model)), machine), RunFolder(folder / "run"), peft_config=None,
+        config, plan, RunFolder(folder / "run"), peft_config=None,
         model=AutoModelForCausalLM.from_pretrained(model), tokenizer=AutoTokenizer.from_pretrained(model),
-        train=split, evaluation=split, callbacks=[],
+        train=split, evaluation=split,
     )  # fmt: skip
 
 
@@ -263,7 +265,7 @@ def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_pa
 
 
 def test_the_sources_of_every_rank_count():
-    from sft_play.train.monitor import source_losses
+    from sft_play.training.monitor import source_losses
 
     # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
     assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
@@ -282,9 +284,10 @@ def test_a_run_on_chats_and_text_logs_the_loss_of_each(tmp_path, tiny_llama, com
     run = tmp_path / "outputs" / "mixed"
     assert len(series(run, "loss_chat")) == len(series(run, "loss_text")) == len(series(run, "loss"))
     assert len(series(run, "eval_loss_chat")) == len(series(run, "eval_loss")) > 0
-    events = EventAccumulator(str(run / "tb"), size_guidance={"scalars": 0})
-    events.Reload()
-    assert {"train/loss_chat", "train/loss_text", "eval/loss_chat"} <= set(events.Tags()["scalars"])
+    for folder, wanted in (("tb", {"train/loss_chat", "train/loss_text"}), ("tb/validation", {"eval/loss_chat"})):
+        events = EventAccumulator(str(run / folder), size_guidance={"scalars": 0})
+        events.Reload()
+        assert wanted <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.slow
@@ -308,11 +311,11 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
-    from sft_play.data.dataset import build_splits
-    from sft_play.data.files import data_paths
-    from sft_play.data.render import end_of_text_id
-    from sft_play.train.rows import to_dataset
-    from sft_play.train.tokenizer import load_tokenizer
+    from sft_play.data.masks.render import end_of_text_id
+    from sft_play.data.sources.files import data_paths
+    from sft_play.data.splits import build_splits
+    from sft_play.training.rows import to_dataset
+    from sft_play.training.tokenizer import load_tokenizer
 
     texts = [f"document {n}: " + "yes no " * n for n in range(1, 9)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

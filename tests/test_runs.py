@@ -72,7 +72,7 @@ def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     foreign.mkdir()
     (foreign / "thesis.doc").write_text("precious")
     job = loaded(tmp_path, overrides=("output.name=two", "output.if_exists=replace"))
-    with pytest.raises(RunFolderError, match="holds no manifest of this toolkit"):
+    with pytest.raises(RunFolderError, match="has no manifest of this toolkit"):
         runs.new_folder(job.config.output, config_path=job.path)
     assert (foreign / "thesis.doc").read_text() == "precious"
 
@@ -275,7 +275,7 @@ def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
     folder = runs.new_folder(job.config.output, config_path=job.path)
     folder.path.mkdir(parents=True)
     (folder.path / "theirs").write_text("kept")
-    with pytest.raises(RunFolderError, match="by another start meanwhile"):
+    with pytest.raises(RunFolderError, match="by another process in the meantime"):
         runs.create(folder, job, manifest={}, plan={})
     assert (folder.path / "theirs").read_text() == "kept"
 
@@ -328,7 +328,7 @@ def writer(tmp_path):
 
 def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_path, writer, caplog):
     from sft_play.launch import board_commands
-    from sft_play.train.consolidate import consolidate
+    from sft_play.training.consolidate import consolidate
 
     folder = make(tmp_path, status="finished")
     (folder.path / "tb").mkdir()
@@ -356,7 +356,7 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
     with pytest.raises(RunFolderError, match="no complete checkpoint"):
         consolidate(folder)
     mark = runs.create(runs.new_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
-    with pytest.raises(RunFolderError, match="by this very process"):
+    with pytest.raises(RunFolderError, match="already being written by this process"):
         runs.lock(folder)
     mark.close()
     assert not (folder.path / runs.LOCK).exists()
@@ -400,7 +400,8 @@ while time.monotonic() < until:
             mark = runs.lock(folder)
             folder.update_manifest(pid=os.getpid())
     except RunFolderError as error:
-        known = ("being written by another", "made by another start meanwhile", "No such file", "no manifest")
+        known = ("being written by another", "created by another process in the meantime", "No such file",
+                 "no manifest")
         assert any(word in str(error) for word in known), error
         continue
     made += 1
@@ -444,4 +445,4 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
     else:
         with pytest.raises(RunFolderError, match=rf"pid {pid} on {host}, since 2026-01-02.*remove .*run\.lock"):
             runs.lock(folder)
-    assert "the disk knows no locks (No locks available)" in caplog.text
+    assert "the file system does not support locks (No locks available)" in caplog.text

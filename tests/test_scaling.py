@@ -12,12 +12,12 @@ from benchmarks.scaling import SCALING, compared
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan import throughput
-from sft_play.plan.layout import SINGLE, Layout
-from sft_play.plan.memory import Step
-from sft_play.plan.plan import make_plan
-from sft_play.plan.precision import Precision
-from sft_play.plan.throughput import predict_speed, rates_of, slowest
+from sft_play.planner import throughput
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.precision import Precision
+from sft_play.planner.throughput import predict_speed, rates_of, slowest
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
 CARDS = ("RTX 4090", "RTX 3090", "A100-80GB", "H100", "L40S", "MyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS")
@@ -93,7 +93,9 @@ def test_adapters_scale_well_over_pcie_and_not_wholly(card, mode):
     config = config_from_text(f"model: {{name: meta-llama/Llama-3.1-8B}}\ntuning: {{mode: {mode}}}\n", name="run.yaml")
     shape = shape_of("meta-llama/Llama-3.1-8B")
     one, four = (
-        make_plan(config, shape, named(f"{count}x{card}"), only=("single", "ddp")).choice.speed.tokens_per_s
+        make_plan(
+            PlanRequest(config, shape, named(f"{count}x{card}"), only=("single", "ddp"))
+        ).choice.speed.tokens_per_s
         for count in (1, 4)
     )
     assert 3.5 < four / one < 3.95

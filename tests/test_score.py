@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.memory_model import published
+from benchmarks.memory_model.published import NotExpressible, read_runs, step_settings
+from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
 from sft_play.errors import ConfigError, ModelError
-from sft_play.trace import published
-from sft_play.trace.published import NotExpressible, read_runs, step_settings
-from sft_play.trace.score import Spread, plain_strategy, quantile, score
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 from tests.conftest import ROOT, shared
 
@@ -356,7 +356,7 @@ def test_a_file_that_is_no_table_of_peaks_is_one_message(tmp_path: Path, content
 
 
 def test_paths_that_cannot_be_used_are_one_message(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         score(tmp_path / "none.csv", trace=fixed, config_of=config_of)
     with pytest.raises(ConfigError, match="cannot be read"):
         score(tmp_path, trace=fixed, config_of=config_of)

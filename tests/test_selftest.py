@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_selftest import checks, environment, out_of_memory, probes, selftest, several, trials
+from benchmarks.gpu_selftest.checks import Peak
+from benchmarks.gpu_selftest.material import LARGE, ON_CPU, ON_GPU, write_rows
+from benchmarks.gpu_selftest.part import LATER, Book, Part, open_book
+from benchmarks.gpu_selftest.report import page_lines
+from benchmarks.gpu_selftest.trials import Bench
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.plan import record
-from sft_play.selftest import environment, judge, out_of_memory, probes, selftest, several, trials
-from sft_play.selftest.judge import GIB, Peak
-from sft_play.selftest.material import LARGE, ON_CPU, ON_GPU, write_rows
-from sft_play.selftest.part import LATER, Book, Part, open_book
-from sft_play.selftest.report import page_lines
-from sft_play.selftest.trials import Bench
+from sft_play.planner import calibration
+from sft_play.units import GIB
+from tests import warm
 from tests.conftest import ROOT
 
 MACHINE: dict[str, Any] = {"gpus": [], "cpu_name": "CPU", "cpu_cores": 2, "ram_bytes": 8 * GIB}
@@ -44,31 +46,31 @@ def test_a_peak_fails_exactly_where_it_leaves_the_margin():
         over, above = kept > allocated + slack + margin, held > allocated + margin
         below = exact and held < allocated - margin
         seen.add((over, above, below))
-        assert len(judge.peak_problems(peak)) == over + above + below
-        assert len(judge.peak_problems(replace(peak, measured_allocated=None))) == over
+        assert len(checks.peak_problems(peak)) == over + above + below
+        assert len(checks.peak_problems(replace(peak, measured_allocated=None))) == over
     assert len(seen) == 6  # a peak is not above and below at once
     edge = Peak(100, 120, 10, 110, 130, exact=True)
-    assert judge.peak_problems(edge) == []
-    assert judge.peak_problems(replace(edge, measured_allocated=90)) == []
-    assert judge.peak_problems(replace(edge, measured_reserved=131)) != []
-    assert judge.peak_problems(replace(edge, measured_allocated=111)) != []
-    assert judge.peak_problems(replace(edge, measured_allocated=89)) != []
+    assert checks.peak_problems(edge) == []
+    assert checks.peak_problems(replace(edge, measured_allocated=90)) == []
+    assert checks.peak_problems(replace(edge, measured_reserved=131)) != []
+    assert checks.peak_problems(replace(edge, measured_allocated=111)) != []
+    assert checks.peak_problems(replace(edge, measured_allocated=89)) != []
 
 
 def test_speeds_may_be_twice_or_half_and_no_further():
     chance = random.Random(2)
     for _ in range(300):
         predicted, ratio = chance.uniform(1, 1e5), 2 ** chance.uniform(-2, 2)
-        assert bool(judge.speed_problems(predicted, predicted * ratio)) == (not 0.5 <= ratio <= 2.0)
-    assert judge.speed_problems(100.0, 50.0) == judge.speed_problems(100.0, 200.0) == []
-    assert judge.speed_problems(100.0, 49.0) == ["49 tokens/s are 0.49 of the 100 predicted (0.5 to 2 pass)"]
+        assert bool(checks.speed_problems(predicted, predicted * ratio)) == (not 0.5 <= ratio <= 2.0)
+    assert checks.speed_problems(100.0, 50.0) == checks.speed_problems(100.0, 200.0) == []
+    assert checks.speed_problems(100.0, 49.0) == ["49 tokens/s are 0.49 of the 100 predicted (0.5 to 2 pass)"]
 
 
 def test_loading_and_saving_are_bounds():
     chance = random.Random(3)
     for _ in range(300):
         predicted, margin, measured = (chance.randrange(0, 100) for _ in range(3))
-        found = judge.moment_problems("load", predicted=predicted, margin=margin, measured=measured)
+        found = checks.moment_problems("load", predicted=predicted, margin=margin, measured=measured)
         assert bool(found) == (measured > predicted + margin)
 
 
@@ -92,23 +94,23 @@ def updates(**changes: Any) -> dict[str, Any]:
         ("lora", {"adapters": []}, "adapters are absent"),
         ("lora", {"optimizer_states": ["bfloat16"]}, "optimizer states are bfloat16"),
         ("lora", {"moved_share": 0.2, "lost": True}, "a step moves 20.0% of what trains: updates are lost"),
-        ("lora", {"moved_share": None}, "no step was looked at"),
+        ("lora", {"moved_share": None}, "no step was examined"),
     ],
 )
 def test_dtypes_and_lost_updates_are_found(mode, changes, said):
-    found = judge.update_problems(updates(**changes), mode=mode)
+    found = checks.update_problems(updates(**changes), mode=mode)
     assert (found == []) if said is None else (len(found) == 1 and said in found[0])
 
 
 def test_another_attention_kernel_than_the_plan_counts_on_is_found():
     predicted = {"a": "flash", "b": "efficient", "c": "math"}
-    assert judge.attention_problems(predicted, predicted) == []
-    assert judge.attention_problems(predicted, {**predicted, "a": "cudnn"}) == []
-    assert judge.attention_problems(predicted, {**predicted, "b": "cudnn"}) != []
-    assert judge.attention_problems(predicted, {**predicted, "a": "math"}) == [
-        "a: the plan counts on flash, and math runs"
+    assert checks.attention_problems(predicted, predicted) == []
+    assert checks.attention_problems(predicted, {**predicted, "a": "cudnn"}) == []
+    assert checks.attention_problems(predicted, {**predicted, "b": "cudnn"}) != []
+    assert checks.attention_problems(predicted, {**predicted, "a": "math"}) == [
+        "a: the plan counts on flash, but math runs"
     ]
-    assert judge.attention_problems(predicted, {"a": "flash", "b": "efficient"}) != []
+    assert checks.attention_problems(predicted, {"a": "flash", "b": "efficient"}) != []
 
 
 @pytest.mark.parametrize(
@@ -141,16 +143,16 @@ def test_free_memory_by_two_counters_and_the_context():
         context = chance.randrange(0, 2 * GIB)
         found = {"free_by_driver": by_driver, "free_by_cuda": by_driver + apart, "context": context}
         wrong = (abs(apart) > GIB // 4) + (context > GIB // 2 + GIB // 4)
-        assert len(judge.memory_counter_problems(found, context_bytes=GIB // 2)) == wrong
+        assert len(checks.memory_counter_problems(found, context_bytes=GIB // 2)) == wrong
 
 
 def test_a_round_trip_through_nf4_that_is_none_is_found():
     good = {"relative_error": 0.092, "elements": 128.0, "packed_bytes": 64.0, "layer_error": 1e-6,
             "gradient_error": 1e-6}  # fmt: skip
-    assert judge.nf4_problems(good) == []
+    assert checks.nf4_problems(good) == []
     for name, value in (("relative_error", 0.0), ("relative_error", 0.2), ("packed_bytes", 128.0),
                         ("layer_error", 0.05), ("gradient_error", 1.0), ("gradient_error", float("nan"))):  # fmt: skip
-        assert len(judge.nf4_problems({**good, name: value})) == 1
+        assert len(checks.nf4_problems({**good, name: value})) == 1
 
 
 TORCH_SAYS = (
@@ -162,18 +164,18 @@ TORCH_SAYS = (
 
 def own_message(said: str = TORCH_SAYS) -> str:
     """The message of a run that ran out of memory, by the code that words it."""
-    from sft_play.train.run import _out_of_memory_message
+    from sft_play.training.device_checks import out_of_memory_message
 
     plan = SimpleNamespace(
         memory=SimpleNamespace(required=30 * GIB), budget_bytes=int(23.2 * GIB), batch=SimpleNamespace(micro_batch=32)
     )
-    return _out_of_memory_message(SimpleNamespace(plan=plan), RuntimeError(said))  # type: ignore[arg-type]
+    return out_of_memory_message(plan, RuntimeError(said))  # type: ignore[arg-type]
 
 
 def out_of_memory_found(said: str, **changes: Any) -> list[str]:
     usual = {"exit_code": 3, "required": 30 * GIB, "budget": int(23.2 * GIB), "micro_batch": 32,
              "free_before": 23 * GIB, "free_after": 23 * GIB}  # fmt: skip
-    return judge.out_of_memory_problems(said, **{**usual, **changes})
+    return checks.out_of_memory_problems(said, **{**usual, **changes})
 
 
 def test_the_message_of_a_run_out_of_memory_must_be_true():
@@ -189,7 +191,7 @@ def test_the_message_of_a_run_out_of_memory_must_be_true():
     assert len(out_of_memory_found(small)) == 1
     assert out_of_memory_found(own_message("no words")) == ["it does not say what was asked for and what was free"]
     assert out_of_memory_found("Killed") == ["the message does not say what was predicted"]
-    fitting = own_message().replace("predicted were 30.0 of", "predicted were 20.0 of")
+    fitting = own_message().replace("plan predicted 30.0 of", "plan predicted 20.0 of")
     assert any("would have fitted" in line for line in out_of_memory_found(fitting))
 
 
@@ -197,12 +199,12 @@ def test_losses_of_a_resumed_run_are_compared_at_every_step():
     chance = random.Random(5)
     for _ in range(200):
         wanted = [chance.uniform(1, 9) for _ in range(5)]
-        share = chance.choice((0.5, 2.0)) * judge.LOSS_APART * chance.choice((-1, 1))
+        share = chance.choice((0.5, 2.0)) * checks.LOSS_APART * chance.choice((-1, 1))
         place = chance.randrange(5)
         found = [loss * (1 + share * (place == step)) for step, loss in enumerate(wanted)]
-        assert bool(judge.loss_problems(wanted, found)) == (abs(share) > judge.LOSS_APART)
-    assert judge.loss_problems([1.0, 2.0], [1.0]) == ["1 losses, and the unbroken run has 2"]
-    assert judge.loss_problems([], []) != []
+        assert bool(checks.loss_problems(wanted, found)) == (abs(share) > checks.LOSS_APART)
+    assert checks.loss_problems([1.0, 2.0], [1.0]) == ["1 losses, and the unbroken run has 2"]
+    assert checks.loss_problems([], []) != []
 
 
 # --- the table of trials ----------------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def test_a_model_that_cannot_be_made_is_tried_once_and_said_of_every_trial(monke
     asked: list[str] = []
     monkeypatch.setattr(selftest, "_make_material", lambda bench: asked.append("") or "no model, log x")
     steps = selftest._steps(Bench(Path(), Path(), on_gpu=False), ALONE, Book(Path(), {}))
-    found = [selftest._made(step, ALONE, 0.0) for step in steps if step.name.startswith("train/")]
+    found = [selftest._run(step, ALONE, 0.0) for step in steps if step.name.startswith("train/")]
     assert len(found) == 36
     assert {part.status for part in found} == {"fail"}
     assert all("RuntimeError: no model, log x" in part.reason for part in found)
@@ -381,7 +383,7 @@ def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(
     book = selftest.selftest(tmp_path / "a.json")
     assert made == ["one", "two", "two"]
     assert book.parts["three"] == Part("three", "skipped", LATER)
-    assert "goes on with what there was no time for" in (tmp_path / "a.txt").read_text()
+    assert "continues with what there was no time for" in (tmp_path / "a.txt").read_text()
     assert not json.loads((tmp_path / "a.json").read_text())["finished"]
     monkeypatch.undo()
     fake(monkeypatch, step("one"), step("two"), step("three", later=True))
@@ -414,14 +416,14 @@ def test_the_answer_of_another_machine_or_of_other_versions_is_not_gone_on_with(
 def test_the_file_of_another_command_is_not_written_over(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is there, and is no answer of gpu-selftest"):
+    with pytest.raises(ConfigError, match="exists and is not a result of gpu-selftest"):
         open_book(path, MACHINE)
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
     ("out", "said"),
-    [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is a folder"), ("/dev/null", "is no file that can be")],
+    [("/proc/nowhere/a.json", "cannot be written"), ("{}", "is a folder"), ("/dev/null", "is not a regular file")],
 )
 def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command, tmp_path, monkeypatch, out, said):
     monkeypatch.setattr(selftest, "_steps", lambda *_: pytest.fail("work was begun"))
@@ -433,7 +435,7 @@ def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("train.bf16=true",), "reads no run YAML"), (("--config", "a"), "--config is no flag")]
+    ("words", "said"), [(("train.bf16=true",), "reads no run YAML"), (("--config", "a"), "--config is not a flag")]
 )
 def test_it_takes_no_settings(command, words, said):
     code, printed = command("gpu-selftest", *words)
@@ -514,18 +516,19 @@ def test_the_page_names_every_part(tmp_path):
 # --- what later plans learn -------------------------------------------------------------------------------------------
 
 
-def measured(**changes: Any) -> record.Measured:
+def measured(**changes: Any) -> calibration.Measured:
     usual = {
-        "device": "GPU", "mode": "lora", "layout": "single", "model": record.SELFTEST, "micro_batch": 4, "seq_len": 512,
+        "device": "GPU", "mode": "lora", "layout": "single", "model": calibration.SELFTEST,
+        "micro_batch": 4, "seq_len": 512,
         "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 1000, "measured_reserved": 1500,
         "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 70.0, "versions": "", "finished": "",
     }  # fmt: skip
-    return record.Measured(**{**usual, **changes})
+    return calibration.Measured(**{**usual, **changes})
 
 
 def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
-    def learned(*runs: record.Measured) -> record.Correction:
-        return record.correction(runs, device="GPU", mode="lora", layout="single", model="m")
+    def learned(*runs: calibration.Measured) -> calibration.Correction:
+        return calibration.correction(runs, device="GPU", mode="lora", layout="single", model="m")
 
     tested = learned(measured())
     assert (tested.speed, tested.memory, tested.runs) == (0.7, 1.0, 0)
@@ -540,12 +543,13 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 def test_the_plan_says_what_it_learned_from_the_self_test():
     from sft_play.config.load import config_from_text
     from sft_play.facts.architecture import shape_of
-    from sft_play.plan.plan import make_plan
+    from sft_play.planner.plan import PlanRequest, make_plan
 
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")
     machine, shape = named("1xH100"), shape_of("Qwen/Qwen2.5-3B-Instruct")
     earlier = [measured(device=machine.gpus[0].name)]
-    plain, taught = make_plan(config, shape, machine), make_plan(config, shape, machine, earlier=earlier)
+    plain = make_plan(PlanRequest(config, shape, machine))
+    taught = make_plan(PlanRequest(config, shape, machine, earlier=earlier))
     assert taught.speed.tokens_per_s == pytest.approx(0.7 * plain.speed.tokens_per_s)
     assert taught.memory == plain.memory
     assert sum("make gpu-selftest measured 0.70" in reason for reason in taught.reasons) == 1
@@ -553,11 +557,11 @@ def test_the_plan_says_what_it_learned_from_the_self_test():
 
 def test_a_run_of_the_users_is_not_forgotten_for_the_self_tests_sake(tmp_path, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
-    monkeypatch.setattr(record, "KEPT", 5)
-    record.add(measured(model="mine", measured_reserved=1200))
+    monkeypatch.setattr(calibration, "KEPT", 5)
+    calibration.add(measured(model="mine", measured_reserved=1200))
     for _ in range(10):
-        record.add(measured(measured_reserved=3000))
-    assert [run.model for run in record.load()].count("mine") == 1
+        calibration.add(measured(measured_reserved=3000))
+    assert [run.model for run in calibration.load()].count("mine") == 1
 
 
 def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
@@ -570,8 +574,8 @@ def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
         selftest._calibrating(part, trials.Trial("lora", False, rows, "evaluate"), bench)
     selftest._calibrating(replace(part, measured=None), trials.Trial("lora", False, "equal", "evaluate"), bench)
     selftest._calibrating(part, trials.Trial("lora", False, "equal", "evaluate"), replace(bench, on_gpu=False))
-    found = record.load()
-    assert [(run.model, run.measured_tokens_per_s) for run in found] == [(record.SELFTEST, 80.0)]
+    found = calibration.load()
+    assert [(run.model, run.measured_tokens_per_s) for run in found] == [(calibration.SELFTEST, 80.0)]
 
 
 def test_what_several_gpus_do_takes_no_time_from_the_trials(tmp_path, monkeypatch):
@@ -597,8 +601,9 @@ def test_what_several_gpus_do_takes_no_time_from_the_trials(tmp_path, monkeypatc
 
 
 @pytest.mark.build
-def test_a_few_parts_on_the_cpu(tmp_path):
+def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
     """One trial, the environment, and what follows from them; the other trials are not asked for."""
+    monkeypatch.setattr(sys, "executable", warm.python())
     trial = "train/full/checkpointed/equal/evaluate"
     book = selftest.selftest(tmp_path / "a.json", only=lambda name: name.startswith("environment/") or name in (
         trial, "load/full", "save/full", "updates/full", "updates/lora", "calibration"))  # fmt: skip
@@ -637,10 +642,10 @@ def test_a_trial_that_fails_says_the_last_line_and_its_log(tmp_path):
 @pytest.mark.build
 def test_a_process_that_hangs_or_raises_is_worded(tmp_path):
     bench = Bench(tmp_path, tmp_path, on_gpu=False)
-    hung = trials.run(["sft_play.selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
+    hung = trials.run(["benchmarks.gpu_selftest.probes", "nf4", "a"], tmp_path / "a.log", bench, limit_s=0.2)
     assert hung.code is None
-    assert "not through after" in hung.words
-    raised = trials.run(["sft_play.selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
+    assert "not done after" in hung.words
+    raised = trials.run(["benchmarks.gpu_selftest.probes", "nothing", "a"], tmp_path / "b.log", bench)
     assert raised.code == 1
     assert raised.words == "KeyError: 'nothing' (exit code 1)"
 

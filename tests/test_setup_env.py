@@ -19,6 +19,7 @@ import lock
 import setup_env
 import torch_build
 from setup_env import STAMP, Python, SetupError
+from sft_play.documents.documents import PACKAGES
 from torch_build import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -331,7 +332,7 @@ def test_with_an_index_in_pips_settings_no_other_is_named(checkout, monkeypatch,
     setup_env.ensure(checkout, {}, fake)
     assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
     assert (
-        "torch of your package index: pip's settings name an index (global.index-url), and no other is asked"
+        "torch of your package index: pip's settings name an index (global.index-url), and no other build was asked for"
     ) in capfd.readouterr().err
 
 
@@ -349,7 +350,7 @@ def test_without_a_way_to_pytorch_org_a_cpu_gets_the_usual_index_build(checkout,
     setup_env.ensure(checkout, {}, fake)
     assert told(fake.commands)[1:] == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
     message = capfd.readouterr().err
-    assert f"{torch_build.WHEELS}cpu did not give it" in message
+    assert f"{torch_build.WHEELS}cpu did not deliver it" in message
     assert "torch of your package index: every build runs on a CPU" in message
     setup_env.ensure(checkout, {}, never)
 
@@ -558,13 +559,13 @@ def test_a_named_python_that_is_too_old_or_too_new_is_refused(answer, version, t
     name = fake_python(tmp_path / "python", answer)
     with pytest.raises(SetupError) as caught:
         setup_env.named_python(name)
-    assert f"PYTHON={name} was asked for, but that is Python {version}" in str(caught.value)
+    assert f"PYTHON={name} was asked for, but it is Python {version}" in str(caught.value)
     assert "needs Python 3.11 to 3.14" in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", ["", "no python", "3 x 1 /x"])
 def test_a_named_program_that_is_no_python_is_refused(answer, tmp_path):
-    with pytest.raises(SetupError, match="nothing there answers as Python"):
+    with pytest.raises(SetupError, match="it does not answer as Python"):
         setup_env.named_python(fake_python(tmp_path / "python", answer))
 
 
@@ -728,6 +729,91 @@ def test_renewing_writes_the_lock_in_one_step(tmp_path, monkeypatch, capsys):
     assert lock.read_pins(path.read_text(encoding="utf-8")) == {"rich": "2.0", "torch": "2.13.0"}
     assert "[lock] rich 1.0 -> 2.0\n" in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["requirements.lock"]
+
+
+# Extras
+
+
+def of_extra(extra):
+    return pyproject()["project"]["optional-dependencies"][extra]
+
+
+def add_documents(ready, run):
+    setup_env.add_extra("documents", "reading documents", ready, {}, run)
+
+
+@pytest.mark.parametrize("extra", [*setup_env.EXTRAS, "tasks"])
+def test_an_extra_is_read_as_pyproject_has_it_pinned_and_not_in_the_core(extra):
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert setup_env.extra_requirements(text, extra) == of_extra(extra)
+    names = {Requirement(text).name for text in of_extra(extra)}
+    assert not names & {Requirement(text).name for text in pyproject()["project"]["dependencies"]}
+    pins = lock.read_pins((ROOT / "requirements.lock").read_text(encoding="utf-8"))
+    assert {lock.canonical(name) for name in names} <= {lock.canonical(name) for name in pins}
+
+
+def test_the_documents_extra_is_what_reads_documents():
+    assert {Requirement(text).name for text in of_extra("documents")} == set(PACKAGES)
+
+
+def test_a_target_gets_the_extras_that_it_needs_and_setup_hears_of_every_such_target():
+    needed = {target for _, targets in setup_env.EXTRAS.values() for target in targets}
+    for target in needed:
+        extras = [extra for extra, (_, targets) in setup_env.EXTRAS.items() if target in targets]
+        assert [extra for extra, _ in setup_env.needed_extras([target, "setup"], {})] == extras
+    assert setup_env.needed_extras(["setup", "train"], {"TASKS": "gsm8k"}) == []
+    assert [extra for extra, _ in setup_env.needed_extras(["eval"], {"TASKS": "gsm8k"})] == ["eval", "tasks"]
+    heard = re.search(r"^override ADDING := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert set(heard[1].split()) == needed | {"setup"}
+
+
+def test_an_extra_is_added_once_at_its_pins(ready, capfd):
+    commands = []
+    capfd.readouterr()
+    add_documents(ready, lambda command, root: commands.append(list(command)) or 0)
+    (command,) = commands
+    assert command[:4] == [str(ready / ".venv/bin/python"), "-m", "pip", "install"]
+    assert command[4:6] == ["--constraint", "requirements.lock"]
+    assert command[-len(of_extra("documents")) :] == of_extra("documents")
+    assert capfd.readouterr().err.splitlines() == [
+        "[setup] adding the packages for reading documents to .venv, once, as requirements.lock pins them: "
+        "beautifulsoup4, docutils, "
+        "lxml, lxml_html_clean, markdown-it-py, pypdf, trafilatura"
+    ]
+    add_documents(ready, never)
+    assert capfd.readouterr().err == ""
+    setup_env.ensure(ready, {}, never)  # .venv is what it was
+    assert not setup_env.has_extra(ready / ".venv", "eval")
+
+
+def test_a_rebuilt_environment_gets_its_extras_anew(ready):
+    add_documents(ready, lambda command, root: 0)
+    edit(ready / "requirements.lock", "alpha==1.0", "alpha==1.1")
+    setup_env.ensure(ready, {}, FakeBuild())
+    commands = []
+    add_documents(ready, lambda command, root: commands.append(command) or 0)
+    assert len(commands) == 1
+
+
+def test_an_extra_that_cannot_be_installed_names_the_way_by_hand(ready, monkeypatch, capfd):
+    monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 1,))
+    assert setup_env.main(ready, targets=["dapt-docx"]) == 2
+    printed = capfd.readouterr().err
+    assert "installing the documents extra ended with exit code 1" in printed
+    assert "Check the network" in printed
+    assert "pip install 'sft-play[documents]'" in printed
+    assert not setup_env.has_extra(ready / ".venv", "documents")
+    monkeypatch.setattr(setup_env.add_extra, "__defaults__", (lambda *_: 0,))
+    assert setup_env.main(ready, targets=["dapt-docx"]) == 0
+    assert setup_env.has_extra(ready / ".venv", "documents")
+
+
+def test_nothing_is_installed_into_an_environment_of_the_users(ready, tmp_path, monkeypatch):
+    fake_python(tmp_path / "mine" / "bin" / "python", "3 12 1 /x")
+    monkeypatch.setenv("VENV", str(tmp_path / "mine"))
+    monkeypatch.setattr(setup_env.add_extra, "__defaults__", (never,))
+    assert setup_env.main(ready, targets=["dapt-docx"]) == 0
+    assert not setup_env.has_extra(ready / ".venv", "documents")
 
 
 # Unsloth's own environment

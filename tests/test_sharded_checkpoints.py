@@ -15,23 +15,25 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
-from sft_play.facts.architecture import shape_of
-from sft_play.plan import saving
-from sft_play.plan.layout import Layout
-from sft_play.plan.memory import estimate
-from sft_play.plan.moments import Step, Walk
-from sft_play.plan.precision import Precision
+from sft_play.facts.architecture import parse_config
+from sft_play.planner.layout import Layout
+from sft_play.planner.memory import saving
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.precision import Precision
+from tests import warm
+from tests.bundled import model_config
 from tests.conftest import ROOT, VARIABLES
-from tests.conftest import shared as material
 from tests.models import make_llama, uneven_run
 from tests.test_distributed import losses
 from tests.test_failures import start as launch  # noqa: F401  (a fixture)
+from tests.test_failures import two_ranks_of
 from tests.test_going_on import logits
 
 pytestmark = pytest.mark.build
 
 SMALL = """
-from sft_play.plan import saving
+from sft_play.planner.memory import saving
 saving.WHOLE_BYTES = 0
 from sft_play.entry import main
 raise SystemExit(main())
@@ -43,7 +45,7 @@ import os, time
 from pathlib import Path
 
 if os.environ.get("RANK") == "1":
-    from sft_play.train import sharded_checkpoints
+    from sft_play.training import sharded_checkpoints
 
     write = sharded_checkpoints._Counted.write
 
@@ -62,7 +64,7 @@ if os.environ.get("RANK") == "1":
 def start(*words: str, limit_s: float = 280, path: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{path}", **environ}
-    command = [sys.executable, "-c", SMALL, *words]
+    command = [warm.python(), "-c", SMALL, *words]
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
 
 
@@ -173,7 +175,8 @@ def disk(world, tmp_path, launch):  # noqa: F811
     def begin(kind: str, *more: str):
         words = ["train-distributed", "--config", f"{world}/run.yaml", "tuning.mode=full", *more, f"output.name={kind}"]
         environ = {"STRATEGY": "fsdp", "NPROC": "2", "DISK_OF_RANK_1": kind}
-        return launch(sys.executable, "-c", SMALL, *words, "distributed.timeout_s=8", path=tmp_path, **environ)
+        python = warm.python() if kind == "slow" else sys.executable  # a rank that hangs is named by its own pid
+        return launch(python, "-c", SMALL, *words, "distributed.timeout_s=8", path=tmp_path, **environ)
 
     return begin
 
@@ -186,7 +189,7 @@ def test_a_save_that_is_slow_is_no_hang(world, disk):
 
 
 def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, disk):
-    from sft_play.train import checkpoints
+    from sft_play.training import checkpoints
 
     started = disk("stuck", "train.save_steps=1", "train.max_steps=3")
     assert started.end(150) == 1, started.printed
@@ -204,8 +207,8 @@ WAITS = """
 import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from sft_play.train import engine
-from sft_play.train.heartbeat import Heartbeat
+from sft_play.training import distributed
+from sft_play.training.heartbeat import Heartbeat
 
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -220,7 +223,7 @@ with Heartbeat(timeout_s=4) as beat:
                         file.write(b"x")
                 time.sleep(0.5)
     with beat.waiting():
-        engine.barrier(engine.patient())
+        distributed.barrier(distributed.patient())
 print("all went on", flush=True)
 """
 
@@ -228,8 +231,7 @@ print("all went on", flush=True)
 @pytest.mark.parametrize("kind", ["grows", "still"])
 def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, launch, kind):  # noqa: F811
     (tmp_path / "waits.py").write_text(WAITS)
-    words = [sys.executable, "-m", "sft_play.train.agent", "--standalone", "--nproc-per-node", "2", "--module", "waits"]
-    started = launch(*words, kind, str(tmp_path), path=tmp_path)
+    started = launch(*two_ranks_of("waits"), kind, str(tmp_path), path=tmp_path)
     assert started.end(60) == (0 if kind == "grows" else 1), started.printed
     if kind == "grows":  # for ten seconds, where four would be a hang
         assert started.printed.count("all went on") == 2
@@ -242,7 +244,7 @@ def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, laun
 
 
 def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
-    from sft_play.train.heartbeat import laggards
+    from sft_play.training.heartbeat import laggards
     from tests.test_failures import beat
 
     slow, stuck = beat(0, 4, 9, moved=10**9, since_s=0.4), beat(1, 4, 9, moved=10**6, since_s=30.0)
@@ -256,10 +258,7 @@ def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
 def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
     draw = random.Random(seed)
     name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B", "Mixtral-8x7B-v0.1"])
-    folder = material("model_configs") / name
-    if not folder.is_dir():
-        pytest.skip(f"{name} is not there")
-    shape = shape_of(str(folder))
+    shape = parse_config(model_config(name), name=name)
     mode = draw.choice(["full", "full", "lora"])
     ranks = draw.choice([2, 4, 8])
     layout = draw.choice([Layout("fsdp", ranks, ranks), Layout("ddp", ranks), Layout("zero3", ranks, ranks)])
@@ -283,7 +282,7 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
 
 
 def test_a_table_of_contents_runs_nothing(tmp_path):
-    from sft_play.train import sharded_checkpoints
+    from sft_play.training import sharded_checkpoints
 
     class Bad:
         def __reduce__(self):
@@ -301,8 +300,8 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.train import stream
-    from sft_play.train.model import whole_shapes
+    from sft_play.training import stream
+    from sft_play.training.model import whole_shapes
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = whole_shapes(model)
@@ -327,8 +326,8 @@ def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from sft_play.train import stream
-    from sft_play.train.model import whole_shapes
+    from sft_play.training import stream
+    from sft_play.training.model import whole_shapes
 
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

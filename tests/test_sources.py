@@ -108,11 +108,11 @@ def refusal(data: str, more: str = "") -> str:
         ("sources: a.jsonl", "data.sources: expected a list of sections with path, name, weight, max_rows, val_path"),
         ("sources: [{path: a}, {path: a/}]", "data.sources[1].path: is data.sources[0] already"),
         ("sources: [{path: x/a.jsonl}, {path: b, name: a}]", "data.sources[1].name: is named a, as data.sources[0] is"),
-        ("sources: [{path: rank_0.jsonl}]", "data.sources[0]: is named rank_0, and loss_rank_0 is the loss of a rank"),
+        ("sources: [{path: rank_0.jsonl}]", "data.sources[0]: is named rank_0, but loss_rank_0 is a rank's loss"),
         ("sources: [{path: a, weight: 1}, {path: b}]", "data.sources[1]: has no weight, and other sources have one"),
-        ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given beside data.sources; remove it"),
-        ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given beside a val_path of a source"),
-        ("train_path: null", "data.train_path: null, and there are no data.sources"),
+        ("train_path: a\n  sources: [{path: b}]", "run.yaml:3: data.train_path: given together with data.sources"),
+        ("val_path: v\n  sources: [{path: b, val_path: c}]", "data.val_path: given together with a source's val_path"),
+        ("train_path: null", "data.train_path: null, and data.sources is empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_sources_is_said_with_its_place(data, said):
@@ -143,7 +143,7 @@ def test_sources_have_names_and_no_default_files_beside_them():
          'data.sources: [{"path": "a.jsonl", "weight": 0.7}, {"path": "b.jsonl", "weight": 0.3}]'),
         ("dataset: a.jsonl,o/n", 'data.sources: [{"path": "a.jsonl"}, {"path": "hub:o/n"}]'),
         ("interleave_probs: 0.7,0.3", "data.sources: [{path: a.jsonl, weight: 3}"),
-        ("mix_strategy: concat", "each has its share of every epoch"),
+        ("mix_strategy: concat", "each gets its share of every epoch"),
         ("dataset_mixer: {a: 1}", "data.sources"),
     ],
 )  # fmt: skip
@@ -216,25 +216,25 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import load_config
-    from sft_play.data.dataset import build_splits
-    from sft_play.data.files import data_paths
+    from sft_play.data.sources.files import data_paths
+    from sft_play.data.splits import build_splits
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Hardware
-    from sft_play.plan.plan import make_plan
+    from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs import RunFolder
-    from sft_play.train.monitor import Monitor
-    from sft_play.train.trainer import build_trainer
+    from sft_play.training.monitor import Monitor
+    from sft_play.training.trainer import build_trainer
 
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name
     tokenizer = AutoTokenizer.from_pretrained(name)
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=config.model.max_seq_len)
     assert splits.sources is not None
-    plan = make_plan(config, shape_of(name), Hardware((), "CPU", 2, 2**34, 2**34))
+    plan = make_plan(PlanRequest(config, shape_of(name), Hardware((), "CPU", 2, 2**34, 2**34)))
     trainer = build_trainer(
         config, plan, RunFolder(run_yaml.parent / "run"),
         peft_config=None, model=AutoModelForCausalLM.from_pretrained(name), tokenizer=tokenizer, train=splits.train,
-        evaluation=splits.val, callbacks=[], sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
+        evaluation=splits.val, sources=splits.sources, monitor=Monitor(sources=splits.sources.names),
     )  # fmt: skip
     loader = trainer.get_train_dataloader()
     order = []

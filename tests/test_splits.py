@@ -15,13 +15,14 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.data import build as build_module
 from sft_play.data import workers as workers_module
-from sft_play.data.build import KEPT, Recipe, build, content_share
-from sft_play.data.dataset import build_splits
-from sft_play.data.files import RawRow, data_paths
-from sft_play.data.formats import Chat, recognise, to_example
-from sft_play.data.render import IGNORED, TokenizerParts
+from sft_play.data.build import KEPT, Recipe, build
+from sft_play.data.masks.render import IGNORED, TokenizerParts
+from sft_play.data.sources.files import RawRow, data_paths
+from sft_play.data.sources.formats import Chat, content_share, recognise, to_example
+from sft_play.data.splits import build_splits
 from sft_play.errors import DataError
-from tests.conftest import ROOT, chat, shared
+from tests.bundled import data_file, there, tokenizer_folder
+from tests.conftest import ROOT, chat
 
 ROW = chat("hello there", "how are you today?")
 
@@ -141,9 +142,7 @@ class TestSplits:
 
     def test_a_mapping_of_a_column_that_is_not_there_is_named(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", {"q": "a", "r": "b"})
-        with pytest.raises(
-            DataError, match="data.columns names nix, and the columns there are: q, r".replace(".", r"\.")
-        ):
+        with pytest.raises(DataError, match="data.columns names nix; the columns are: q, r".replace(".", r"\.")):
             self.build(
                 tokenizer, f"data: {{train_path: {path}, val_path: null, columns: {{prompt: nix, completion: r}}}}"
             )
@@ -281,11 +280,11 @@ class TestCache:
             "from transformers import AutoTokenizer\n"
             "from sft_play.config.schema import DataConfig\n"
             "from sft_play.data.build import Recipe, build\n"
-            "from sft_play.data.render import TokenizerParts\n"
+            "from sft_play.data.masks.render import TokenizerParts\n"
             f"parts = TokenizerParts.of(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
             "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
             f"built = build(Path({str(path)!r}), recipe, split='train', workers=2)\n"
-            "print(len(built.files['kept']), built.counts['kept'].kept)\n"
+            "print(len(built.files['kept']), built.stats['kept'].kept)\n"
         )
         environment = {**os.environ, "SFT_PLAY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
         answer = subprocess.run(
@@ -305,9 +304,9 @@ class TestCache:
         two = build(path, recipe, split="train", workers=2)
         assert len(two.files[KEPT]) > 1
         assert self.rows(two) == self.rows(one)
-        assert [str(row) for row in two.counts[KEPT].first_bad] == [str(row) for row in one.counts[KEPT].first_bad]
-        assert two.counts[KEPT].tokens == one.counts[KEPT].tokens
-        assert ":4001: messages is empty" in str(two.counts[KEPT].first_bad[0])
+        assert [str(row) for row in two.stats[KEPT].first_bad] == [str(row) for row in one.stats[KEPT].first_bad]
+        assert two.stats[KEPT].tokens == one.stats[KEPT].tokens
+        assert ":4001: messages is empty" in str(two.stats[KEPT].first_bad[0])
 
     def test_a_build_that_breaks_leaves_no_half_cache(self, recipe, tmp_path, cache, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
@@ -357,7 +356,7 @@ class TestCache:
     def test_a_worker_that_dies_is_named(self, recipe, tmp_path, monkeypatch):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}" * 400, f"a {n}") for n in range(3_000)))
         monkeypatch.setattr(workers_module, "_work", _die)
-        with pytest.raises(DataError, match="ended without a word"):
+        with pytest.raises(DataError, match="a process that prepared rows died"):
             build(path, recipe, split="train", workers=2)
 
 
@@ -421,15 +420,15 @@ class TestLimits:
     def test_the_loss_may_be_accepted_and_is_told(self, tokenizer, path):
         splits = self.splits(tokenizer, path, ", max_lost_fraction: 1.0", limit=32)
         report = splits.train.report
-        assert report.rows_cut == 5
-        assert report.trained_tokens_lost > 0
-        assert report.lost_fraction == report.trained_tokens_lost / (report.trained_tokens_lost + report.tokens_trained)
+        assert report.cut_rows == 5
+        assert report.lost > 0
+        assert report.lost_fraction == report.lost / (report.lost + report.trained)
         assert any("5 rows cut at max_seq_len" in line for line in report.lines("train"))
 
     def test_rows_may_be_cut_from_the_beginning_instead(self, tokenizer, tmp_path):
         path = write(tmp_path / "t.jsonl", chat("yes no " * 60, "no"), chat("yes", "no"))
         kept = self.splits(tokenizer, path, ", truncate: prompt", limit=24)
-        assert kept.train.report.trained_tokens_lost == 0
+        assert kept.train.report.lost == 0
         assert [len(row["input_ids"]) <= 24 for row in kept.train.rows] == [True, True]
         dropped = self.splits(tokenizer, path, ", truncate: drop, max_lost_fraction: 1.0", limit=24)
         assert len(dropped.train.rows) == 1
@@ -464,23 +463,44 @@ def test_a_mixed_run_holds_text_out_beside_its_chats(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kept", "out"),
-    [
-        ("sft/gsm8k/test.jsonl", 1319, 0),
-        ("sft/llamafactory/identity.json", 91, 0),
-        ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5, 0),
-        ("sft/openai_cookbook/drone_training_first3.jsonl", 3, 0),
-        ("sft/llamafactory/glaive_toolcall_en_demo.json", 300, 0),
-        ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50, 0),
-    ],
+    there(
+        [
+            ("bundled/rows/questions/train.jsonl", 12, 0),
+            ("bundled/rows/alpaca.json", 8, 0),
+            ("bundled/rows/sharegpt_tools.json", 3, 0),
+            ("bundled/rows/typed_parts.jsonl", 2, 0),
+            ("bundled/rows/openai_chat.jsonl", 4, 0),
+            ("bundled/rows/openai_tools.jsonl", 3, 0),
+            ("sft/gsm8k/test.jsonl", 1319, 0),
+            ("sft/llamafactory/identity.json", 91, 0),
+            ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", 5, 0),
+            ("sft/openai_cookbook/drone_training_first3.jsonl", 3, 0),
+            ("sft/llamafactory/glaive_toolcall_en_demo.json", 300, 0),
+            ("sft/llamafactory/reason_tool_use_demo_50.jsonl", 50, 0),
+        ]
+    ),
 )
 def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(shared("tokenizers/Qwen2.5-Instruct"))
+    tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer_folder("bundled/chatml" if name.startswith("bundled/") else "Qwen2.5-Instruct")
+    )
     config = config_from_text(
-        f"model: {{name: x}}\ndata: {{train_path: {shared(name)}, val_path: null, test_path: null}}", name="run.yaml"
+        f"model: {{name: x}}\ndata: {{train_path: {data_file(name)}, val_path: null, test_path: null}}", name="run.yaml"
     )
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=32_768)
     assert len(splits.train.rows) == kept
     assert sum(splits.train.report.dropped.values()) == out
     assert all(any(label != IGNORED for label in row["labels"]) for row in splits.train.rows)
+
+
+def test_a_run_loads_no_command_on_data():
+    """What trains counts and splits rows; process, style, preview, check and what writes files are commands on top."""
+    code = (
+        "import sys; import sft_play.data.splits, sft_play.data.marks, sft_play.data.packing; "
+        "names = ('process', 'style', 'preview', 'checks', 'written'); "
+        "sys.exit(' '.join(name for name in names if f'sft_play.data.{name}' in sys.modules) or None)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.cli import main
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.runs import RunFolder
@@ -56,10 +58,10 @@ def test_a_stage_takes_from_the_run_what_it_does_not_give(tmp_path):
         ("- {name: a, train: {epohs: 1}}", "run.yaml:5: curriculum[0].train.epohs: unknown key (value 1); did you"),
         ("- {name: a, train: {lr: 3}}", "curriculum[0].train.lr: unknown key (value 3); here it is"),
         ("- name: a\n  train:\n    epochs: -1", "run.yaml:7: curriculum[0].train.epochs: expected a number above 0"),
-        ("- {name: a, train: {bf16: true}}", "curriculum[0].train.bf16: one for all stages; give it as train.bf16"),
-        ("- {name: a, model: {name: z}}", "curriculum[0].model.name: one for all stages"),
-        ("- {name: a, tuning: {lora: {r: 3}}}", "curriculum[0].tuning.lora: one for all stages"),
-        ("- {name: a, epochs: 1, train: {epochs: 2}}", "curriculum[0].train.epochs: given twice: here and as"),
+        ("- {name: a, train: {bf16: true}}", "curriculum[0].train.bf16: applies to all stages; set train.bf16"),
+        ("- {name: a, model: {name: z}}", "curriculum[0].model.name: applies to all stages; set model.name of the run"),
+        ("- {name: a, tuning: {lora: {r: 3}}}", "curriculum[0].tuning.lora: applies to all stages; set tuning.lora"),
+        ("- {name: a, epochs: 1, train: {epochs: 2}}", "curriculum[0].train.epochs: set twice: here and as"),
         ("- {name: a}\n- {name: A, epochs: 1}", "run.yaml:5: curriculum[0].name: a is the name of 2 stages"),
         ("- {name: a}\n- {name: b}", "run.yaml:6: curriculum[1]: changes nothing: stage b has the data and"),
         ("- {name: a}\n- {name: b, eval: {steps: 5}, train: {save_steps: 3}}", "curriculum[1]: changes nothing"),
@@ -78,7 +80,7 @@ def test_what_is_wrong_with_a_stage_is_said_with_its_place(tmp_path, curriculum,
 def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
     stages = "- {name: a, epochs: 1}\n- {name: b, epochs: 2}"
     said = refusal(tmp_path, stages, "train.epochs=3")
-    assert said == "SET: train.epochs: every stage of the curriculum gives its own; set it there: curriculum.0.epochs=…"
+    assert said == "SET: train.epochs: every stage of the curriculum sets its own; set it there: curriculum.0.epochs=…"
     one, two = loaded(tmp_path, stages, "curriculum.0.epochs=3", "curriculum.1.train.weight_decay=0.5").stages
     assert (one.config.train.epochs, two.config.train.epochs, two.config.train.weight_decay) == (3, 2, 0.5)
     assert "there are 2 stages, counted from 0" in refusal(tmp_path, stages, "curriculum.2.epochs=3")
@@ -88,7 +90,7 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
 
 
 def test_patterns_mean_names_by_their_pieces():
-    from sft_play.train.trainable import chosen
+    from sft_play.training.trainable import chosen
 
     names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
     names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]
@@ -105,8 +107,7 @@ def test_patterns_mean_names_by_their_pieces():
 WHOLE = ["tuning.mode=full"]
 
 
-@pytest.fixture
-def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
+def write_run(tmp_path: Path, tiny_llama: Path) -> Path:
     """Three steps on one file, then six on another with longer rows, half the rate."""
     for name, answer in (("sums", "it is"), ("colours", "red red"), ("held", "it is")):
         rows = [json.dumps(chat(f"what is {n} of {name}?", f"{answer} {n}.")) + "\n" for n in range(24)]
@@ -123,6 +124,19 @@ def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
         f"     data: {{train_path: {tmp_path}/colours.jsonl}}}}\n"
     )
     return path
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, tiny_llama: Path) -> Path:
+    return write_run(tmp_path, tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """The folder of the run, never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(["train", "--config", str(write_run(folder, tiny_llama)), "output.name=whole"]) == 0
+    return folder / "outputs" / "whole"
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -179,23 +193,26 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 ):
     from transformers import PreTrainedModel
 
-    from sft_play.train import curriculum
+    from sft_play.training import curriculum
 
-    let_go, left = curriculum._let_go, []
+    left = []
 
     def count() -> None:
-        let_go()
-        left.append([type(item).__name__ for item in gc.get_objects() if isinstance(item, PreTrainedModel)])
+        gc.collect()
+        left.append(len(models()))
 
-    before = sum(isinstance(item, PreTrainedModel) for item in gc.get_objects())
-    monkeypatch.setattr(curriculum, "_let_go", count)
+    def models() -> list[Any]:  # by its type: isinstance asks every object of torch for its class, and some warn then
+        return [item for item in gc.get_objects() if issubclass(type(item), PreTrainedModel)]
+
+    before = len(models())
+    monkeypatch.setattr(curriculum, "gc", SimpleNamespace(collect=count))
     code, said = command("train", "--config", str(run_yaml), "output.name=one", "train.report_to=[tensorboard]")
     assert code == 0, said
-    assert [len(models) <= before for models in left] == [True, True], left
+    assert [count <= before for count in left] == [True, True], left
     run = tmp_path / "outputs" / "one"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml", "resolved.json", "plan.json", "manifest.json", "summary.json", "metrics.jsonl", "train.log",
-        "tb", "stages", "adapter",
+        "report.html", "tb", "stages", "adapter",
     }  # fmt: skip
     assert {path.name for path in (run / "tb").iterdir()} == {"short", "long"}
     assert {path.name for path in (run / "stages" / "short").iterdir()} == {
@@ -220,11 +237,11 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 
 @pytest.mark.build
 @pytest.mark.parametrize("steps", [2, 3, 5])
-def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, command, tmp_path, steps):
-    for name, words in (("whole", []), ("broken", [f"train.stop_after_steps={steps}"])):
-        code, said = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
-        assert code == 0, said
-    whole, broken = (tmp_path / "outputs" / name for name in ("whole", "broken"))
+def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, tmp_path, steps):
+    words = ["output.name=broken", f"train.stop_after_steps={steps}"]
+    code, said = command("train", "--config", str(run_yaml), *words)
+    assert code == 0, said
+    broken = tmp_path / "outputs" / "broken"
     assert json.loads((broken / "summary.json").read_text())["status"] == "stopped"
     assert len([one for one in losses(broken) if one[2] == "loss"]) == steps
     assert not (broken / "adapter").exists()
@@ -236,11 +253,8 @@ def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, co
 
 
 @pytest.mark.build
-def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, command, tmp_path):
+def test_a_run_killed_while_a_stage_ended_takes_no_step_again(run_yaml, whole, command, tmp_path):
     """The last checkpoint of a stage is there, and what it trained, or that it ended, is not written yet."""
-    code, said = command("train", "--config", str(run_yaml), "output.name=whole")
-    assert code == 0, said
-    whole = tmp_path / "outputs" / "whole"
     for name, lost in (("unsaid", None), ("unsaved", "adapter")):
         code, said = command("train", "--config", str(run_yaml), f"output.name={name}", "train.stop_after_steps=3")
         assert code == 0, said
@@ -310,7 +324,7 @@ def test_every_stage_is_planned_and_one_that_does_not_fit_is_named(tmp_path, com
     code, said = command("plan", "--config", str(path), "--hardware", "1xRTX3060")
     assert code == 0, said
     assert "The plan of stage long, the one with the longest rows:" in said
-    assert "Stages, each with a schedule and an optimizer of its own, all under single:" in said
+    assert "Stages, each with its own schedule and optimizer, all under single:" in said
     assert "1 short: 1 epoch, learning rate 0.0002, rows of at most 512 tokens; micro" in said
     assert "2 long: 2 epochs, learning rate 0.0002, rows of at most 2,048 tokens, trains lora; micro" in said
     code, answer = command("plan", "--config", str(path), "--hardware", "1xRTX3060", "--json")
@@ -327,8 +341,9 @@ def test_stages_share_the_layout_that_fits_them_all():
     """LoRA of a 3B over two 24 GiB cards: short rows alone would take DDP, which rows of 32,768 tokens do not fit."""
     from sft_play.config.load import config_from_text
     from sft_play.facts.hardware import named
-    from sft_play.plan.layout import LAYOUT_NAMES
-    from sft_play.start import common_layout, plan_for
+    from sft_play.planner.layout import LAYOUT_NAMES
+    from sft_play.starting.over_ranks import common_layout
+    from sft_play.starting.plan_run import plan_for
 
     machine, only = named("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
     short, long = (
@@ -337,11 +352,11 @@ def test_stages_share_the_layout_that_fits_them_all():
         )
         for length in (256, 32_768)
     )
-    alone = [plan_for(config, machine, only=only, with_ways_out=False).layout for config in (short, long)]
+    alone = [plan_for(config, machine, only=only, with_suggestions=False).layout for config in (short, long)]
     found = common_layout([short, long], machine, only=only)
     assert alone[0] != alone[1] == found
-    assert not plan_for(long, machine, only=(alone[0],), with_ways_out=False).fits
-    assert plan_for(short, machine, only=(found,), with_ways_out=False).fits
+    assert not plan_for(long, machine, only=(alone[0],), with_suggestions=False).fits
+    assert plan_for(short, machine, only=(found,), with_suggestions=False).fits
     assert common_layout([short, short], machine, only=only) == alone[0]
 
 

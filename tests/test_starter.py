@@ -15,7 +15,9 @@ import pytest
 
 from sft_play.starter.files import FOLDER, texts
 from sft_play.starter.language import DEFAULT_SEED, VALUES, chat_rows, corpus_documents, normalised
+from tests import warm
 from tests.conftest import ROOT, shared
+from tests.converter import converter
 
 
 def prompts(rows):
@@ -95,7 +97,7 @@ def cache(tmp_path_factory):
 SHORTLY = """
 import sys
 from sft_play.entry import main
-from sft_play.train import starter_base
+from sft_play.training import starter_base
 whole = starter_base._recipe()
 short = whole.replace("max_steps: 1200", "max_steps: 300").replace("save_steps: 1200", "save_steps: 300")
 assert short.count("300") == 2, whole
@@ -105,14 +107,21 @@ sys.exit(main())
 """The program with a base of a quarter of its steps, which copies some slots and not others."""
 
 
-def train(cache: Path, out: Path, *overrides: str, program: Sequence[str] = ("-m", "sft_play")) -> str:
-    words = [sys.executable, *program, "train", f"output.dir={out}", *overrides]
+def sft_play(
+    cache: Path, *words: str, program: Sequence[str] = ("-m", "sft_play"), typed: str = "", **variables: str
+) -> str:
+    """What a command prints on standard output; `typed` is its standard input, `variables` are make's."""
     kept = {name: value for name, value in os.environ.items() if name not in ("SET", "CONFIG")}
     answer = subprocess.run(
-        words, cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache)}, capture_output=True, text=True, timeout=2400
-    )
+        [warm.python(), *program, *words], cwd=ROOT, env={**kept, "SFT_PLAY_CACHE": str(cache), **variables},
+        input=typed, capture_output=True, text=True, timeout=2400,
+    )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
+
+
+def train(cache: Path, out: Path, *overrides: str, program: Sequence[str] = ("-m", "sft_play")) -> str:
+    return sft_play(cache, "train", f"output.dir={out}", *overrides, program=program)
 
 
 def assert_the_base_copies_every_slot(folder: Path) -> None:
@@ -156,6 +165,62 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     assert sum("before:" in line for line in lines) == 3
     for part in ("Held-out exact match (test, 300 rows): 0", "Peak memory:", "tokens/s in training", "Try next:"):
         assert part in printed
+
+
+@pytest.mark.story
+def test_from_own_rows_to_a_model_that_is_judged_exported_and_reported(cache, tmp_path):
+    """A user's whole way, on the base that the test above has made: every command after the one before it."""
+    own = tmp_path / "commands.jsonl"
+    rows = chat_rows(seed=7)["train"][:800]
+    own.write_text(
+        "".join(
+            json.dumps({"prompt": row["messages"][0]["content"], "completion": row["messages"][1]["content"]}) + "\n"
+            for row in rows
+        )
+    )
+    run_yaml = tmp_path / "own.yaml"
+    run_yaml.write_text(
+        "model: {name: sft-play/starter-base, max_seq_len: 128}\n"
+        f"data: {{train_path: {own}, val_fraction: 0.1}}\n"
+        "train: {effective_batch_size: 16, epochs: 1, learning_rate: 3e-3, gradient_checkpointing: false}\n"
+        f"eval: {{generate_rows: 40, max_new_tokens: 24}}\noutput: {{dir: {tmp_path}/outputs, name: own}}\n"
+    )
+
+    def command(name: str, *words: str, typed: str = "", **variables: str) -> str:
+        program = ("-c", SHORTLY)
+        return sft_play(cache, name, "--config", str(run_yaml), *words, program=program, typed=typed, **variables)
+
+    def answered(name: str, *words: str, **variables: str) -> dict:
+        return json.loads(command(name, *words, "--json", **variables))
+
+    planned = answered("plan")
+    assert planned["fits"]
+    assert answered("check")["ok"]
+    trained = answered("train")
+    assert trained["after"]["loss"] < trained["before"]["loss"]
+    folder = tmp_path / "outputs" / "own"
+    assert (folder / "report.html").is_file()  # of every run, without being asked for
+    asked = rows[0]["messages"][0]["content"]
+    said = command("chat", typed=f"{asked}\n")
+
+    figures = answered("eval")["figures"]
+    assert figures["loss"]["tuned"] == pytest.approx(trained["after"]["loss"], abs=1e-4)
+    shipped = answered("ship")
+    assert (shipped["verdict"], shipped["ok"]) == ("ship", True)
+    assert "Replayed" in command("ship", "--replay", str(folder / "ship.json"))
+    assert answered("merge", "--out", str(tmp_path / "merged"))["path"] == str(tmp_path / "merged")
+    llama_cpp = str(converter().folder)
+    assert answered("export", FORMAT="gguf", LLAMA_CPP=llama_cpp)["format"] == "gguf"
+    tested = answered("export-test", "--limit", "20", LLAMA_CPP=llama_cpp)
+    assert tested["ok"]
+    (tmp_path / "asked.txt").write_text(f"{asked}\n")
+    variables = {"INPUT": str(tmp_path / "asked.txt"), "OUTPUT": str(tmp_path / "answers.jsonl")}
+    command("infer", "--max-new-tokens", "24", **variables)
+    assert json.loads((tmp_path / "answers.jsonl").read_text())["answer"] in said
+    page = (folder / "report.html").read_text()
+    assert answered("report")["run"] == str(folder)
+    assert "<svg" in page
+    assert [one["status"] for one in answered("runs")["runs"]] == ["finished"]
 
 
 @pytest.mark.slow
@@ -202,10 +267,10 @@ def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
 def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
     """As plain text each `<|im_start|>` is five tokens, and the base never sees the one that every chat begins with."""
     from sft_play.config.load import load_config
-    from sft_play.data.dataset import build_splits
-    from sft_play.data.files import data_paths
-    from sft_play.train.rows import to_dataset
-    from sft_play.train.starter_base import make_tokenizer
+    from sft_play.data.sources.files import data_paths
+    from sft_play.data.splits import build_splits
+    from sft_play.training.rows import to_dataset
+    from sft_play.training.starter_base import make_tokenizer
 
     documents = corpus_documents(seed=DEFAULT_SEED, count=300)
     tokenizer = make_tokenizer(documents)

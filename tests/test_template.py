@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.data.score import CASES
-from sft_play.data.template import ChatTemplate, Endless, RenderError
+from benchmarks.mask_score.score import CASES
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.errors import TokenizerError
+from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
 
 DAY = date(2026, 3, 5)
@@ -25,7 +26,7 @@ def template(source: str, **variables: Any) -> ChatTemplate:
 def tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(shared("tokenizers/SmolLM2"))
+    return AutoTokenizer.from_pretrained(tokenizer_folder("bundled/pad_is_eos"))
 
 
 def by_transformers(tokenizer, messages: Any, tools: Any, *, prompt: bool) -> str | None:
@@ -59,6 +60,7 @@ def same_on_all_cases(tokenizer, source: str) -> int:
 
 
 FEW = (
+    *(f"bundled/{name}" for name in ("tools", "history", "no_system", "dated", "no_end", "generation", "calls")),
     "llama.cpp/Qwen-Qwen2.5-7B-Instruct",
     "llama.cpp/meta-llama-Llama-3.1-8B-Instruct",
     "llama.cpp/google-gemma-4-31B-it",
@@ -69,9 +71,9 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", there(FEW))
 def test_a_real_template_renders_as_transformers_renders_it(tokenizer, name):
-    assert same_on_all_cases(tokenizer, shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")) >= 8
+    assert same_on_all_cases(tokenizer, template_of(name)) >= 8
 
 
 @pytest.mark.slow
@@ -112,11 +114,11 @@ def test_what_a_template_raises_is_a_render_error_on_one_line():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{% for m in messages %}", "the chat template is not Jinja"),
+        ("{% for m in messages %}", "the chat template is not valid Jinja"),
         ("a\nb\n{{ nothing | closed", r"\(line 3\)"),
         ("{% nonsense %}", "unknown tag 'nonsense'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
-        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "not Jinja"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "not valid Jinja"),
         ("{% break %}", "outside loop"),
         ("x" * 1_000_001, "has 1,000,001 characters; the limit is 1,000,000"),
     ],
@@ -175,7 +177,7 @@ def test_a_template_without_end_is_stopped(name):
 
 
 def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
-    monkeypatch.setattr("sft_play.data.template_limits.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_SECONDS", 0.2)
     made = template("{% set big = 'x' * 20000000 %}{% for i in range(99999) %}{% set y = big | upper %}{% endfor %}")
     with pytest.raises(Endless, match="more than 0 seconds"):
         made.render(CHAT)

@@ -27,6 +27,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.launch import board_commands as commands
 from sft_play.launch import tensorboard as board
 from sft_play.runs import RunFolder
+from tests import warm
 from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
 
@@ -196,6 +197,9 @@ def test_a_sidecar_that_hangs_is_ended(tmp_path, record, ends_with_me):
 
 FAKE = """#!{python}
 import http.server, json, sys
+if "sft_play.endings" in sys.argv:
+    from sft_play.endings import leave_with_starter
+    leave_with_starter()
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -231,7 +235,7 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, r
     with pytest.raises(KeyError):
         fail()
     assert not is_alive(sidecar.pid)
-    assert set(psutil.Process().children()) <= before  # the watch is gone too
+    assert set(psutil.Process().children()) <= before
     with board.beside(tmp_path / "tb", environment={"TB_KEEP": "1"}, **options) as kept:
         pass
     with board.beside(tmp_path / "tb", environment={}, **options) as reused:
@@ -240,15 +244,15 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, r
     assert "stopped" in board.stop(record)
 
 
-def test_one_that_is_asked_for_while_a_run_goes_on_stays_after_it(tmp_path, record, fake, caplog):
+def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(tmp_path, record, fake, caplog):
     caplog.set_level(logging.INFO)
     options = {"port": 0, "python": fake, "record": record}
     with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
         again, words = board.start(tmp_path / "tb", **options)
         assert again.pid == sidecar.pid
-        assert "stays now" in words
-    assert is_alive(sidecar.pid)
-    assert "it was asked for while the run went on" in caplog.text
+        assert words.endswith("; it ends with its run")
+    assert not is_alive(sidecar.pid)
+    assert f"TensorBoard (pid {sidecar.pid}) stopped" in caplog.text
 
 
 def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, record, fake, caplog):
@@ -297,8 +301,8 @@ def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tm
 @pytest.mark.parametrize(
     ("environment", "why"),
     [
-        ({"TB_PORT": "80x"}, "TB_PORT=80x is no port; ports go from 1 to 65535"),
-        ({"TB_PORT": "65536"}, "TB_PORT=65536 is no port"),
+        ({"TB_PORT": "80x"}, "TB_PORT=80x is not a port; ports go from 1 to 65535"),
+        ({"TB_PORT": "65536"}, "TB_PORT=65536 is not a port"),
         ({"TB_HOST": "192.0.2.1"}, "192.0.2.1 cannot be listened on: Cannot assign requested address"),
         ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
     ],
@@ -310,7 +314,7 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, recor
     assert went_on
     assert len(caplog.records) == 1
     assert f"no TensorBoard: {why}" in caplog.text
-    assert "training goes on without it" in caplog.text
+    assert "training continues without it" in caplog.text
 
 
 def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, record, fake):
@@ -358,40 +362,16 @@ def owner(tmp_path, record, fake) -> Iterator[tuple[subprocess.Popen[bytes], int
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number):
     process, pid, record = owner
-    watch = psutil.Process(pid).ppid()
     process.send_signal(number)
     process.wait(END_S)
-    wait_for(lambda: not is_alive(pid) and not is_alive(watch), within_s=END_S)
+    wait_for(lambda: not is_alive(pid), within_s=END_S)
     assert "not running" in board.stop(record) or not record.exists()
 
 
-def test_a_terminals_ctrl_c_reaches_neither_the_sidecar_nor_its_watch(owner):
+def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
     process, pid, _ = owner
-    watch = psutil.Process(pid).ppid()
-    assert psutil.Process(watch).ppid() == process.pid
-    assert os.getsid(process.pid) not in (os.getsid(pid), os.getsid(watch))
-
-
-def test_one_that_was_asked_for_meanwhile_survives_a_kill_of_the_run(owner, tmp_path, fake):
-    process, pid, record = owner
-    watch = psutil.Process(pid).ppid()
-    assert board.start(tmp_path / "tb", port=0, python=fake, record=record)[0].pid == pid
-    process.kill()
-    process.wait()
-    wait_for(lambda: not is_alive(watch), within_s=END_S)
-    assert is_alive(pid)
-    assert "stopped" in board.stop(record)
-
-
-def test_one_whose_run_and_watch_were_killed_is_replaced(owner, tmp_path, fake):
-    process, pid, record = owner
-    psutil.Process(psutil.Process(pid).ppid()).kill()
-    process.kill()
-    process.wait()
-    assert is_alive(pid)
-    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake, record=record) as mine:
-        assert mine.pid != pid
-        assert not is_alive(pid)
+    assert psutil.Process(pid).ppid() == process.pid
+    assert os.getsid(process.pid) != os.getsid(pid)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -438,12 +418,14 @@ def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several
         asked.append(question)
         return "y"
 
-    commands.clean(several, None, yes=False, ask=ask)
+    cleaned = commands.clean(several, None, yes=False, ask=ask)
     assert asked == ["Remove 2 event files of 1 finished run, 2.0 KiB? [y/N] "]
     assert f"2.0 KiB  {several}/finished/tb, 2 event files" in caplog.text
     assert f"kept: {several}/running is not finished (running)" in caplog.text
     assert events(several) == {"running", "stopped", "failed", "foreign"}
     assert events(tmp_path / "far") == {"away"}
+    removed = [str(several / "finished" / "tb" / f"events.out.tfevents.{number}.host") for number in (0, 1)]
+    assert cleaned == {"removed": removed, "freed_bytes": 2000, "kept": 8}  # 2 x 3 unfinished, 2 behind links
     assert (several / "finished" / "tb" / "notes.txt").exists()
 
 
@@ -458,7 +440,7 @@ def test_clean_without_a_yes_removes_nothing(several, caplog):
     for name in ("running", "stopped"):
         with pytest.raises(RunFolderError, match=f"is not finished .its manifest says {name}"):
             commands.clean(several, name, yes=True, ask=None)
-    with pytest.raises(RunFolderError, match="holds no manifest"):
+    with pytest.raises(RunFolderError, match="has no manifest"):
         commands.clean(several, "foreign", yes=True, ask=None)
     assert events(several) == before
     commands.clean(several, None, yes=True, ask=None)
@@ -491,14 +473,14 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, own_cache, fake, caplog):
         board.start(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
     )
     assert {item.pid for item in board.recorded()} == {first.pid, second.pid, third.pid, fourth.pid}
-    assert commands.stop(base, "one")
+    assert commands.stop(base, "one") == ([first], [])
     assert [is_alive(item.pid) for item in (first, second, third, fourth)] == [False, True, True, True]
-    assert commands.stop(base)
+    assert commands.stop(base) == ([third, second], [])  # the newest first
     assert [is_alive(item.pid) for item in (second, third, fourth)] == [False, False, True]
-    assert commands.stop(None)
+    assert commands.stop(None) == ([fourth], [])
     assert not is_alive(fourth.pid)
     caplog.clear()
-    assert commands.stop(None)
+    assert commands.stop(None) == ([], [])
     assert "No TensorBoard of this project is running" in caplog.text
 
 
@@ -565,7 +547,7 @@ class World:
 
     def command(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """A command that has ended."""
-        line = [sys.executable, "-m", "sft_play", *words, "--config", f"{self.folder}/run.yaml"]
+        line = [warm.python(), "-m", "sft_play", *words, "--config", f"{self.folder}/run.yaml"]
         environment = self.environment | variables
         return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
 
@@ -708,7 +690,7 @@ def test_two_runs_are_seen_side_by_side(seen, page):
         assert shown == pytest.approx({step: logged[step] for step in shown}, rel=1e-5)
         assert len(shown) >= 3
     again = seen.world.command("tensorboard")
-    assert f"TensorBoard runs already: {page}" in again.stdout
+    assert f"TensorBoard is already running: {page}" in again.stdout
     assert page in seen.world.command("tb-open").stdout
 
 
@@ -727,8 +709,8 @@ def screenshot(url: str, to: Path, profile: Path) -> Path:
     return to
 
 
-RUN_COLOURS = {"orange": (255, 112, 67), "blue": (0, 119, 187)}
-"""What TensorBoard draws the first two runs in."""
+RUN_COLOURS = {"orange": (255, 112, 67), "blue": (0, 119, 187), "red": (204, 51, 17)}
+"""What TensorBoard draws its first three runs in: of two trainings the first, its validation, the second."""
 
 
 def drawn(picture: Path, box: tuple[int, int, int, int]) -> dict[str, int]:
@@ -747,11 +729,39 @@ def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, t
         wait_for(lambda name=name: scalars(page, name, "train/loss"), within_s=END_S)
     picture = screenshot(f"{page}{OPENS_AT}", tmp_path / "curves.png", tmp_path / "profile")
     charts = (365, 110, 1500, 1100)  # right of the list of runs, which has their colours too
-    assert min(drawn(picture, charts).values()) > 100, drawn(picture, charts)
+    found = drawn(picture, charts)
+    assert min(found["orange"], found["red"]) > 100, found
     loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
     assert drawn(picture, loss)["orange"] > 100, drawn(picture, loss)
-    beside = (1090, 150, 1420, 345)  # the third: exact match, which these runs do not measure
-    assert set(drawn(picture, beside).values()) == {0}
+    layout = json.loads(fetch(f"{page}data/plugin/custom_scalars/layout"))
+    titles = [chart["title"] for category in layout["category"] for chart in category["chart"]]
+    assert titles[:3] == ["Loss", "Learning rate", "Gradient norm"]
+    assert "Exact match" not in titles, "these runs do not measure it"
+
+
+@pytest.mark.build
+def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path, record):
+    from types import SimpleNamespace
+
+    from sft_play.training.board import Board
+
+    run = RunFolder(tmp_path / "run")
+    writer = Board(run, hparams={}, metrics=(), answers=list)
+    for step in range(1, 101):
+        logs = {"loss": 2.0 + 2 / step, **({"eval_loss": 1.0 + 2 / step} if step % 10 == 0 else {})}
+        for name, value in logs.items():
+            writer.on_log(None, SimpleNamespace(global_step=step), None, {name: value})
+    writer.on_train_end()
+    sidecar, words = board.start(run.tensorboard, port=0, record=record)
+    assert sidecar is not None, words
+    wait_for(lambda: scalars(sidecar.url, "validation", "eval/loss"), within_s=END_S)
+    assert set(scalars(sidecar.url, ".", "train/loss")) == set(range(1, 101))
+    picture = screenshot(sidecar.page, tmp_path / "loss.png", tmp_path / "profile")
+    loss = (430, 150, 720, 345)  # the first chart of the layout, without its title and buttons
+    found = drawn(picture, loss)
+    assert min(found["orange"], found["blue"]) > 100, found
+    beside = (740, 110, 1500, 1100)
+    assert set(drawn(picture, beside).values()) == {0}, "there is only one chart"
 
 
 @pytest.fixture
@@ -797,7 +807,7 @@ def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command
     assert f"TensorBoard stays at {url}" in training.printed
     wait_for(lambda: len(scalars(url, ".", "train/loss")) == 5, within_s=END_S)
     assert scalars(url, ".", "train/loss") == pytest.approx(losses(training.run), rel=1e-5)
-    assert f"TensorBoard runs already: {url}" in world.command("tensorboard", "--run", "kept").stdout
+    assert f"TensorBoard is already running: {url}" in world.command("tensorboard", "--run", "kept").stdout
     assert f"stopped: {url}" in world.command("tb-stop", "--run", "kept").stdout
     refused = world.command("tb-clean")
     assert refused.returncode == 2

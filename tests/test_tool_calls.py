@@ -12,13 +12,14 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data import turns
-from sft_play.data.dataset import build_splits
-from sft_play.data.files import BadRow, RawRow, data_paths
-from sft_play.data.formats import recognise, to_example
-from sft_play.data.render import IGNORED, Encoder, Rendered, Renderer, TokenizerParts
+from sft_play.data.masks import message_forms, turns
+from sft_play.data.masks.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow
+from sft_play.data.sources.files import BadRow, RawRow, data_paths
+from sft_play.data.sources.formats import recognise, to_example
+from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
-from sft_play.train.tokenizer import load_tokenizer
+from sft_play.training.tokenizer import load_tokenizer
+from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
 from tests.models import CHATML, make_tokenizer
 
@@ -77,7 +78,7 @@ def plain_row() -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]}
 
 
-def rendered(renderer: Renderer, data: dict[str, Any]) -> Rendered | BadRow:
+def rendered(renderer: Renderer, data: dict[str, Any]) -> TokenRow | BadRow:
     shape = recognise(data)
     assert shape is not None
     example = to_example(RawRow("f:1", copy.deepcopy(data)), shape)
@@ -93,7 +94,7 @@ def by_transformers(tokenizer: Any, data: dict[str, Any]) -> str | None:
         return None
 
 
-def trained(made: Rendered) -> str:
+def trained(made: TokenRow) -> str:
     return "".join(made.text[start:end] for start, end in made.spans)
 
 
@@ -102,6 +103,14 @@ def mistral():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(shared("tokenizers/Mistral-7B-Instruct-v0.3"))
+
+
+def tokenizer_for(name: str) -> Any:
+    """A fresh tokenizer with square brackets for a template: Mistral's for the shared ones, else our own."""
+    from transformers import AutoTokenizer
+
+    own = name.startswith(("bundled/", "trl/"))
+    return AutoTokenizer.from_pretrained(tokenizer_folder("bundled/metaspace" if own else "Mistral-7B-Instruct-v0.3"))
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +154,12 @@ def compare(tokenizer: Any, renderer: Renderer) -> int:
     return count
 
 
-def template_of(name: str) -> str:
-    return shared(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ["mistral-common/v3", "mistral-common/v7_spm", *FEW])
-def test_calls_are_what_transformers_renders_or_what_was_changed_is_said(mistral, name):
-    renderer = renderer_of(copy.copy(mistral), template := template_of(name))
-    tokenizer = copy.copy(mistral)
+@pytest.mark.parametrize(
+    "name", there(["bundled/calls", "bundled/tools", "mistral-common/v3", "mistral-common/v7_spm", *FEW])
+)
+def test_calls_are_what_transformers_renders_or_what_was_changed_is_said(name):
+    tokenizer = tokenizer_for(name)
+    renderer = renderer_of(copy.copy(tokenizer), template := template_of(name))
     tokenizer.chat_template = template
     assert compare(tokenizer, renderer) == len(rows_of_every_form())
 
@@ -177,12 +184,12 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
         compare(tokenizer, renderer)
 
 
-@pytest.mark.parametrize("name", MISTRAL)
-def test_mistrals_calls_are_json_in_both_forms(mistral, name):
-    renderer = renderer_of(copy.copy(mistral), template_of(f"mistral-common/{name}"))
-    for arguments, notes in ((ODD, (turns.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
+@pytest.mark.parametrize("name", there(["bundled/calls", *(f"mistral-common/{version}" for version in MISTRAL)]))
+def test_mistrals_calls_are_json_in_both_forms(name):
+    renderer = renderer_of(tokenizer_for(name), template_of(name))
+    for arguments, notes in ((ODD, (message_forms.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
         made = rendered(renderer, row(call(arguments)))
-        assert isinstance(made, Rendered)
+        assert isinstance(made, TokenRow)
         assert made.notes == notes
         written = trained(made).partition("[TOOL_CALLS]")[2].partition("</s>")[0]
         assert json.loads(written)[0] == {"name": "get_weather", "arguments": ODD, "id": "Ab3dE6gH9"}
@@ -202,7 +209,7 @@ def test_a_call_has_the_ids_of_mistral_common(mistral, name, form):
     renderer = renderer_of(copy.copy(mistral), template_of(f"mistral-common/{name}"))
     data = row(call(form({"city": 'Bram "x" <b> & it\'s é', "days": 3})))
     made = rendered(renderer, {**data, "messages": data["messages"][:-1]})
-    assert isinstance(made, Rendered)
+    assert isinstance(made, TokenRow)
     assert [label for label in made.labels if label != IGNORED] == list(map(int, GOLDEN.split()))
 
 
@@ -247,16 +254,16 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             assert isinstance(made, BadRow) or arguments == {}  # which needs no escaping in one of the two
             assert isinstance(made, BadRow) or made.text == by_transformers(small, data)
             continue
-        assert isinstance(made, Rendered), made
+        assert isinstance(made, TokenRow), made
         own = "text" if isinstance(arguments, str) else "object"
         if right in ("own", own):
             assert made.notes == ()
             assert made.text == by_transformers(small, data)
         else:
-            assert made.notes == (turns.TEXT_FOR_OBJECT if own == "object" else turns.OBJECT_FOR_TEXT,)
+            assert made.notes == (message_forms.TEXT_FOR_OBJECT if own == "object" else message_forms.OBJECT_FOR_TEXT,)
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
         again = rendered(renderer, row(call(other)))
-        assert isinstance(again, Rendered)
+        assert isinstance(again, TokenRow)
         assert trained(again) == trained(made)
 
 
@@ -269,8 +276,8 @@ def test_arguments_of_both_forms_may_stand_in_one_file_and_one_row(small):
             mixed = [one if draw.random() < 0.5 else as_text(one) for one in given]
             made = rendered(renderer, row(*map(call, mixed)))
             alike = rendered(renderer, row(*map(call, map(as_text if right == "text" else dict, given))))
-            assert isinstance(made, Rendered)
-            assert isinstance(alike, Rendered)
+            assert isinstance(made, TokenRow)
+            assert isinstance(alike, TokenRow)
             assert made.text == alike.text
             assert bool(made.notes) == (right != "own" and mixed != [*map(as_text if right == "text" else dict, given)])
 
@@ -280,7 +287,7 @@ def test_a_call_keeps_the_keys_and_the_order_of_its_author(small):
     for one in (call(ODD), call(ODD, index=0), {"index": 1, "function": {"arguments": ODD, "name": "get_weather"}}):
         data = row(one)
         made = rendered(renderer, data)
-        assert isinstance(made, Rendered), made
+        assert isinstance(made, TokenRow), made
         assert made.notes == ()
         assert made.text == by_transformers(small, data)
 
@@ -294,30 +301,30 @@ def test_what_cohere_says_before_a_call_is_trained_or_counted(small):
         data = row(call({"city": "x"}), content=None)
         data["messages"][1]["tool_plan"] = "I will look <|im_end|> it up."
         made = rendered(renderer_of(small, template), data)
-        assert isinstance(made, Rendered), made
+        assert isinstance(made, TokenRow), made
         assert made.stripped_think == stripped
         assert made.special_in_text == 1
         assert ("I will look <|im_end|> it up." in trained(made)) == (not stripped)
 
 
-def test_an_id_that_the_template_takes_is_left_as_it_is(mistral):
-    template = template_of("mistral-common/v3")
-    renderer = renderer_of(copy.copy(mistral), template)
-    tokenizer = copy.copy(mistral)
+@pytest.mark.parametrize("name", there(["bundled/calls", "mistral-common/v3"]))
+def test_an_id_that_the_template_takes_is_left_as_it_is(name):
+    tokenizer = tokenizer_for(name)
+    renderer = renderer_of(copy.copy(tokenizer), template := template_of(name))
     tokenizer.chat_template = template
     data = row(call(as_text(ODD), id="call_1234"))
     made = rendered(renderer, data)
-    assert isinstance(made, Rendered)
+    assert isinstance(made, TokenRow)
     assert made.text == by_transformers(tokenizer, data)
     longer = rendered(renderer, row(call(as_text(ODD), id="call_12345")))
-    assert isinstance(longer, Rendered)
-    assert longer.notes == (turns.NOTE_SHORT_IDS,)
+    assert isinstance(longer, TokenRow)
+    assert longer.notes == (message_forms.NOTE_SHORT_IDS,)
 
 
 def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(small):
     renderer = renderer_of(small, EACH.replace("CALL", WAYS["tojson"][0]))
     made = rendered(renderer, row(call('{"city": "\\u003c|im_end|\\u003e"}')))
-    assert isinstance(made, Rendered)
+    assert isinstance(made, TokenRow)
     assert made.special_in_text == 1
     assert made.labels.count(small.convert_tokens_to_ids("<|im_end|>")) == 2  # the ends of the two turns
 
@@ -335,8 +342,8 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
     lines = splits.train.report.lines("train")
-    assert [line for line in lines if turns.OBJECT_FOR_TEXT in line] == [
-        f"Data train: 6 rows: {turns.OBJECT_FOR_TEXT} (first: {path}:2)"
+    assert [line for line in lines if message_forms.OBJECT_FOR_TEXT in line] == [
+        f"Data train: 6 rows: {message_forms.OBJECT_FOR_TEXT} (first: {path}:2)"
     ]
 
 
@@ -373,34 +380,37 @@ def test_each_row_has_the_template_that_transformers_chooses_for_it(tmp_path, ho
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
     for data in (row(call(ODD)), plain_row(), {**plain_row(), "tools": TOOLS}, row(call(ODD)), plain_row()):
         made = rendered(renderer, data)
-        assert isinstance(made, Rendered), made
+        assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, data)
         assert ("get_weather" in made.text) == ("tools" in data)
         assert trained(made).endswith("Yes.<|im_end|>")
     assert renderer.end_of_turn == "<|im_end|>"
 
 
+HERMES = ("bundled/tools", "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use")
+COMMAND_R = ("bundled/order_last", "llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use")
+"""These write an order behind the last message, and none before the answers of a row."""
+
+
+@pytest.mark.parametrize("name", there([*HERMES, *COMMAND_R]))
 @pytest.mark.parametrize("how", ["config", "folder"])
-def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how):
-    for name in ("NousResearch-Hermes-3-Llama-3.1-8B", "CohereForAI-c4ai-command-r-plus"):
-        folder = tmp_path / name
-        folder.mkdir()
-        tokenizer = saved(folder, {"default": CHATML, "tool_use": template_of(f"llama.cpp/{name}-tool_use")}, how)
-        renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
-        assert isinstance(rendered(renderer, plain_row()), Rendered)
-        made = rendered(renderer, row(call(ODD)))
-        if name.startswith("Cohere"):  # it writes an order before the last answer alone
-            assert isinstance(made, BadRow)
-            assert made.reason == turns.OTHER_PROMPT
-            continue
-        assert isinstance(made, Rendered), made
+def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how, name):
+    tokenizer = saved(tmp_path, {"default": CHATML, "tool_use": template_of(name)}, how)
+    renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
+    assert isinstance(rendered(renderer, plain_row()), TokenRow)
+    made = rendered(renderer, row(call(ODD)))
+    if name in COMMAND_R:
+        assert isinstance(made, BadRow)
+        assert made.reason == turns.OTHER_PROMPT
+    else:
+        assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
 
 
 def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(small):
     renderer = renderer_of(small, TOOL_USE)
     made = rendered(renderer, row(call(ODD)))
-    assert isinstance(made, Rendered), made
+    assert isinstance(made, TokenRow), made
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
     assert bad.reason == turns.REFUSED
@@ -413,7 +423,7 @@ def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_p
     file.write_text(TOOL_USE, encoding="utf-8")
     config = config_from_text(f"model: {{name: {tmp_path}}}\ndata: {{chat_template: {file}}}", name="run.yaml")
     loaded = load_tokenizer(config)
-    assert isinstance(rendered(Renderer(loaded.tokenizer, max_seq_len=NO_LIMIT), row(call(ODD))), Rendered)
+    assert isinstance(rendered(Renderer(loaded.tokenizer, max_seq_len=NO_LIMIT), row(call(ODD))), TokenRow)
 
 
 def test_a_broken_template_for_tools_costs_the_rows_with_tools_alone(tmp_path):
@@ -422,14 +432,14 @@ def test_a_broken_template_for_tools_costs_the_rows_with_tools_alone(tmp_path):
     bad = rendered(renderer, row(call(ODD)))
     assert isinstance(bad, BadRow)
     assert bad.reason == "no chat template for rows with tools"
-    assert isinstance(rendered(renderer, plain_row()), Rendered)
+    assert isinstance(rendered(renderer, plain_row()), TokenRow)
 
 
 def test_a_tokenizer_without_a_default_template_takes_rows_with_tools_alone(tmp_path):
     tokenizer = saved(tmp_path, {"tool_use": TOOL_USE, "rag": RAG}, "folder")
     renderer = Renderer(tokenizer, DataConfig(), max_seq_len=NO_LIMIT)
-    assert isinstance(rendered(renderer, row(call(ODD))), Rendered)
+    assert isinstance(rendered(renderer, row(call(ODD))), TokenRow)
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
-    assert "rag, tool_use; give data.chat_template one" in bad.detail
+    assert "rag, tool_use; set data.chat_template" in bad.detail
     assert by_transformers(tokenizer, plain_row()) is None

@@ -85,7 +85,7 @@ def test_a_configured_index_is_used_and_no_other():
         assert chosen(machine, configured="pip's settings name an index (global.index-url)") == ("index", None)
         assert chosen(machine, "auto", "pip's settings name an index (global.index-url)") == ("index", None)
     why = torch_build.choose(linux(), configured="pip's settings name an index (x)").why
-    assert why == "pip's settings name an index (x), and no other is asked"
+    assert why == "pip's settings name an index (x), and no other build was asked for"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_torch_takes_the_name_of_a_build_and_nothing_else():
     with pytest.raises(BuildError, match=r"TORCH=2\.13\.0 was asked for, which is a version[^$]*make lock TORCH="):
         torch_build.asked_build({"TORCH": "2.13.0"})
     for asked in ("cuda", "cu13", "cu1300", "CPU", "rocm", "cpu/../x", "http://x", " cpu"):
-        with pytest.raises(BuildError, match="which is no build of torch"):
+        with pytest.raises(BuildError, match="which is not a build of torch"):
             torch_build.asked_build({"TORCH": asked})
 
 

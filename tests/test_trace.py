@@ -1,4 +1,4 @@
-"""The traced step against real tensors: the same events, the same bytes; every shim against what it stands for."""
+"""The traced step against real tensors: the same events, the same bytes; every patch against what it stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from sft_play.trace import build, kernels, ranks, shims, step, twins
+from sft_play.planner.memory.model_states import nf4_bytes
+from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.trace import build, fakes, kernels, patches, ranks, step
 from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -143,12 +145,12 @@ class Marks(importlib.import_module("transformers").TrainerCallback):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
-    """`PlannedTrainer.train` on real CPU tensors, under the same log and shims: the same highest bytes to 0.1%."""
+    """`PlannedTrainer.train` on real CPU tensors, under the same log and patches: the same highest bytes to 0.1%."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.train.trainer import PlannedTrainer, _checkpointing
+    from sft_play.training.trainer import PlannedTrainer, _checkpointing
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)
@@ -171,7 +173,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing),
     )  # fmt: skip
-    with log, shims.installed(shims.Situation(settings, log)):
+    with log, patches.installed(patches.Situation(settings, log)):
         trainer = PlannedTrainer(
             model=AutoModelForCausalLM.from_config(
                 build.config_of(settings), dtype=torch.bfloat16, attn_implementation="eager"
@@ -184,43 +186,45 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         )
         trainer.train()
     trained = phase_peaks(log)
-    workspaces = 2 * kernels.cublas_workspace((8, 0))
+    workspaces = 2 * cublas_workspace((8, 0))
     ours = max(value for phase, value in phase_peaks(step.record(settings)[0]).items() if phase.endswith((" 1", " 2")))
     assert ours - workspaces == pytest.approx(max(trained["step 1"], trained["step 2"]), rel=1e-3)
 
 
-# --- shims ------------------------------------------------------------------------------------------------------------
+# --- patches ----------------------------------------------------------------------------------------------------------
 def test_every_shim_has_a_name_a_reason_and_passes_its_guard():
-    assert len({shim.name for shim in shims.SHIMS}) == len(shims.SHIMS) >= 15
-    for shim in shims.SHIMS:
-        assert len(shim.reason.split()) >= 5
-        shim.holder()
+    assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES) >= 15
+    for patch in patches.PATCHES:
+        assert len(patch.reason.split()) >= 5
+        patch.holder()
 
 
-@pytest.mark.parametrize("shim", shims.SHIMS, ids=lambda one: one.name)
-def test_a_target_that_is_gone_is_named(shim):
-    gone = dataclasses.replace(shim, target=shim.target + "_that_was_renamed")
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda one: one.name)
+def test_a_target_that_is_gone_is_named(patch):
+    gone = dataclasses.replace(patch, target=patch.target + "_that_was_renamed")
     with pytest.raises(TraceUnavailable, match="_that_was_renamed"):
         gone.holder()
 
 
-@pytest.mark.parametrize("shim", [one for one in shims.SHIMS if one.parameters], ids=lambda one: one.name)
-def test_a_library_that_moved_on_is_named(shim, monkeypatch):
-    holder, name, _ = shim.holder()
+@pytest.mark.parametrize("patch", [one for one in patches.PATCHES if one.parameters], ids=lambda one: one.name)
+def test_a_library_that_moved_on_is_named(patch, monkeypatch):
+    holder, name, _ = patch.holder()
     monkeypatch.setattr(holder, name, lambda something_else: None)
     with pytest.raises(TraceUnavailable) as error:
-        shim.holder()
-    library = shim.target.split(".")[0].split(":")[0]
-    assert shim.name in str(error.value)
-    assert f"{library} {shims.version(library)}" in str(error.value)
+        patch.holder()
+    library = patch.target.split(".")[0].split(":")[0]
+    assert patch.name in str(error.value)
+    assert f"{library} {patches.version(library)}" in str(error.value)
 
 
 def test_shims_are_gone_after_a_trace():
-    before = [shim.holder()[2] for shim in shims.SHIMS]
+    before = [patch.holder()[2] for patch in patches.PATCHES]
     step.record(dataclasses.replace(SMALL, mode="qlora", peft=LORA, optimizer_steps=1))
     with pytest.raises(TraceUnavailable):
         step.record(dataclasses.replace(SMALL, optimizer="unknown"))
-    assert all(one is other for one, other in zip(before, [shim.holder()[2] for shim in shims.SHIMS], strict=True))
+    assert all(
+        one is other for one, other in zip(before, [patch.holder()[2] for patch in patches.PATCHES], strict=True)
+    )
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -237,20 +241,20 @@ def test_an_nf4_twin_has_the_bytes_of_a_layer_that_bitsandbytes_quantised(double
     if double_quant:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
     bytes_of = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 640 * 192 // 2
-    assert twins.nf4_bytes(640 * 192, double_quant=double_quant) == bytes_of
-    twin = twins.nf4_twin(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
-    assert sum(one.numel() * one.element_size() for one in (*twin.parameters(), *twin.buffers())) == bytes_of
+    assert not double_quant or nf4_bytes(640 * 192) == bytes_of  # the closed form's
+    fake = fakes.fake_nf4(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
+    assert sum(one.numel() * one.element_size() for one in (*fake.parameters(), *fake.buffers())) == bytes_of
 
 
 def test_an_nf4_twin_saves_nothing_and_passes_gradients_of_the_inputs_type():
-    twin = twins.nf4_twin(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
-    assert (twin.bias.dtype, twin.bias.requires_grad) == (torch.bfloat16, False)
+    fake = fakes.fake_nf4(nn.Linear(64, 128), SMALL).to_empty(device="cpu")
+    assert (fake.bias.dtype, fake.bias.requires_grad) == (torch.bfloat16, False)
     hidden = torch.randn(3, 64, dtype=torch.float32, requires_grad=True)
-    out = twin(hidden)
+    out = fake(hidden)
     assert (out.shape, out.dtype) == ((3, 128), torch.float32)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        twin(hidden)
+        fake(hidden)
     assert not saved
     out.sum().backward()
     assert hidden.grad.shape == hidden.shape
@@ -260,7 +264,7 @@ def test_an_nf4_twin_saves_nothing_and_passes_gradients_of_the_inputs_type():
 def test_the_heads_twin_gives_and_saves_what_trls_function_does(trains_head):
     real = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     found = []
-    for function in (real, twins.ChunkedLogProb):
+    for function in (real, fakes.ChunkedLogProb):
         hidden = torch.randn(10, 16, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=trains_head)
         saved: list[torch.Tensor] = []
@@ -306,7 +310,7 @@ def test_the_engine_sums_gradients_in_place_and_the_log_knows():
 def test_dropout_keeps_a_mask_of_one_byte():
     settings = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "lora_dropout": 0.5}, checkpointing=False)
     log = StorageLog()
-    with shims.installed(shims.Situation(settings, log)), FakeTensorMode(), log:
+    with patches.installed(patches.Situation(settings, log)), FakeTensorMode(), log:
         x = torch.zeros(1000, requires_grad=True)
         before = log.current
         out = F.dropout(x, 0.5)
@@ -320,7 +324,7 @@ def test_dropout_keeps_a_mask_of_one_byte():
 def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
     half, norm = torch.randn(4, 8, dtype=dtype), torch.nn.LayerNorm(8).to(dtype)
     expected = torch.nn.functional.layer_norm(half.float(), (8,), norm.weight.float(), norm.bias.float())
-    with shims.installed(shims.Situation(SMALL, StorageLog())):
+    with patches.installed(patches.Situation(SMALL, StorageLog())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = norm(half), torch.pow(half, 3.0)
         outside = norm(half), torch.pow(half, 3.0)
@@ -332,7 +336,7 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 
 def test_fp16_softmax_in_fp32_keeps_its_result_alone():
     log = StorageLog()
-    with shims.installed(shims.Situation(SMALL, log)), FakeTensorMode(), log:
+    with patches.installed(patches.Situation(SMALL, log)), FakeTensorMode(), log:
         x = torch.zeros(10, 100, dtype=torch.float16, requires_grad=True)
         before, log.peak = log.current, log.current
         out = F.softmax(x, dim=-1, dtype=torch.float32)
@@ -379,7 +383,7 @@ def test_composite_attention_computes_what_pytorch_does(is_causal):
 
 @pytest.mark.parametrize(("mask", "is_square"), [("ones", False), ("padded", True), ("packed", True), ("none", False)])
 def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square):
-    """Real values without any shim against shims without values: the mask's shape, or none."""
+    """Real values without any patch against patches without values: the mask's shape, or none."""
     from transformers import masking_utils
 
     config = build.config_of(SMALL)
@@ -395,7 +399,7 @@ def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square)
         return None if found is None else (tuple(found.shape), found.dtype)
 
     expected = made()
-    with shims.installed(shims.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
+    with patches.installed(patches.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
         assert made() == expected
     assert (expected is not None) == is_square
 
@@ -411,8 +415,8 @@ def test_8bit_states_are_those_that_bitsandbytes_makes(elements):
     state = optimizer.state[parameter]
     names = ("state1", "state2", "absmax1", "absmax2")
     real = [state[name].numel() * state[name].element_size() for name in names if name in state]
-    assert list(twins.adam_8bit_states(elements)) == real
-    assert sum(twins.paged_adam_8bit_states(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
+    assert list(fakes.adam_8bit_states(elements)) == real
+    assert sum(fakes.paged_adam_8bit_states(elements)) == (sum(real) if elements < 1e5 else sum(real[2:]))
 
 
 def test_buckets_are_cut_as_pytorch_cuts_them():
@@ -606,7 +610,7 @@ def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
     assert step.cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path).allocated == 1
     file.write_text("{")
     assert step.cached_trace(SMALL, folder=tmp_path).allocated == 1
-    monkeypatch.setattr(shims, "version", lambda library: "99")
+    monkeypatch.setattr(patches, "version", lambda library: "99")
     assert step._key(SMALL) != file.stem
 
 

@@ -14,9 +14,10 @@ from torch import nn
 
 from sft_play.errors import TrainingError
 from sft_play.runs import RunFolder
-from sft_play.train import checkpoints
-from sft_play.train.callbacks import GradientCheck, Progress
-from tests.conftest import chat, shared
+from sft_play.training import checkpoints
+from sft_play.training.callbacks import GradientCheck, Progress
+from tests.bundled import data_file
+from tests.conftest import chat
 from tests.models import make_llama, make_tokenizer
 
 pytestmark = pytest.mark.build
@@ -76,7 +77,7 @@ def test_a_run_writes_its_whole_folder(train, mode):
     kind = "model" if mode == "full" else "adapter"
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "resolved.json", "plan.json", "manifest.json", "summary.json", "metrics.jsonl", "train.log",
-        "tb", "checkpoints", kind,
+        "tb", "checkpoints", "report.html", kind,
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert set(summary) >= {"before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
@@ -99,6 +100,12 @@ def test_a_run_writes_its_whole_folder(train, mode):
     assert "Effective batch size: 8" in (folder / "train.log").read_text()
     assert json.loads((folder / "plan.json").read_text())["effective_batch"] == 8
     assert losses(folder)[1] < losses(folder)[0]
+    if mode == "full":
+        from transformers import AutoTokenizer, GenerationConfig
+
+        end = AutoTokenizer.from_pretrained(folder / kind).convert_tokens_to_ids("<|im_end|>")
+        stops = GenerationConfig.from_pretrained(folder / kind).eos_token_id
+        assert end in (stops if isinstance(stops, list) else [stops])  # what ends a turn ends an answer of the model
 
 
 def test_tensorboard_gets_the_same_loss_as_the_metrics_file(train):
@@ -156,7 +163,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mod
     _, _, whole = train("whole", *same)
     code, printed, parts = train("parts", *same, "train.stop_after_steps=2")
     assert code == 0
-    assert "Stopped early; go on with: make resume CONFIG=" in printed
+    assert "Stopped early; resume with: make resume CONFIG=" in printed
     assert json.loads((parts / "manifest.json").read_text())["status"] == "stopped"
     assert not (parts / "adapter").exists()
     code, printed, _ = train("parts", *same, verb="resume")
@@ -308,7 +315,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_whole_one(train):
     code, printed, _ = train("one", *same, verb="resume")
     assert code == 0
     assert "Resuming bnb run from step 2" in printed
-    assert "checkpoint-3 is passed over: optimizer.pt has" in printed
+    assert "checkpoint-3 is skipped: optimizer.pt has" in printed
 
 
 def test_checkpoints_are_kept_to_the_limit(train):
@@ -412,9 +419,9 @@ def in_fp16(monkeypatch, scale: float) -> None:
     the loss begins at `scale`."""
     from accelerate import Accelerator
 
-    from sft_play.train import run
+    from sft_play.training import load_trainer
 
-    begin, arguments = Accelerator.__init__, run.training_arguments
+    begin, arguments = Accelerator.__init__, load_trainer.training_arguments
 
     def begin_in_fp16(self, *args, **options):
         begin(self, *args, **options)
@@ -427,7 +434,7 @@ def in_fp16(monkeypatch, scale: float) -> None:
         return made
 
     monkeypatch.setattr(Accelerator, "__init__", begin_in_fp16)
-    monkeypatch.setattr(run, "training_arguments", told_so)
+    monkeypatch.setattr(load_trainer, "training_arguments", told_so)
 
 
 def test_an_fp16_run_whose_first_steps_are_skipped_trains(train, monkeypatch):
@@ -492,7 +499,7 @@ def test_a_refusal_is_one_message_with_exit_code_2_and_nothing_is_left(train, tm
 
 
 def test_a_fault_of_ours_keeps_its_traceback(train, monkeypatch):
-    import sft_play.train.run as module
+    import sft_play.training.run as module
 
     def broken(*_):
         raise ZeroDivisionError("ours")
@@ -677,26 +684,30 @@ def test_other_architectures_train(train, tmp_path, name):
     assert ("the experts are one tensor" in printed) == (name == "mixtral")
 
 
+FEW_ROWS = ("model.max_seq_len=512", "data.val_fraction=0.0", "train.effective_batch_size=2",
+            "data.max_lost_fraction=1.0")  # fmt: skip
+PLAIN = ("task_mode=cpt", "model.max_seq_len=64")
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        pytest.param(
-            "gsm8k", ("data.train_path={sft/gsm8k/test.jsonl}", "model.max_seq_len=512", "data.max_lost_fraction=1.0"),
-            marks=pytest.mark.slow,
+        ("bundled/rows/alpaca.json", FEW_ROWS),
+        ("bundled/rows/openai_chat.jsonl", FEW_ROWS),
+        ("bundled/documents/verse.txt", (*PLAIN, "data.val_fraction=0.0")),
+        *(
+            pytest.param(name, overrides, marks=pytest.mark.slow)
+            for name, overrides in (
+                ("sft/gsm8k/test.jsonl", ("model.max_seq_len=512", "data.max_lost_fraction=1.0")),
+                ("sft/llamafactory/identity.json", ("model.max_seq_len=512",)),
+                ("sft/openai_cookbook/toy_chat_fine_tuning.jsonl", FEW_ROWS),
+                ("corpora/tinyshakespeare.txt", (*PLAIN, "data.val_fraction=0.01")),
+            )
         ),
-        ("identity", ("data.train_path={sft/llamafactory/identity.json}", "model.max_seq_len=512")),
-        ("toy", ("data.train_path={sft/openai_cookbook/toy_chat_fine_tuning.jsonl}", "model.max_seq_len=512",
-                 "data.val_fraction=0.0", "train.effective_batch_size=2", "data.max_lost_fraction=1.0")),
-        ("cpt", ("task_mode=cpt", "data.train_path={corpora/tinyshakespeare.txt}", "model.max_seq_len=64",
-                 "data.val_fraction=0.01")),
     ],
-)  # fmt: skip
+)
 def test_real_files_train_as_they_are(train, name, overrides):
-    found = []
-    for override in overrides:
-        key, _, value = override.partition("={")
-        found.append(f"{key}={shared(value[:-1])}" if value else override)
-    code, printed, folder = train(name, *found)
+    code, printed, folder = train(Path(name).stem, f"data.train_path={data_file(name)}", *overrides)
     assert code == 0, printed
     assert len(losses(folder)) == 2
 
@@ -738,7 +749,7 @@ class TestProgress:
 
 
 def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monkeypatch):
-    from sft_play.train.trainer import PlannedTrainer
+    from sft_play.training.trainer import PlannedTrainer
 
     def full(*_args, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -746,8 +757,8 @@ def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monk
     monkeypatch.setattr(PlannedTrainer, "training_step", full)
     code, printed, folder = train("one")
     assert code == 3
-    assert "the GPU's memory ran out (CUDA out of memory" in printed
-    assert "predicted were" in printed
+    assert "CUDA out of memory; the plan predicted " in printed
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in printed
     assert "try train.batch_size=4" in printed
     assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 
@@ -761,7 +772,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.start import first_day
+    from sft_play.runs import first_day
 
     template = tmp_path / "dated.jinja"
     template.write_text(

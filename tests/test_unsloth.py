@@ -28,11 +28,12 @@ from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.failures import Failure
-from sft_play.plan.precision import Precision
+from sft_play.planner.precision import Precision
 from sft_play.runs import RunFolder
-from sft_play.train import bridge, checkpoints, handover, unsloth_environment, unsloth_worker
-from sft_play.train.model import draw_blueprint
-from sft_play.train.unsloth_environment import Answer
+from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
+from sft_play.training.model import build_model_spec
+from sft_play.training.unsloth_environment import Answer
+from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
 
@@ -50,7 +51,7 @@ def standin(tmp_path, monkeypatch):
     """An environment whose `unsloth` is the one of the tests; returns the file that it writes its notes into."""
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}/tests/unsloth_standin" exec "{sys.executable}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}/tests/unsloth_standin" exec "{warm.python()}" "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("UNSLOTH_VENV", str(tmp_path / "env"))
     monkeypatch.setenv("UNSLOTH_STANDIN_RECORD", str(tmp_path / "notes"))
@@ -117,7 +118,7 @@ def adapter_in_peft(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def problem(config: Any, **asked: Any) -> str | None:
-    return bridge.problem(config, **{"layout": "single", "nodes": 1, "launched": False, **asked})
+    return backend.problem_of_unsloth(config, **{"layout": "single", "nodes": 1, "launched": False, **asked})
 
 
 def test_without_a_gpu_and_an_environment_both_are_named_and_how_to_get_one(no_unsloth, monkeypatch):
@@ -181,19 +182,19 @@ def test_all_that_is_not_carried_is_named_at_once(standin):
 def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypatch):
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
     everything = dict.fromkeys(leaves(), ("set", False))
-    monkeypatch.setattr(bridge, "_values", lambda _: everything)
-    refused = {item.partition("=")[0] for item in bridge.not_carried(config())}
+    monkeypatch.setattr(backend, "_values", lambda _: everything)
+    refused = {item.partition("=")[0] for item in backend.not_carried(config())}
     told = {path for path in leaves() if path not in refused}
-    here = {path for path in told - bridge._CARRIED if not leaves()[path].owner.startswith(bridge._MADE_HERE)}
+    here = {path for path in told - backend._CARRIED if not leaves()[path].owner.startswith(backend._MADE_HERE)}
     assert not here
     assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
-    assert set(leaves()) >= bridge._CARRIED
+    assert set(leaves()) >= backend._CARRIED
 
 
 def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="train.trainer")
-    monkeypatch.setattr(bridge, "leaves", lambda: {**leaves(), "train.new": new})
-    assert any(item.startswith("train.new=") for item in bridge.not_carried(config()))
+    monkeypatch.setattr(backend, "leaves", lambda: {**leaves(), "train.new": new})
+    assert any(item.startswith("train.new=") for item in backend.not_carried(config()))
 
 
 @pytest.mark.parametrize(
@@ -214,14 +215,14 @@ def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, w
                                                      (False, "cpu", True), (False, "cuda", False)])  # fmt: skip
 def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu, device, fine):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(bridge, "ask", lambda _: Answer(device, {}))
+    monkeypatch.setattr(backend, "ask", lambda _: Answer(device, {}))
     assert (problem(config()) is None) == fine
 
 
 def test_models_that_it_cannot_train_as_the_run_says_are_named():
     def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
         plain = {"is_text_tower": False, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
-        return bridge.model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
+        return backend.model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
 
     assert said() is None
     assert "image-text" in str(said(is_text_tower=True))
@@ -252,7 +253,7 @@ def test_an_environment_without_what_the_loop_imports_is_refused_by_the_packages
 
 def test_unsloth_is_asked_for_its_device_and_versions(standin):
     assert problem(config()) is None
-    python, answer = bridge.answer_here()
+    python, answer = backend.answer_here()
     assert python == standin.parent / "env" / "bin" / "python"
     assert answer.device == "cpu"
     assert answer.versions["torch"] == torch.__version__
@@ -296,7 +297,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema_version": 99}, "has the form 99, and this worker reads 1"),
+        ({"schema_version": 99}, "has the form 99, but this worker reads 1"),
         ({"sft_play": "0.0.0"}, "was written by sft_play 0.0.0"),
         ({"stop_ids": ["x"]}, "stop_ids.0"),
         ({"new": 1}, "new"),
@@ -361,15 +362,15 @@ def ended(tmp_path: Path, *words: tuple[int, tuple[str, str, str, int] | None]) 
 @pytest.mark.parametrize(
     ("words", "stopped", "kind", "message"),
     [
-        ([(3, ("mend", "DoesNotFit", "too much", 1))], 0, DoesNotFit, "too much"),
-        ([(2, ("mend", "BackendError", "no such", 1))], 0, BackendError, "no such"),
+        ([(3, ("user", "DoesNotFit", "too much", 1))], 0, DoesNotFit, "too much"),
+        ([(2, ("user", "BackendError", "no such", 1))], 0, BackendError, "no such"),
         ([(1, ("fault", "KeyError", "'x'", 1))], 0, RuntimeError, "KeyError: 'x'"),
         ([(130, ("stopped", "Interrupted", "stopped at step 2", 1))], 1, Interrupted, "stopped at step 2"),
         ([(-signal.SIGKILL, None)], 0, BackendError, "killed by SIGKILL \\(out of memory"),
         ([(-signal.SIGKILL, None)], 2, Interrupted, "ended at once"),
-        ([(7, None)], 0, BackendError, "exit code 7 and no word"),
-        ([(1, ("peer", "DistBackendError", "gone", 1)), (2, ("mend", "ModelError", "root", 2))], 0, ModelError, "root"),
-        ([(2, ("mend", "ModelError", "later", 5)), (2, ("mend", "ModelError", "first", 2))], 0, ModelError, "first"),
+        ([(7, None)], 0, BackendError, "exit code 7 and no message"),
+        ([(1, ("peer", "DistBackendError", "gone", 1)), (2, ("user", "ModelError", "root", 2))], 0, ModelError, "root"),
+        ([(2, ("user", "ModelError", "later", 5)), (2, ("user", "ModelError", "first", 2))], 0, ModelError, "first"),
     ],
 )  # fmt: skip
 def test_the_first_failure_that_follows_from_no_other_is_raised(tmp_path, words, stopped, kind, message):
@@ -390,7 +391,7 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
         folder = RunFolder(tmp_path / str(was))
         manifest = {**runs.new_manifest(loaded, hardware={}, data={}), **({"backend": was} if was else {})}
         runs.create(folder, loaded, manifest=manifest, plan={}).close()
-        with pytest.raises(RunFolderError, match=f"trained by {was or 'bnb'}, and here {now} would"):
+        with pytest.raises(RunFolderError, match=f"trained by {was or 'bnb'}, and {now} would continue it here"):
             runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=now)
         runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=was or "bnb")
 
@@ -398,7 +399,7 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):
     from transformers import TrainingArguments
 
-    from sft_play.train import unsloth_run
+    from sft_play.training import unsloth_run
     from tests.test_options import on_cpu
 
     class Changed(TrainingArguments):
@@ -418,10 +419,10 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.train.unsloth_run import check_loaded
+    from sft_play.training.unsloth_run import check_loaded
 
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
-    drawn = draw_blueprint(run, Precision("float32", "float32", ""), tokenizer_size=100)
+    drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
     wanted = {name: list(shape) for name, shape in bridge.adapter_shapes(drawn, trust_remote_code=False).items()}
     told = document(tmp_path)
     told = told.model_copy(update={"adapter": told.adapter.model_copy(update={"tensors": wanted})})
@@ -445,7 +446,7 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
 def recorded(monkeypatch) -> list[dict[str, Any]]:
     """Every batch that a run in this process trains on from now on."""
-    from sft_play.train.trainer import PlannedTrainer
+    from sft_play.training.trainer import PlannedTrainer
 
     batches: list[dict[str, Any]] = []
     step = PlannedTrainer.training_step
@@ -515,7 +516,7 @@ def test_a_failure_of_its_process_is_one_message_and_nothing_is_left(train, stan
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "answer", "words"), [("memory", 3, "the GPU's memory ran out"),
+@pytest.mark.parametrize(("fault", "answer", "words"), [("memory", 3, "CUDA out of memory; the plan predicted"),
                                                         ("adapters", 2, "adapters are not those of the run"),
                                                         ("killed", 2, "was killed by SIGKILL")])  # fmt: skip
 def test_other_failures_have_their_exit_codes(train, standin, monkeypatch, fault, answer, words):
@@ -532,8 +533,8 @@ def test_a_signal_saves_stops_and_answers_130(standin, tmp_path, tiny_llama, num
     path = uneven_run(tmp_path, tiny_llama)
     words = ("tuning.mode=lora", "tuning.backend=unsloth", "output.name=mine", "train.max_steps=3000")
     command = [sys.executable, "-m", "sft_play", "train", "--config", str(path), *words, "eval.before_training=false"]
-    log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     folder, deadline = tmp_path / "outputs" / "mine", time.monotonic() + 240
     while not (folder / "metrics.jsonl").exists():
         assert process.poll() is None, (tmp_path / "log").read_text()
@@ -599,7 +600,7 @@ def test_the_plan_says_what_it_does_not_know(command, hardware):
     assert code == 0
     plan = json.loads(printed)
     said = " ".join(plan["reasons"])
-    assert "nothing of Unsloth's was measured" in said
+    assert "Unsloth itself was not measured" in said
     assert ("STRATEGY=ddp" in said) == (plan["layout"] not in ("single", "ddp"))
     code, printed = command("plan", "--config", str(ROOT / "configs/run_bnb.yaml"), "--hardware", hardware, "--json")
     assert "Unsloth" not in " ".join(json.loads(printed)["reasons"])

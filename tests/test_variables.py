@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import cli, variables
+from sft_play import variables
+from sft_play.commands import FILES, INTERNAL
+from sft_play.commands.request import flags_of_commands, read_request, refuse_variables
 from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError
 from tests.conftest import ROOT, chat
@@ -38,17 +40,17 @@ def make(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_the_table_speaks_of_every_target_and_command():
     assert variables.targets() == set(TARGETS)
     programs = {variables.command_of(name) for name in TARGETS} - set(variables.COMMANDS_OF_MAKE)
-    assert programs == set(cli.COMMANDS) == set(cli._COMMANDS)
+    assert programs == set(FILES) == set(variables.COMMANDS)
     for name, variable in variables.VARIABLES.items():
         assert set(variable.commands) <= {*TARGETS, "*"}, name
-        assert set(variable.ranks) <= set(cli.COMMANDS), name
-        assert variable.kind in ("text", "list", "switch"), name
+        assert set(variable.ranks) <= {*FILES, *INTERNAL}, name
+        assert variable.kind in ("text", "path", "names", "count", "number", "list", "switch", "launch"), name
 
 
 def test_every_command_that_the_papers_show_is_taken():
     """`make TARGET NAME=…` as README, docs, configs, the Makefile's examples and our own messages write it."""
     files = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.yaml")]
-    files += [*ROOT.glob("sft_play/**/*.py"), ROOT / "CHANGELOG.md"]
+    files += [*ROOT.glob("sft_play/**/*.py"), *ROOT.glob("sft_play/**/*.yaml"), ROOT / "CHANGELOG.md"]
     found = 0
     for path in files:
         for target, rest in re.findall(
@@ -99,7 +101,7 @@ def test_variables_of_other_programs_pass_and_unknown_ones_do_not(target):
     for name in ("BATCH_SIZE", "MODEL_NAME", "TRAIN_DATASET", "MAX_STEPS", "FOO", "ACCELERATE_CONFG", "lr"):
         said = variables.refusal([target], [name], [])
         assert said is not None, name
-        assert said.startswith(f"{name}= is no variable of make {target}")
+        assert said.startswith(f"{name}= is not a variable of make {target}")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -114,8 +116,12 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(targe
             assert variables.is_taken(name, re.findall(r"belongs to make ([a-z-]+)", said)[0])
 
 
-def test_no_section_of_the_run_yaml_has_the_name_of_a_variable():
-    assert not {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
+def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting():
+    both = {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
+    assert both == {"DATA", "OUTPUT"}
+    refuse_variables(["output={dir: elsewhere}"])
+    with pytest.raises(ConfigError, match="variable of make"):
+        refuse_variables(["OUTPUT=answers.jsonl"])
 
 
 def test_several_targets_take_what_one_of_them_takes():
@@ -143,9 +149,10 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
         (["train", "CONFIG="], "CONFIG= is given and empty"),
         (["train", "CONFIG=  "], "CONFIG= is given and empty"),
         (["train", "ROW=5"], "ROW= is not used by make train; it belongs to make preview"),
+        (["train", "DATA=x"], "it belongs to make eval (the setting: SET='data.train_path=...')"),
         (["CONFIG=my.yaml"], "CONFIG= is not used by make without a target"),
         (["setup", "PYTHN=python3"], "did you mean PYTHON=?"),
-        (["-n", "train", "quo'te=1"], "quo'te= is no variable"),
+        (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),
     ],
 )
 def test_make_refuses_before_anything_runs(words, message, tmp_path):
@@ -179,26 +186,28 @@ def words_of(flag: str) -> list[str]:
     return [flag] if is_switch else [flag, VALUES.get(name, "1")]
 
 
-@pytest.mark.parametrize("command_name", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("command_name", sorted(FILES))
 def test_a_command_takes_its_own_flags_and_no_others(command_name):
     config = ["--config", STARTER] if command_name in variables.flag_commands("CONFIG") else []
     taken = 0
-    for flag, commands in cli._flags().items():
+    for flag, commands in flags_of_commands().items():
         if flag == "--config":
             continue
         if command_name in commands:
-            cli.read_request([command_name, *config, *words_of(flag)], {})
+            read_request([command_name, *config, *words_of(flag)], {})
             taken += 1
         else:
-            with pytest.raises(ConfigError, match=f"{flag} is no flag of {command_name}; it belongs to {commands[0]}"):
-                cli.read_request([command_name, *config, *words_of(flag)], {})
-    assert taken or command_name == "generate"
+            with pytest.raises(
+                ConfigError, match=f"{flag} is not a flag of {command_name}; it belongs to {commands[0]}"
+            ):
+                read_request([command_name, *config, *words_of(flag)], {})
+    assert taken
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "--row", "5", "--layouts", "nonsense"], "is no flag of plan"),
+        (["plan", "--row", "5", "--layouts", "nonsense"], "is not a flag of plan"),
         (["plan", "--hardwear", "2xH200"], "did you mean --hardware?"),
         (["plan", "--rwo", "5"], "plan has no flag --rwo; did you mean --row (a flag of preview)?"),
         (["plan", "--Config", "x"], "did you mean --config?"),
@@ -208,10 +217,10 @@ def test_a_command_takes_its_own_flags_and_no_others(command_name):
         (["plan", "--config", STARTER, "--config", "x.yaml"], "--config is given twice"),
         (["train", "my.yaml"], "--config my.yaml"),
         (["mask-score", "train.epochs=1"], "mask-score reads no run YAML"),
-        (["generate", "--config", "x"], "--config is no flag of generate"),
+        (["generate", "--config", "x"], "--config is not a flag of generate"),
         (["train", "NPROC=2"], "NPROC=2 is a variable of make, not a setting"),
         (["train", "config=my.yaml"], "config=my.yaml is a variable of make, not a setting"),
-        (["train", "--json"], "--json is no flag of train"),
+        (["train", "--out", "x"], "--out is not a flag of train"),
     ],
 )
 def test_wrong_flags_are_one_message(command, words, message):
@@ -238,11 +247,11 @@ def test_without_a_config_the_starter_gets_nothing_of_the_users(name, monkeypatc
             with pytest.raises(
                 ConfigError, match=r"(?s)is given without a run YAML.*data: \{train_path: .*CONFIG=my.yaml"
             ):
-                cli.read_request(words, environment)
-        assert cli.read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
+                read_request(words, environment)
+        assert read_request([name, "--config", STARTER, setting], {}).overrides == (setting,)
     with pytest.raises(ConfigError, match=r"data\.train_path=mine/ is given without"):
-        cli.read_request([name, "--train-dataset", "mine/"], {})
-    assert cli.read_request([name, *HARMLESS], {}).overrides == HARMLESS
+        read_request([name, "--train-dataset", "mine/"], {})
+    assert read_request([name, *HARMLESS], {}).overrides == HARMLESS
 
 
 def test_an_empty_config_of_the_environment_is_not_the_starter(command, monkeypatch):
@@ -281,5 +290,13 @@ def test_every_run_says_its_base_model_first(tmp_path, tiny_llama, command, monk
 
 
 def test_the_flag_of_a_path_reads_as_a_path(tmp_path: Path):
-    request = cli.read_request(["train", "--config", STARTER, "--train-dataset", f"{tmp_path}/a b"], {})
+    request = read_request(["train", "--config", STARTER, "--train-dataset", f"{tmp_path}/a b"], {})
     assert request.overrides == (f'data.train_path="{tmp_path}/a b"',)
+
+
+def test_a_setting_that_is_named_beside_a_variable_is_one():
+    from sft_play.config.leaves import leaves
+
+    assert set(variables.SETTINGS.values()) <= set(leaves())
+    assert not any(variables.is_taken(name, "train") for name in variables.SETTINGS)
+    assert "the setting" not in (variables.refusal(["merge"], ["DATA"], []) or "the setting")

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from sft_play.verify import layouts
-from sft_play.verify.layouts import TOLERANCES, Case, Table, _Bench, _largest
-from sft_play.verify.weights import apart
+from benchmarks.verify import layouts
+from benchmarks.verify.layouts import TOLERANCES, Case, Table, _Bench, _largest
+from benchmarks.verify.weights import apart
 
 pytestmark = pytest.mark.build
 
@@ -42,7 +42,7 @@ def test_an_empty_table_is_not_good():
     [
         ({"LAYOUTS": "ddp,nothing"}, "LAYOUTS=nothing is not one of: ddp, fsdp, fsdp_cp"),
         ({"MODES": "dora"}, "MODES=dora is not one of: full, lora, qlora"),
-        ({"STEPS": "none"}, "STEPS=none is no number"),
+        ({"STEPS": "none"}, "STEPS=none is not a number"),
         ({"CONFIG": "/nowhere.yaml"}, "/nowhere.yaml"),
         ({"HARDWARE": "2xH200"}, "HARDWARE=2xH200"),
     ],

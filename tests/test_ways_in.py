@@ -20,16 +20,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft_play import cli, start
+from sft_play.commands import launching
+from sft_play.commands.request import read_request
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
-from sft_play.launch import exported, meeting
+from sft_play.launch import exported, node_rendezvous
+from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate_config import accelerate_place, find_config, read_config, read_found
 from sft_play.launch.command import Nodes
 from sft_play.launch.exported import node_variables, rank_variables, refuse_tasks, refuse_too_few
+from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.ranks import Ranks, ranks_of
-from sft_play.launch.spread import Spread, spread_of, with_accelerate
+from tests import warm
 from tests.conftest import ROOT, VARIABLES, Command
 from tests.models import uneven_run
 
@@ -82,10 +85,10 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
     assert found == {"NODE_RANK": str(rank), "NNODES": str(rank + more)}
     assert len(lines) == (rank + more > 1)
     for command in ("train", "train-distributed", "train-deepspeed", "launch-command", "resume"):
-        spread = cli.read_request([command, "--config", "x.yaml"], environment).spread
+        options = read_request([command, "--config", "x.yaml"], environment).options
         several = Nodes(rank + more, rank, "10.0.0.1", 1234)
-        assert spread.nodes == (several if rank + more > 1 else Nodes())
-        assert bool(spread.notes) == (rank + more > 1)
+        assert options.nodes == (several if rank + more > 1 else Nodes())
+        assert bool(options.notes) == (rank + more > 1)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,8 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
     ],
 )  # fmt: skip
 def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, nodes, processes):
-    spread = cli.read_request(["train-distributed", "--config", "x.yaml"], environment).spread
-    assert (spread.nodes, spread.processes) == (nodes, processes)
+    options = read_request(["train-distributed", "--config", "x.yaml"], environment).options
+    assert (options.nodes, options.processes) == (nodes, processes)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +123,12 @@ def test_what_schedulers_export_is_read_and_what_is_typed_wins(environment, node
 def test_what_schedulers_export_and_cannot_be_meant_is_one_message(environment, message):
     for command in ("train-distributed", "train"):
         with pytest.raises(ConfigError, match=message):
-            cli.read_request([command, "--config", "x.yaml"], environment)
+            read_request([command, "--config", "x.yaml"], environment)
 
 
 def test_a_typed_mistake_is_told_without_words_on_the_environment():
-    with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is no layout.*fsdp_cp$"):
-        spread_of({"STRATEGY": "zeero2"})
+    with pytest.raises(ConfigError, match=r"STRATEGY=zeero2 is not a layout.*fsdp_cp$"):
+        launch_options_of({"STRATEGY": "zeero2"})
 
 
 def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
@@ -160,16 +163,16 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
 
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
     for nodes in (Nodes(), Nodes(1, 0, "127.0.0.1", None), Nodes(1, 0, "localhost", 5), Nodes(2, 1, "192.0.2.1", 5)):
-        meeting.refuse_lone_node(nodes)
+        node_rendezvous.refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
-            meeting.refuse_lone_node(Nodes(1, 0, address, None))
+            node_rendezvous.refuse_lone_node(Nodes(1, 0, address, None))
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(meeting, "_is_ours", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(node_rendezvous, "_is_ours", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
-        meeting.refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
+        node_rendezvous.refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
 
 
@@ -219,7 +222,7 @@ def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, mo
     assert find_config({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
     assert read_found(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
     own.write_text("distributed_type: TPU\n")
-    with pytest.raises(ConfigError, match=r"is not run here(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
+    with pytest.raises(ConfigError, match=r"is not supported(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
         read_found(own, environment)
 
 
@@ -232,23 +235,23 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
     config = read_config(path)
     if machines > 1 and not address:
         with pytest.raises(ConfigError, match="needs main_process_ip"):
-            with_accelerate(Spread(), config)
+            with_accelerate(LaunchOptions(), config)
         return
-    spread = with_accelerate(Spread(), config)
-    assert spread.nodes == (Nodes(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else Nodes())
-    assert spread.processes == each
-    typed = with_accelerate(spread_of({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
+    options = with_accelerate(LaunchOptions(), config)
+    assert options.nodes == (Nodes(machines, min(rank, machines - 1), "10.0.0.1", 1234) if machines > 1 else Nodes())
+    assert options.processes == each
+    typed = with_accelerate(launch_options_of({"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"}), config)
     assert (typed.nodes.address, typed.nodes.port) == ("10.0.0.9", 5)
 
 
 def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert not cli._accelerate_names_machines()
+    assert not launching.accelerate_names_machines()
     own = accelerate_file(accelerate_place(), num_machines=2, main_process_ip="10.0.0.1")
-    assert cli._accelerate_names_machines()
+    assert launching.accelerate_names_machines()
     own.write_text("distributed_type: TPU\n")
-    assert not cli._accelerate_names_machines()
+    assert not launching.accelerate_names_machines()
     assert "not needed for one process" in caplog.text
 
 
@@ -285,7 +288,7 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_pa
     if asked is None:
         refuse_too_few(environment)
         return
-    with pytest.raises(ConfigError, match=f"was asked for {asked}, and this is 1"):
+    with pytest.raises(ConfigError, match=f"was asked for {asked} and started 1"):
         refuse_too_few(environment)
 
 
@@ -308,12 +311,12 @@ def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told
     environment = {**BY_ACCELERATE, **told, "HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
     choices = exported.accelerate_choices(environment)
     assert choices is not None
-    spread = with_accelerate(Spread(), choices)
-    assert (spread.strategy, spread.deepspeed is not None) == (strategy, engine)
+    options = with_accelerate(LaunchOptions(), choices)
+    assert (options.strategy, options.deepspeed is not None) == (strategy, engine)
     if "ds.json" in told.values():
-        assert spread.deepspeed is not None
-        assert spread.deepspeed.file == Path("ds.json")
-    assert with_accelerate(Spread(strategy="zero1"), choices).strategy == "zero1"
+        assert options.deepspeed is not None
+        assert options.deepspeed.file == Path("ds.json")
+    assert with_accelerate(LaunchOptions(strategy="zero1"), choices).strategy == "zero1"
     exported.drop_accelerate(environment)
     assert environment == {"HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
     assert exported.accelerate_choices(environment) is None
@@ -331,11 +334,11 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
     used = min(used, there)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "detect", lambda: named(f"{there}xH100"))
-        patch.setattr(start.logger, "warning", lambda text, *values: said.append(text % values))
-        hardware = start._spread_over(named(f"{used}xH100"), used * nodes, nodes)
-        spread = Spread(nodes=Nodes(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
-        start._say_idle(hardware, spread, Path("acc.yaml") if file else None)
+        patch.setattr(of_ranks, "detect", lambda: named(f"{there}xH100"))
+        patch.setattr(of_ranks.logger, "warning", lambda text, *values: said.append(text % values))
+        hardware = of_ranks.spread_over(named(f"{used}xH100"), used * nodes, nodes)
+        options = LaunchOptions(nodes=Nodes(nodes, 0, "a", 1), gpus=tuple(range(used)) if named_ones else ())
+        of_ranks.log_idle(hardware, options, Path("acc.yaml") if file else None)
     if used == there or named_ones:
         assert said == []
         return
@@ -346,11 +349,11 @@ def test_idle_gpus_are_counted_and_the_number_that_uses_all_is_said(there, used,
 
 
 def test_cpu_ranks_leave_nothing_idle(monkeypatch):
-    monkeypatch.setattr(start, "detect", lambda: pytest.fail("a CPU has no GPUs to count"))
+    monkeypatch.setattr(of_ranks, "detect", lambda: pytest.fail("a CPU has no GPUs to count"))
     cpu = replace(named("cpu"), cpu_ranks=2)
-    monkeypatch.setattr(start, "detect", lambda: cpu)
-    monkeypatch.setattr(start.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
-    start._say_idle(cpu, Spread(), None)
+    monkeypatch.setattr(of_ranks, "detect", lambda: cpu)
+    monkeypatch.setattr(of_ranks.logger, "warning", lambda *_: pytest.fail("nothing is idle"))
+    of_ranks.log_idle(cpu, LaunchOptions(), None)
 
 
 # --- the plan of several nodes ----------------------------------------------------------------------------------------
@@ -390,8 +393,8 @@ def alone(world) -> list[float]:
     return losses(world, "alone")
 
 
-def run_words(world: Path, name: str, program: Sequence[str] = (sys.executable, "scripts/train.py")) -> list[str]:
-    return [*program, "--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
+def run_words(world: Path, name: str, program: Sequence[str] = ("scripts/train.py",)) -> list[str]:
+    return [warm.python(), *program, "--config", f"{world}/run.yaml", "tuning.mode=lora", f"output.name={name}"]
 
 
 def losses(world: Path, name: str) -> list[float]:
@@ -450,7 +453,7 @@ def test_exported_variables_make_two_nodes_of_make_train(world, alone):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"}
     words = [
         "make",
-        f"VENV={BIN.parent}",
+        f"VENV={warm.environment_folder()}",
         "train",
         f"CONFIG={world}/run.yaml",
         "SET=tuning.mode=lora output.name=exported",
@@ -469,7 +472,7 @@ def test_accelerates_own_file_makes_two_nodes_of_make_train_distributed(world, a
         environs.append({"HF_HOME": str(tmp_path / f"home-{rank}")})
         accelerate_file(accelerate_place(environs[-1]), num_machines=2, machine_rank=rank, num_processes=2,
                         main_process_ip="127.0.0.1", main_process_port=port)  # fmt: skip
-    words = ["make", f"VENV={BIN.parent}", "train-distributed", f"CONFIG={world}/run.yaml"]
+    words = ["make", f"VENV={warm.environment_folder()}", "train-distributed", f"CONFIG={world}/run.yaml"]
     words.append("SET=tuning.mode=lora output.name=own-file")
     ended = together(world, [words, words], environs)
     assert_trained(world, "own-file", alone, ended, DDP)
@@ -505,9 +508,9 @@ def test_accelerate_launch_over_two_nodes(world, alone, tmp_path):
 def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_path):
     file = accelerate_file(tmp_path / "cpu.yaml", "MULTI_CPU", use_cpu=True)
     launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
-    (ended,) = together(world, [run_words(world, "too-few", launcher)], [{}])
+    (ended,) = together(world, [run_words(world, "too-few", launcher)[1:]], [{}])  # who started it is looked up
     assert ended.returncode != 0
-    assert "accelerate launch was asked for 2 processes, and this is 1" in ended.stdout
+    assert "accelerate launch was asked for 2 processes and started 1" in ended.stdout
     assert not (world / "outputs" / "too-few").exists()
 
 
@@ -560,6 +563,6 @@ def test_a_script_that_launches_is_a_rank_under_another_launcher(world, alone):
 def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkeypatch):
     for name, text in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, text)
-    request = cli.read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
+    request = read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
     with pytest.raises(ConfigError, match=r"NPROC=2 asks for 2 processes on this node, and the launcher started 1"):
-        cli._launched(request)
+        launching.launched_ranks(request)

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from sft_play.data.render import Encoder, Renderer, TokenizerParts
-from sft_play.data.words import _KNOWN, ascii_pattern, words_of
-from sft_play.train.starter_base import make_tokenizer
-from tests.conftest import shared
+from sft_play.data.masks.render import Encoder, Renderer, TokenizerParts
+from sft_play.data.masks.words import _KNOWN, ascii_pattern, words_of
+from sft_play.training.starter_base import make_tokenizer
+from tests.bundled import data_file, there, tokenizer_folder
 
 TEXTS = ["Don't count 1234 sheep, I'LL do it!\n\n\tfor (int i = 0; i < 10; ++i) { x[i] += 3.5; }  the end"] * 30
 GPT4 = (
@@ -155,7 +155,7 @@ def test_classes_are_spelt_out():
 
 
 def test_rows_by_words_are_the_rows_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch):
-    from sft_play.data.formats import Chat
+    from sft_play.data.sources.formats import Chat
 
     parts = TokenizerParts.of(make_tokenizer(["one two three don't 12 \n user assistant"] * 20))
     texts = ["one", " two\n\nthree ", "don't 12", "caf\u00e9", "<|im_end|>", "", "\t"]
@@ -171,15 +171,19 @@ def test_rows_by_words_are_the_rows_of_the_tokenizer(monkeypatch: pytest.MonkeyP
     assert slow.render_all(chats) == made
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-Instruct", "SmolLM2", "gpt2"])
+@pytest.mark.parametrize(
+    "name", there(["bundled/chatml", "bundled/pad_is_eos", "bundled/bytes", "Qwen2.5-Instruct", "SmolLM2", "gpt2"])
+)
 def test_real_tokenizers_have_words(name: str):
     from transformers import AutoTokenizer
 
-    backend = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}")).backend_tokenizer
+    backend = AutoTokenizer.from_pretrained(tokenizer_folder(name)).backend_tokenizer
     words = words_of(backend)
     assert words is not None
-    rows = shared("sft/gsm8k/test.jsonl")
+    own = name.startswith("bundled/")
+    rows = data_file("bundled/rows/questions/train.jsonl" if own else "sft/gsm8k/test.jsonl")
     texts = [json.loads(line)["answer"] for line in rows.read_text("utf-8").splitlines()] + _code()
+    texts += "".join(_code()).splitlines(keepends=True)[:3_000] if own else []
     asked = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
     made = [words.ids(text) for text in texts]
     assert sum(ids is not None for ids in made) > 1_000

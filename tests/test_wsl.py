@@ -15,8 +15,9 @@ from sft_play.errors import DoesNotFit
 from sft_play.facts import hardware as facts
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named, on_wsl
-from sft_play.plan.margins import DESKTOP_BYTES, GIB
-from sft_play.plan.plan import make_plan, plan_from_json
+from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.units import GIB
 
 MODEL = "meta-llama/Llama-3.1-8B"
 WSL = "6.6.87.2-microsoft-standard-WSL2\n"
@@ -24,7 +25,7 @@ WSL = "6.6.87.2-microsoft-standard-WSL2\n"
 
 def plan_on(machine: Hardware, *words: str) -> Any:
     config = config_from_text(f"model: {{name: {MODEL}}}", name="x", overrides=["tuning.mode=qlora", *words])
-    return config, make_plan(config, shape_of(MODEL), machine, with_ways_out=False)
+    return config, make_plan(PlanRequest(config, shape_of(MODEL), machine))
 
 
 def paging(text: str) -> Hardware:
@@ -71,7 +72,7 @@ def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():
 
 
 def test_offload_under_wsl_is_said_to_hang_on_page_locked_memory():
-    said = "WSL was seen to give 0.5 to 1 GiB"
+    said = "WSL has been seen to give only 0.5 to 1 GiB"
     for machine, is_there in ((paging("RTX4090"), True), (named("RTX4090"), False)):
         _, plan = plan_on(machine, "train.gradient_checkpointing=offload")
         assert any(said in reason for reason in plan.reasons) == is_there
@@ -97,41 +98,41 @@ class Cuda:
 @pytest.mark.build
 @pytest.mark.parametrize("free", [23.0, 20.0, 30.0])
 def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(monkeypatch, caplog, free):
-    from sft_play.train import run
+    from sft_play.training import device_checks
 
     config, plan = plan_on(paging("RTX4090"), "train.batch_size=1")
     cuda = Cuda(free=free, total=23.99)
-    cuda.put_in(monkeypatch, run)
+    cuda.put_in(monkeypatch, device_checks)
     with caplog.at_level(logging.INFO):
-        run.check_free_memory(plan, config)
+        device_checks.check_free_memory(plan, config)
     assert cuda.fraction is not None
     limit = cuda.fraction * cuda.total
     assert limit == pytest.approx(min(cuda.free, plan.budget_bytes) - DESKTOP_BYTES, abs=2)
     planned = plan.memory.reserved + plan.memory.margin
     assert free < 23 or limit >= planned - DESKTOP_BYTES  # what is planned may be taken, where it is there at all
-    assert f"WSL: this process may take {limit / GIB:.1f} GiB of the GPU" in caplog.text
+    assert f"WSL: this process may use {limit / GIB:.1f} GiB of the GPU" in caplog.text
 
 
 @pytest.mark.build
 def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(monkeypatch):
-    from sft_play.train import run
+    from sft_play.training import device_checks
 
     config, plan = plan_on(named("RTX4090"))
     cuda = Cuda(free=23.0, total=23.99)
-    cuda.put_in(monkeypatch, run)
-    run.check_free_memory(plan, config)
+    cuda.put_in(monkeypatch, device_checks)
+    device_checks.check_free_memory(plan, config)
     assert cuda.fraction is None
     config, plan = plan_on(paging("RTX4090"))
     cuda = Cuda(free=4.0, total=23.99)
-    cuda.put_in(monkeypatch, run)
-    with pytest.raises(DoesNotFit, match=r"GiB are planned and 4\.0 are free"):
-        run.check_free_memory(plan, config)
+    cuda.put_in(monkeypatch, device_checks)
+    with pytest.raises(DoesNotFit, match=r"GiB are planned, but only 4\.0 are free"):
+        device_checks.check_free_memory(plan, config)
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("works", [True, False])
 def test_memory_is_page_locked_where_the_driver_gives_some(monkeypatch, caplog, works):
-    from sft_play.train import trainer
+    from sft_play.training import trainer
 
     asked = []
 

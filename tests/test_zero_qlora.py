@@ -13,14 +13,14 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.plan.candidates import weigh
-from sft_play.plan.layout import Layout, layouts_for
-from sft_play.plan.memory import Step, estimate
-from sft_play.plan.moments import Walk
-from sft_play.plan.plan import job_of, make_plan, plan_from_json
-from sft_play.plan.precision import Precision
-from sft_play.plan.show import plan_lines
-from sft_play.plan.states import large_tensors, nf4_bytes, weight_bytes
+from sft_play.planner.candidates import weigh
+from sft_play.planner.layout import Layout, layouts_for
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.precision import Precision
+from sft_play.planner.show import plan_lines
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 from tests.test_going_on import tensors
@@ -78,7 +78,7 @@ LLAMA_70B = "meta-llama/Llama-3.1-70B"
 def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
     """All of the 4-bit weights would be 38 GiB on every GPU."""
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=64GiB"))
+    plan = make_plan(PlanRequest(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=64GiB")))
     assert (plan.layout, plan.fits) == ("fsdp", True)
     by_layout = {candidate.layout.name: candidate for candidate in plan.candidates}
     assert not by_layout["zero3"].fits
@@ -95,11 +95,11 @@ def test_a_model_larger_than_a_gpu_is_loaded_by_fsdp_and_both_peaks_are_said():
 
 def test_loading_that_does_not_fit_is_refused_and_named():
     config = run("train: {optim: adamw_torch_fused}", name=LLAMA_70B)
-    plan = make_plan(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=512GiB"), only=("zero3",))
+    plan = make_plan(PlanRequest(config, shape_of(LLAMA_70B), named("8xRTX4090,ram=512GiB"), only=("zero3",)))
     assert not plan.fits  # an eighth of the weights would fit in a step; all of them do not while loading
     assert plan.memory.reserved + plan.memory.margin < plan.budget_bytes < plan.memory.load_bytes
     assert any("while loading" in reason for reason in plan.reasons)
-    assert any("zero3 divides NF4 weights once they are loaded: until then each" in reason for reason in plan.reasons)
+    assert any("zero3 shards NF4 weights after loading: until then each" in reason for reason in plan.reasons)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -142,7 +142,7 @@ def test_what_is_required_covers_loading_and_steps_of_every_candidate(seed):
         f"model: {{name: {model}, max_seq_len: {draw.choice([256, 1024, 4096])}}}\n{text}", name="r"
     )
     shape, hardware = shape_of(model), named(machine)
-    job = job_of(config, shape, hardware)
+    job = job_of(PlanRequest(config, shape, hardware))
     whole = weight_bytes(shape, width=2, nf4=True)
     candidates = weigh(job, layouts_for(config, shape, hardware)[0])
     assert {"zero3", "zero3_offload"} <= {candidate.layout.name for candidate in candidates}
@@ -237,7 +237,7 @@ def engine_of(parts, *, device: str = "cpu"):
 
 @pytest.mark.build
 def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpose():
-    from sft_play.train.engine import Held, frozen_bytes
+    from sft_play.training.distributed import Held, frozen_bytes
 
     assert frozen_bytes(engine_of([(500, False), (500, True)])) == (Held(2000, 1500, 1500), 1000)
     assert frozen_bytes(engine_of([(500, False), (500, True)], device="cuda")) == (Held(2000, 1500, 1000), 1000)
@@ -247,7 +247,7 @@ def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpo
 @pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
 def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.errors import TrainingError
-    from sft_play.train.engine import _refuse_undivided
+    from sft_play.training.distributed import _refuse_undivided
 
     if fine:
         _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)

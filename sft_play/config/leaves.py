@@ -1,6 +1,6 @@
-"""The leaves of `RunConfig` as a table: path, default, owner, docstring, and what a value must be.
+"""The leaves of `RunConfig` as a table: path, default, owner, docstring, and the values that each accepts.
 
-Everything that lists options (error messages, the reference, the tests) reads this table.
+Whatever lists options (error messages, the reference, the tests) reads this table.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def leaves() -> dict[str, Leaf]:
 
 
 def accepts(path: str, value: Any) -> bool:
-    """Whether a leaf takes a value (plain data), whatever the others hold."""
+    """Whether a leaf accepts a value (plain data), whatever the other leaves are."""
     data: dict[str, Any] = {"model": {"name": "any"}}
     *holders, name = path.split(".")
-    where = data
+    section = data
     for holder in holders:
-        where = where.setdefault(holder, {})
-    where[name] = value
+        section = section.setdefault(holder, {})
+    section[name] = value
     try:
         RunConfig.model_validate_json(json.dumps(data))
     except ValidationError:
@@ -54,7 +54,7 @@ def accepts(path: str, value: Any) -> bool:
 
 
 def homes(name: str) -> list[str]:
-    """The leaves and sections of that name, by their dotted paths."""
+    """The leaves and sections with that name, by their dotted paths."""
     return [path for path in [*leaves(), *sections()] if path and path.rpartition(".")[2] == name]
 
 
@@ -124,49 +124,48 @@ def _leaf(path: str, field: FieldInfo) -> Leaf:
 
 
 def plain(value: Any) -> Any:
-    """A default as JSON knows it: tuples as lists."""
+    """A default as JSON has it: tuples become lists."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
-    """What a value of this annotation must be, in words: `auto or a whole number of at least 1`."""
+    """The values that an annotation accepts, in words: `auto or a whole number of at least 1`."""
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *more = get_args(kind)
-        found: list[Any] = []
+        constraints: list[Any] = []
         for item in more:
-            found += item.metadata if isinstance(item, FieldInfo) else [item]
-        return expects(inner, tuple(found))
+            constraints += item.metadata if isinstance(item, FieldInfo) else [item]
+        return expects(inner, tuple(constraints))
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(expects(option, limits) for option in get_args(kind)))
     if origin is Literal:
-        return _choice([str(option) for option in get_args(kind)])
+        *options, last = map(str, get_args(kind))
+        return f"{', '.join(options)} or {last}" if options else last
     if (section := _item_type(kind)) is not None:
         return f"a list of sections with {', '.join(section.model_fields)}"
     if origin is tuple:
-        return "a list" if len(get_args(kind)) != 2 or get_args(kind)[1] is not ... else _list_of(get_args(kind)[0])
+        item, *rest = get_args(kind)
+        if rest != [...]:
+            return "a list"
+        return "a list of text" if item is str else f"a list of {expects(item).removeprefix('a ')}"
     if origin is dict:
         return "a mapping of words to words"
     return _WORDS.get(kind, str(kind)) + _limits(limits, number=kind in (int, float))
 
 
-def _list_of(inner: Any) -> str:
-    return f"a list of {expects(inner).removeprefix('a ')}" if inner is not str else "a list of text"
-
-
-def _choice(options: list[str]) -> str:
-    return options[0] if len(options) == 1 else ", ".join(options[:-1]) + " or " + options[-1]
-
-
 def _limits(limits: tuple[Any, ...], *, number: bool) -> str:
+    def shown(value: Any) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
     words = []
     for limit in limits if number else ():
         if isinstance(limit, annotated_types.Ge):
-            words.append(f"of at least {limit.ge:g}" if isinstance(limit.ge, float) else f"of at least {limit.ge}")
+            words.append(f"of at least {shown(limit.ge)}")
         elif isinstance(limit, annotated_types.Gt):
-            words.append(f"above {limit.gt:g}" if isinstance(limit.gt, float) else f"above {limit.gt}")
+            words.append(f"above {shown(limit.gt)}")
         elif isinstance(limit, annotated_types.Lt):
             words.append(f"below {limit.lt}")
         elif isinstance(limit, annotated_types.Le):

@@ -1,4 +1,4 @@
-"""The reference of all options, and the JSON schema for editors: both generated from the schema's own words."""
+"""The reference of all options and the JSON schema for editors, both generated from the schema's docstrings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.leaves import Leaf, leaves, sections
+from sft_play.config.leaves import leaves, sections
 from sft_play.config.schema import OWNER, RunConfig
 
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
 EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
-"""What stands where a value is required and has no default."""
+"""Stands in for a required value that has no default."""
 
 _HEADER = """\
 # Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
@@ -30,7 +30,10 @@ def reference_yaml() -> str:
         *holders, name = leaf.path.split(".")
         lines += _section_heads(holders, open_sections)
         open_sections = holders
-        lines += _leaf_lines(leaf, name, indent="  " * len(holders))
+        indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.expects})"
+        wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in wrapped]
+        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else yaml_value(leaf.default)}")
     return "\n".join(lines) + "\n"
 
 
@@ -49,15 +52,8 @@ def _section_heads(holders: list[str], open_sections: list[str]) -> list[str]:
     return lines
 
 
-def _leaf_lines(leaf: Leaf, name: str, *, indent: str) -> list[str]:
-    words = f"{leaf.doc} ({leaf.expects})"
-    comments = textwrap.wrap(words, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
-    value = EXAMPLE_MODEL if leaf.required else yaml_value(leaf.default)
-    return [f"{indent}# {line}" for line in comments] + [f"{indent}{name}: {value}"]
-
-
 def yaml_value(value: Any) -> str:
-    """A default as it is written in YAML: JSON is YAML, but plain words and numbers need no quotes."""
+    """A default as written in YAML: JSON is YAML, but plain words and numbers need no quotes."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and 0 < value < 1e-3:

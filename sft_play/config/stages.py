@@ -1,7 +1,7 @@
-"""The stages of a `curriculum`: what each lays over the run's own settings, and where in the file it stands.
+"""The stages of a `curriculum`: the settings of the run that each overrides, and their lines in the file.
 
-A stage is a whole run YAML: that of the run, with the stage's keys in place of the run's. It is validated as any other,
-so that its errors are those of any other, with the lines of the stage.
+A stage is a complete run YAML: the run's, with the stage's keys in place of the run's. It is validated like any other,
+so its errors look the same, with the stage's line numbers.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ SHORT = {
     "max_seq_len": ("model", "max_seq_len"),
     "trainable": ("tuning", "trainable"),
 }
-"""Keys that a stage may give without their section."""
+"""Keys that a stage may give without naming their section."""
 SECTIONS = ("model", "tuning", "data", "train", "eval")
-"""Sections of which a stage gives a part."""
-_ONE_FOR_ALL = {
+"""Sections that a stage may override in part."""
+_FOR_ALL_STAGES = {
     "data": {"chat_template", "workers", "process", "style", "documents"},
     "train": {"bf16", "fp16", "report_to", "stop_after_steps", "profile_steps", "dataloader_num_workers",
               "dataloader_pin_memory"},
     "eval": set(),
 }  # fmt: skip
-"""Keys of a section that belong to the job as a whole; of `model` and `tuning` all but those in `SHORT` do."""
+"""Keys that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT` do."""
 _LEARNS_NOTHING = {
     *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end"),
     *("train.metric_for_best_model", "train.early_stopping_patience", "data.val_path", "data.test_path"),
     *("data.max_lost_fraction",),
 }
-"""Keys that change how a stage is watched, and nothing that it learns."""
+"""Keys that change how a stage is monitored, but not what it learns."""
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A stage as a document of its own, and where each key that it gives stands: path in it, path in the file."""
+    """A stage as a document; `own` maps the path of each key that the stage sets to the key's path in the file."""
 
     number: int
     name: str
@@ -53,7 +53,7 @@ class Overlay:
     problems: tuple[Problem, ...]
 
     def at(self, problem: Problem) -> Problem:
-        """A problem of the stage's document as one of the file."""
+        """A problem of the stage's document, as a problem of the file."""
         for path, given in self.own.items():
             ours = dotted(path)
             if problem.path == ours or problem.path.startswith((f"{ours}.", f"{ours}[")):
@@ -63,7 +63,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a run: its name, its number from 1, and the whole of its settings."""
+    """A stage of a run: its name, its number from 1, and its complete settings."""
 
     name: str
     number: int
@@ -84,24 +84,24 @@ def _overlay(document: Document, at: int, stage: dict[str, Plain]) -> Overlay:
     problems: list[Problem] = []
     for path, given, value in _given(stage, ("curriculum", at)):
         if path in own:
-            message = f"given twice: here and as {dotted(own[path])}; remove one of them"
+            message = f"set twice: here and as {dotted(own[path])}; remove one of them"
             problems.append(Problem(dotted(given), document.where(given), message))
             continue
-        if _is_one_for_all(path):
-            message = f"one for all stages; give it as {dotted(path)} of the run"
+        if _is_for_all_stages(path):
+            message = f"applies to all stages; set {dotted(path)} of the run"
             problems.append(Problem(dotted(given), document.where(given), message))
             continue
         own[path] = given
         _put(data, path, value)
     _drop_what_is_replaced(data, own)
-    made = Document(document.name, data, dict(document.lines), dict(document.raw), [], set(document.overridden))
+    staged = Document(document.name, data, dict(document.lines), dict(document.raw), [], set(document.overridden))
     for path, given in own.items():
-        _place(made, document, path, given)
-    return Overlay(at + 1, str(stage["name"]), made, own, tuple(problems))
+        _place(staged, document, path, given)
+    return Overlay(at + 1, str(stage["name"]), staged, own, tuple(problems))
 
 
 def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, Plain]]:
-    """What a stage gives: path in a run YAML, path in the file, value; a section that is empty gives nothing."""
+    """The settings of a stage: path in a run YAML, path in the file, value; an empty section sets nothing."""
     for key, value in stage.items():
         if key in SHORT and value is not None:
             yield SHORT[key], (*at, key), value
@@ -112,13 +112,13 @@ def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, P
                 yield (key, inner), (*at, key, inner), item
 
 
-def _is_one_for_all(path: Path_) -> bool:
-    """Whether a key that there is belongs to the job as a whole."""
+def _is_for_all_stages(path: Path_) -> bool:
+    """Whether a key applies to the job as a whole."""
     if len(path) < 2 or path in SHORT.values():
         return False
     section, key = str(path[0]), str(path[1])
-    if section in _ONE_FOR_ALL:
-        return key in _ONE_FOR_ALL[section]
+    if section in _FOR_ALL_STAGES:
+        return key in _FOR_ALL_STAGES[section]
     return any(name == f"{section}.{key}" or name.startswith(f"{section}.{key}.") for name in leaves())
 
 
@@ -133,7 +133,7 @@ def _put(data: dict[str, Plain], path: Path_, value: Plain) -> None:
 
 
 def _drop_what_is_replaced(data: dict[str, Plain], own: dict[Path_, Path_]) -> None:
-    """Take out what the run gives and a stage says in another way: files for sources, epochs for steps."""
+    """Remove the run's settings that a stage gives in another form: files for sources, epochs for steps."""
     instead = {("data", "sources"): ("data", "train_path"), ("data", "train_path"): ("data", "sources"),
                ("train", "epochs"): ("train", "max_steps")}  # fmt: skip
     for mine, theirs in instead.items():
@@ -142,31 +142,31 @@ def _drop_what_is_replaced(data: dict[str, Plain], own: dict[Path_, Path_]) -> N
             section.pop(theirs[1], None)
 
 
-def _place(made: Document, document: Document, path: Path_, given: Path_) -> None:
-    """Give a key of the stage the lines and texts that it has in the file."""
-    made.overridden = {old for old in made.overridden if old[: len(path)] != path}
-    _move(made.lines, document.lines, path, given)
-    _move(made.raw, document.raw, path, given)
-    made.lines.setdefault(path, document.lines.get(given, document.lines.get(given[:2], 1)))
+def _place(staged: Document, document: Document, path: Path_, given: Path_) -> None:
+    """Give a key of the stage the line and text that it has in the file."""
+    staged.overridden = {old for old in staged.overridden if old[: len(path)] != path}
+    _move(staged.lines, document.lines, path, given)
+    _move(staged.raw, document.raw, path, given)
+    staged.lines.setdefault(path, document.lines.get(given, document.lines.get(given[:2], 1)))
 
 
 def _move(mine: dict[Path_, _V], theirs: dict[Path_, _V], path: Path_, given: Path_) -> None:
-    """What stands at `given` and below it in one, at `path` in the other, in place of what was there."""
-    for old in [known for known in mine if known[: len(path)] == path]:
+    """Copy the entries at and below `given` in one mapping to `path` in the other, replacing those there."""
+    for old in [place for place in mine if place[: len(path)] == path]:
         del mine[old]
-    mine |= {(*path, *known[len(given) :]): value for known, value in theirs.items() if known[: len(given)] == given}
+    mine |= {(*path, *place[len(given) :]): value for place, value in theirs.items() if place[: len(given)] == given}
 
 
 def set_in_vain(document: Document, stages: list[Overlay]) -> Iterator[Problem]:
-    """Overrides of the run's own keys that every stage gives for itself: they would change nothing."""
+    """Overrides of the run's keys that every stage sets for itself: they would change nothing."""
     for path in sorted(document.overridden, key=str):
         if stages and all(path in stage.own for stage in stages):
             at = ".".join(map(str, stages[0].own[path]))
-            yield Problem(dotted(path), "SET", f"every stage of the curriculum gives its own; set it there: {at}=…")
+            yield Problem(dotted(path), "SET", f"every stage of the curriculum sets its own; set it there: {at}=…")
 
 
 def what_trains(config: RunConfig) -> dict[str, Any]:
-    """What decides what a stage learns, as plain data, to compare two stages by."""
+    """The settings that decide what a stage learns, as plain data, to compare two stages."""
     data = config.model_dump(mode="json", exclude={"eval", "curriculum", "output", "plan", "distributed"})
     for path in _LEARNS_NOTHING:
         section, key = path.split(".")

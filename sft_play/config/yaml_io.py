@@ -1,9 +1,9 @@
-"""YAML as people mean it: numbers are numbers, words are words, every value knows its line.
+"""YAML as people mean it: numbers are numbers, words are words, and the line of every value is kept.
 
 PyYAML reads YAML 1.1, in which `2e-4` is a string, `no` is false, `010` is eight and `12:30:45` a number; and it
-keeps the last of two equal keys without a word. This reader resolves plain scalars by the YAML 1.2 core schema
-(https://yaml.org/spec/1.2.2/#103-core-schema), builds plain data only (no tag can construct an object), and
-reports duplicate keys with both lines.
+silently keeps the last of two equal keys. This reader resolves plain scalars by the YAML 1.2 core schema
+(https://yaml.org/spec/1.2.2/#103-core-schema), builds plain data only (no tag can construct an object), and reports
+duplicate keys with both lines.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
-"""What a YAML value becomes: JSON's types and nothing else."""
+"""What a YAML value becomes: JSON's types only."""
 
 Path_ = tuple[str | int, ...]
-"""Where a value stands: keys and list positions from the root."""
+"""The path of a value: keys and list positions from the root."""
 
 MAX_VALUES = 100_000
-"""More values than any run YAML has; stops aliases that expand without end ("billion laughs")."""
+"""More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -39,7 +39,7 @@ _CORE_TAGS = {"tag:yaml.org,2002:" + name for name in ("str", "int", "float", "b
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key's path, where it stands, and what to do about it."""
+    """One problem: the key's path, its place (`file:line`), and what to do about it."""
 
     path: str
     where: str
@@ -62,14 +62,14 @@ class Document:
     overridden: set[Path_] = field(default_factory=set)
 
     def where(self, path: Path_) -> str:
-        """`file:line` of the value at `path`, or of the nearest thing that holds it."""
+        """`file:line` of the value at `path`, or of its nearest ancestor with a line."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only: PyYAML's implicit resolvers and constructors are never asked."""
+    """Composes nodes only: PyYAML's implicit resolvers and constructors are never used."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's name)
 
@@ -100,16 +100,19 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    names = sorted(str(other) for other in folder.glob("*.y*ml")) if folder.is_dir() else []
-    return f"; there are: {', '.join(names[:20])}" if names else ""
+    """The YAML files of its folder, else those that ship with the project, without hidden ones."""
+    for folder in (path.parent, Path("configs")):
+        names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
+        if names:
+            return f"; there are: {', '.join(names[:20])}"
+    return ""
 
 
 def parse(text: str, *, name: str) -> Document:
     """A YAML text whose root is a mapping, as a `Document`.
 
     Raises:
-        ConfigError: the text is not YAML, is empty, holds several documents, or its root is no mapping.
+        ConfigError: the text is not YAML, is empty, holds several documents, or its root is not a mapping.
     """
     node = _compose(text, name=name)
     if node is None:
@@ -124,7 +127,7 @@ def parse(text: str, *, name: str) -> Document:
 
 
 def parse_value(text: str, *, name: str) -> Plain:
-    """The value that `text` means as YAML: what stands behind `key=` in an override.
+    """The value of `text` as YAML: what follows `key=` in an override.
 
     Raises:
         ConfigError: the text is not a YAML value.
@@ -150,17 +153,12 @@ def _compose(text: str, *, name: str) -> yaml.Node | None:
         raise ConfigError(_syntax_message(error, name=name)) from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise ConfigError(
-            f"{name}:{line}: the character {one_line(repr(chr(_code(error.character))))} may not stand in YAML"
-        ) from None
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        raise ConfigError(f"{name}:{line}: the character {one_line(repr(chr(code)))} is not allowed in YAML") from None
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
     assert node is None or isinstance(node, yaml.Node)
     return node
-
-
-def _code(character: object) -> int:
-    return ord(character) if isinstance(character, str) else int(str(character))
 
 
 def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
@@ -171,11 +169,11 @@ def _syntax_message(error: yaml.MarkedYAMLError, *, name: str) -> str:
     if "\\t" in problem or "'\t'" in problem:
         hint = "; indent with spaces, not tabs"
     elif "mapping values are not allowed" in problem or "but got ':'" in problem:
-        hint = '; a value that holds ": " must stand in quotes'
+        hint = '; put a value that contains ": " in quotes'
     elif "found another document" in problem:
         hint = "; a run YAML is one document: remove the second `---`"
     elif "alias" in problem or "anchor" in problem:
-        hint = "; a value that begins with * or & must stand in quotes"
+        hint = "; put a value that starts with * or & in quotes"
     return f"{where}: not valid YAML: {one_line(problem)}{hint}"
 
 
@@ -184,7 +182,7 @@ def _line(node: yaml.Node) -> int:
 
 
 class _Builder:
-    """Turns nodes into plain data, noting lines, raw texts and problems on the way."""
+    """Turns nodes into plain data, and records lines, raw texts and problems."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -200,7 +198,7 @@ class _Builder:
             if key is None:
                 continue
             if key in with_lines:
-                self._problem((*path, key), key_node, f"the key stands twice, first on line {with_lines[key]}")
+                self._problem((*path, key), key_node, f"the key appears twice, first on line {with_lines[key]}")
                 continue
             with_lines[key] = _line(key_node)
             self._document.lines[(*path, key)] = _line(key_node)
@@ -228,7 +226,7 @@ class _Builder:
             self._open.discard(id(node))
 
     def _item(self, node: yaml.Node, path: Path_) -> Plain:
-        """A list's item; its line is where it begins."""
+        """A list item; its line is where it starts."""
         self._document.lines[path] = _line(node)
         return self.value(node, path)
 
@@ -250,7 +248,7 @@ class _Builder:
 
 
 def _plain_scalar(text: str) -> Plain:
-    """What an unquoted scalar means by the YAML 1.2 core schema; a leading zero keeps it a word."""
+    """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
     if text in _NULLS:
         return None
     if text in _BOOLS:
@@ -282,7 +280,7 @@ def walk(data: Plain, path: Path_ = ()) -> Iterator[tuple[Path_, Plain]]:
 
 
 def show(value: Plain, *, raw: str | None = None) -> str:
-    """A value as it stands in a message: the raw text where there is one, else JSON, cut to a line."""
+    """A value as shown in a message: the raw text if there is one, else JSON, cut to one line."""
     if isinstance(value, str):
         return one_line(json.dumps(value, ensure_ascii=False), limit=80)
     return one_line(raw if raw else json.dumps(value, ensure_ascii=False), limit=80)

@@ -18,12 +18,13 @@ from sft_play.errors import DataError
 Indices = npt.NDArray[np.int64]
 
 MAX_PASSES = 1_000
-"""Passes over the same rows in one epoch beyond which a mix cannot be meant."""
+"""A mix that needs more passes over the same rows in one epoch is taken for a mistake."""
 
 
 def exact_shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
     """`total` divided by the weights, by largest remainder: the counts add up to it, and each is less than one away
-    from its exact share; of equal remainders the first has the row."""
+    from its exact share; of equal remainders the first gets the row."""
+    # Fractions, since rounding of floats would hand the last row to another source on another machine.
     exact = [Fraction(weight) for weight in weights]
     shares = [total * weight / sum(exact) for weight in exact]
     counts = [int(share) for share in shares]
@@ -45,7 +46,7 @@ class Mix:
     """The sources of a run: rows that each has, and rows of each in an epoch.
 
     Rows are numbered through all sources, one source after the other. Each source goes through its rows in passes, each
-    pass in an order of its own, and an epoch takes up where the one before it ended: no row comes a second time in an
+    pass in an order of its own, and an epoch continues where the one before it ended: no row comes a second time in an
     epoch before all have come once, nor an (n + 1)th time before all have come n times.
     """
 
@@ -76,24 +77,21 @@ class Mix:
         return np.concatenate(passes)[skipped : skipped + count]
 
     def _pass(self, place: int, number: int) -> Indices:
-        """The order of a source's rows in one pass over them."""
-        for earlier in range(number + 1):  # each follows from one before it: no deep recursion
-            if (place, earlier) not in self._passes:
-                self._passes[place, earlier] = self._drawn_pass(place, earlier)
-        return self._passes[place, number]
+        """The order of a source's rows in one pass over them: random, but rows that the epoch already had come last.
 
-    def _drawn_pass(self, place: int, number: int) -> Indices:
-        """A pass in a drawn order; the epoch in which it begins has first what it lacks.
-
-        Where that epoch began in the midst of an earlier pass, the rows that it took of it come last in this one.
+        An epoch that begins in the middle of a pass takes the rest of it, and of the next pass first what it lacks.
         """
         size, count = self.sizes[place], self.per_epoch[place]
-        order = np.random.default_rng([self.seed, place, number]).permutation(size)
-        begun, skipped = divmod(number * size // count * count, size)
-        if not skipped or begun == number:
-            return order
-        is_had = np.isin(order, self._passes[place, begun][skipped:])
-        return np.concatenate([order[~is_had], order[is_had]])
+        for current in range(number + 1):  # each depends on one before it: a loop, since recursion would be deep
+            if (place, current) in self._passes:
+                continue
+            order = np.random.default_rng([self.seed, place, current]).permutation(size)
+            begun, skipped = divmod(current * size // count * count, size)
+            if skipped and begun != current:
+                is_had = np.isin(order, self._passes[place, begun][skipped:])
+                order = np.concatenate([order[~is_had], order[is_had]])
+            self._passes[place, current] = order
+        return self._passes[place, number]
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,19 @@ class Sources:
         weights = [size if weight is None else weight for size, weight in zip(sizes, self.weights, strict=True)]
         per_epoch = exact_shares(weights, sum(sizes))
         for name, weight, size, count in zip(self.names, weights, sizes, per_epoch, strict=True):
-            said = f"data.sources: the weight {weight:g} of {name}, {weight / sum(weights):.3g} of all,"
+            share = f"data.sources: the weight {weight:g} of {name}, {weight / sum(weights):.3g} of all,"
             if not count:
-                raise DataError(f"{said} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out")
+                raise DataError(f"{share} gives it no row of an epoch of {sum(sizes):,}; raise it, or leave {name} out")
             if count > MAX_PASSES * size:
                 raise DataError(
-                    f"{said} asks for {count:,} rows an epoch, and it has {size:,}: more than {MAX_PASSES:,} passes "
+                    f"{share} asks for {count:,} rows an epoch, and it has {size:,}: more than {MAX_PASSES:,} passes "
                     "over them; lower it, or limit the other sources with max_rows"
                 )
         return Mix(self.names, sizes, per_epoch, seed)
 
 
 def mix_table(mix: Mix, *, shown: str = "rows") -> list[str]:
-    """The sources in words: their rows, their rows in an epoch, that as a share and as passes over what there is."""
+    """The sources as lines of a table: rows, rows in an epoch, those as a share and as passes over the source."""
     width = max(len("source"), *map(len, mix.names))
     head = f"{'source':<{width}}  {shown:>10}  {'an epoch':>10}  {'share':>7}  {'passes':>7}"
     return [

@@ -70,7 +70,7 @@ def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
 
 
 def joined(parts: Sequence[Packs]) -> Packs:
-    """The packs of several data sets that stand one after the other, as those of one."""
+    """The packs of several data sets, one after the other, as those of one."""
     rows = np.cumsum([0, *(len(part.indices) for part in parts)])
     offsets = [part.offsets[:-1] + start for part, start in zip(parts, rows, strict=False)]
     indices = [part.indices + start for part, start in zip(parts, rows, strict=False)]
@@ -79,20 +79,20 @@ def joined(parts: Sequence[Packs]) -> Packs:
 
 
 def _dealt(falling: Indices, capacity: int) -> list[int]:
-    """The pack of each row, for lengths that fall."""
+    """The pack of each row, for lengths in falling order."""
     values, counts = np.unique(-falling, return_counts=True)
     open_packs: dict[int, list[int]] = {}
     spaces = _Spaces(capacity)
     packs: list[int] = []
-    made = 0
+    opened = 0
     for length, left in zip((-values).tolist(), counts.tolist(), strict=True):
         while left:
             space = spaces.at_least(length)
             if space is None:  # as many new packs as this length fills
                 new = -(-left // (capacity // length))
-                space, open_packs[capacity] = capacity, list(range(made + new - 1, made - 1, -1))
+                space, open_packs[capacity] = capacity, list(range(opened + new - 1, opened - 1, -1))
                 spaces.add(capacity)
-                made += new
+                opened += new
             left -= _fill(open_packs, spaces, packs, space=space, length=length, rows=left)
     return packs
 
@@ -120,7 +120,7 @@ def _fill(
 
 
 def _put(open_packs: dict[int, list[int]], spaces: _Spaces, space: int, packs: list[int]) -> None:
-    """Packs that have `space` left now; full ones are done with."""
+    """Note packs that have `space` left; full ones are dropped."""
     if packs and space:
         open_packs.setdefault(space, []).extend(packs)
         spaces.add(space)

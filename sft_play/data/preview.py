@@ -1,8 +1,8 @@
-"""The tokens of examples as a person can see them: what is trained, what is cut, what no eye would notice.
+"""The tokens of examples, made visible: what is trained, what is cut, and characters that are not seen.
 
 A token is shown as the bytes that it stands for, never as the text that it was made from. Tokens that are no whole
-character stand together. What would not be seen (spaces, line breaks, controls, marks of writing direction) is shown
-by a sign or by its number, so that no text of the data can change how the page or the terminal reads.
+character are shown together. What would not be seen (spaces, line breaks, controls, marks of writing direction) is
+shown by a sign or by its number, so that no text of the data can change how the page or the terminal reads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import codecs
 import hashlib
 import html
 import io
+import itertools
 import json
 import re
 import unicodedata
@@ -19,25 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.render import IGNORED
+from sft_play.data.masks.render import IGNORED, METHODS
 from sft_play.log import one_line
 
-METHODS = {
-    "generation": "the template's own generation marks",
-    "prefix": "rendered prefixes",
-    "marker": "prefix and end-of-turn marker",
-    "next_turn": "prefix and the token that opens the next turn",
-    "last_turn": "the turns that are exact",
-    "all": "every token",
-    "document": "every token of a document",
-    "inexact": "a guess (data.on_inexact_mask=train)",
-}
-"""What a way to find the trained spans is called where a person reads it."""
 PAGE_PIECES = 20_000
-"""Tokens of one example on the page; the middles of longer stretches are left out, with their number said."""
+"""Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
 TERMINAL_PIECES = 1_500
 RAW_CHARACTERS = 1_500
-"""Characters of a row that cannot be used, shown as it stands in the file."""
+"""Characters that are shown of a row that cannot be used, as it is in the file."""
 
 
 # --- what a token is --------------------------------------------------------------------------------------------------
@@ -63,13 +53,20 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        named = {number: str(token) for number, token in added.items()}
-        marked = {number for number, token in added.items() if getattr(token, "special", False)}
-        marked |= set(getattr(tokenizer, "all_special_ids", ()))
         self._tokenizer = tokenizer
-        self._added = named
-        self._special = marked | {number for number, name in named.items() if _is_marker(name)}
-        self._to_bytes = _decoding(tokenizer)
+        self._added = {number: str(token) for number, token in added.items()}
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        for number, token in added.items():
+            name = str(token)
+            # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added tokens too, and no mark.
+            is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
+            if is_mark or getattr(token, "special", False):
+                self._special.add(number)
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        state = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
+        self._is_byte_level = '"ByteLevel"' in state
+        self._is_word_piece = '"WordPiece"' in state
+        self._is_sentence_piece = "\u2581" in state or '"ByteFallback"' in state
 
     def is_special(self, number: int) -> bool:
         """Whether a token is one of the tokenizer's marks, which no plain text becomes."""
@@ -81,58 +78,33 @@ class TokenBytes:
         return [
             (self._added.get(number) or str(word)).encode("utf-8", "replace")
             if number in self._added or number in self._special
-            else self._to_bytes(str(word))
+            else self._decoded(str(word))
             for number, word in zip(ids, words, strict=True)
         ]
 
-
-def _is_marker(name: str) -> bool:
-    """Whether an added token looks like a mark of the template, such as `<tool_call>`, and is no run of spaces."""
-    return len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
-
-
-def _decoding(tokenizer: Any) -> Callable[[str], bytes]:
-    """How this tokenizer writes bytes in the names of its tokens, by its own decoder."""
-    raw = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    state = str(raw.__getstate__(), "utf-8") if raw is not None else ""
-    if '"ByteLevel"' in state:
-        return _byte_level
-    if '"WordPiece"' in state:
-        return _word_piece
-    return _sentence_piece if "\u2581" in state or '"ByteFallback"' in state else _as_it_is
+    def _decoded(self, word: str) -> bytes:
+        """The bytes of a token by its name, as the tokenizer's own decoder reads it."""
+        if self._is_byte_level:
+            return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode("utf-8", "replace") for c in word)
+        if self._is_word_piece:
+            word = word[2:] if word.startswith("##") else f" {word}"
+        elif self._is_sentence_piece:
+            if byte := _BYTE_NAME.fullmatch(word):
+                return bytes([int(byte[1], 16)])
+            word = word.replace("\u2581", " ")
+        return word.encode("utf-8", "replace")
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letters in which byte-level vocabularies write bytes: printable ones as they are, the others from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_LETTERS = _byte_letters()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}
+"""The letters in which byte-level vocabularies write bytes: printable ones as they are, the others from U+0100."""
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level(word: str) -> bytes:
-    return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode("utf-8", "replace") for c in word)
-
-
-def _sentence_piece(word: str) -> bytes:
-    byte = _BYTE_NAME.fullmatch(word)
-    return bytes([int(byte[1], 16)]) if byte else word.replace("\u2581", " ").encode("utf-8", "replace")
-
-
-def _word_piece(word: str) -> bytes:
-    return (word[2:] if word.startswith("##") else f" {word}").encode("utf-8", "replace")
-
-
-def _as_it_is(word: str) -> bytes:
-    return word.encode("utf-8", "replace")
 
 
 def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, kept: Sequence[bool]) -> list[Piece]:
     """The tokens of a row as pieces: each by itself, or with those that complete its last character."""
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     waiting: list[int] = []
     state: tuple[bool, bool] | None = None
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -142,7 +114,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
         nonlocal text
         if waiting:
             assert state is not None
-            found.append(Piece(text + decoder.decode(b"", True), tuple(waiting), trained=state[0], kept=state[1]))
+            pieces.append(Piece(text + decoder.decode(b"", True), tuple(waiting), trained=state[0], kept=state[1]))
             decoder.reset()
             waiting.clear()
             text = ""
@@ -151,7 +123,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
         here = (label != IGNORED, is_kept)
         if names.is_special(number):
             end()
-            found.append(Piece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
+            pieces.append(Piece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
             continue
         if here != state:
             end()
@@ -161,7 +133,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
         if not decoder.getstate()[0]:
             end()
     end()
-    return found
+    return pieces
 
 
 def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool] | None:
@@ -207,6 +179,11 @@ class Shown:
         """Tokens of the whole row whose label counts; the first token is never predicted."""
         return sum(label != IGNORED for label in self.labels[1:])
 
+    @property
+    def cut_text(self) -> str:
+        """How much max_seq_len cuts, in words."""
+        return f"max_seq_len cuts {self.cut:,} tokens, {self.lost:,} of them trained"
+
     def as_json(self) -> dict[str, Any]:
         """The row in plain data."""
         return {
@@ -224,16 +201,16 @@ class Shown:
         }
 
     def facts(self) -> list[str]:
-        """What there is to know of the row, one thing each."""
+        """The row's length, its mask, what is cut, and its notes."""
         if not self.ids:
             return []
         share = self.trained / len(self.ids)
-        found = [f"{len(self.ids):,} tokens", f"{self.trained:,} trained ({share:.0%})"]
+        facts = [f"{len(self.ids):,} tokens", f"{self.trained:,} trained ({share:.0%})"]
         if self.method:
-            found.append(f"mask: {METHODS.get(self.method, self.method)}")
+            facts.append(f"mask: {METHODS.get(self.method, self.method)}")
         if self.cut:
-            found.append(f"max_seq_len cuts {self.cut:,} tokens, {self.lost:,} of them trained")
-        return [*found, *(one_line(note, limit=300) for note in self.notes)]
+            facts.append(self.cut_text)
+        return [*facts, *(one_line(note, limit=300) for note in self.notes)]
 
 
 def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
@@ -261,7 +238,7 @@ NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
 
 
 def signs(text: str) -> Iterator[tuple[Kind, str]]:
-    """The text in runs of one kind: as it is, or the signs that stand for what would not be seen.
+    """The text in runs of one kind: as it is, or as signs for what would not be seen.
 
     A line break is one `newline`, a space one `·`, everything else a mark such as ⟨U+202E⟩; accents without a letter
     before them, or too many of them, are marks too.
@@ -299,7 +276,7 @@ def _sign(character: str) -> tuple[Kind, str]:
 
 
 def visible(text: str) -> str:
-    """Text that is safe to show, on one line: spaces as they are, everything else that hides shown by its sign."""
+    """Text that is safe to show, on one line: spaces as they are, everything else that is not seen by its sign."""
     return "".join(" " if kind == "space" else sign for kind, sign in signs(text))
 
 
@@ -322,28 +299,18 @@ def shortened(pieces: Sequence[Piece], most: int) -> list[Piece | Gap]:
     """
     if len(pieces) <= most:
         return list(pieces)
-    runs = _runs(pieces)
+    runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: (piece.trained, piece.kept))]
     room = max(10, _room(sorted(map(len, runs)), most))
-    found: list[Piece | Gap] = []
+    shown: list[Piece | Gap] = []
     for run in runs:
-        if len(run) <= room + 1:
-            found += run
+        if len(run) <= room + 1:  # a gap in the place of one piece would save nothing
+            shown += run
             continue
         half = room // 2
         middle = run[half : len(run) - half]
         tokens = sum(len(piece.ids) for piece in middle)
-        found += [*run[:half], Gap(tokens, tokens if run[0].trained else 0), *run[len(run) - half :]]
-    return found
-
-
-def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        if runs and (runs[-1][0].trained, runs[-1][0].kept) == (piece.trained, piece.kept):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
+        shown += [*run[:half], Gap(tokens, tokens if run[0].trained else 0), *run[len(run) - half :]]
+    return shown
 
 
 def _room(sizes: Sequence[int], most: int) -> int:
@@ -361,13 +328,13 @@ def _room(sizes: Sequence[int], most: int) -> int:
 
 
 def heading(shown: Shown) -> str:
-    """The line above an example: its row, its place, its facts."""
+    """The line above an example: its number, its place, its facts."""
     facts = "; ".join(shown.facts())
     return f"Row {shown.number:,} ({one_line(shown.where, limit=300)}){': ' + facts if facts else ''}"
 
 
 def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦") -> list[str]:
-    """The example as plain text: tokens divided by ¦, trained parts in [[ ]], what is cut in ~~ ~~."""
+    """The example as plain text: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     out: list[str] = []
     before: tuple[bool, bool] | None = None
     for item in shortened(shown.pieces, most):
@@ -381,7 +348,7 @@ def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦
             out.append(between)
         text = _plain(item)
         if not between and out and out[-1][-1:] == text[:1] and text[:1] in {"[", "]", "~"}:
-            out.append("\\")  # two pieces must not make a mark of ours together
+            out.append("\\")  # two pieces of the text must not look like one of our marks together
         out.append(text)
         before = state
     out.append(_close(before) + ("~~" if before is not None and not before[1] else ""))
@@ -390,14 +357,14 @@ def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦
 
 
 def _open(before: tuple[bool, bool] | None, piece: Piece, shown: Shown) -> str:
-    """What begins before this piece, whose state is another one than that of the piece before it."""
+    """The marks before a piece that is trained, or kept, where the one before it is not, or the reverse."""
     was_kept = True if before is None else before[1]
-    said = ""
+    marks = ""
     if was_kept and not piece.kept:
-        said = f"\n--- max_seq_len cuts {shown.cut:,} tokens, {shown.lost:,} of them trained ---\n~~"
+        marks = f"\n--- {shown.cut_text} ---\n~~"
     elif piece.kept and not was_kept:
-        said = "~~\n--- kept from here ---\n"
-    return said + ("[[" if piece.trained else "")
+        marks = "~~\n--- kept from here ---\n"
+    return marks + ("[[" if piece.trained else "")
 
 
 def _close(state: tuple[bool, bool] | None) -> str:
@@ -405,17 +372,17 @@ def _close(state: tuple[bool, bool] | None) -> str:
 
 
 def _plain(piece: Piece) -> str:
-    """A piece without a mark that could be taken for ours."""
-    found = "".join(sign + "\n" if kind == "newline" else sign for kind, sign in signs(piece.text))
-    return found.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~")
+    """A piece without anything that could be taken for our marks."""
+    text = "".join(sign + "\n" if kind == "newline" else sign for kind, sign in signs(piece.text))
+    return text.replace("[[", "[\\[").replace("]]", "]\\]").replace("~~", "~\\~")
 
 
 def _trouble(shown: Shown) -> list[str]:
-    """Why a row cannot be used, and how it stands in the file."""
+    """Why a row cannot be used, and how it begins in the file."""
     if not shown.reason:
         return []
-    found = [f"  CANNOT BE USED: {one_line(shown.reason, limit=600)}"]
-    return [*found, f"  {visible(shown.raw)}"] if shown.raw else found
+    reason = f"  CANNOT BE USED: {one_line(shown.reason, limit=600)}"
+    return [reason, f"  {visible(shown.raw)}"] if shown.raw else [reason]
 
 
 def example_line(shown: Shown, *, most: int = 150) -> str:
@@ -426,41 +393,37 @@ def example_line(shown: Shown, *, most: int = 150) -> str:
 TRAINED_STYLES = ("grey100 on dark_green", "grey100 on green4")
 OTHER_STYLES = ("grey93 on grey23", "grey93 on grey35")
 CUT_TRAINED_STYLE, CUT_STYLE = "pale_green3 on grey11 strike", "grey58 on grey11 strike"
-"""Fore- and background both, so that tokens read on dark and on light terminals."""
+"""Foreground and background both, so that tokens can be read on dark and on light terminals."""
 
 
 def terminal_text(shown: Shown, *, most: int = TERMINAL_PIECES) -> Any:
     """The example as `rich.text.Text`: tokens on changing grounds, trained ones green, cut ones struck through."""
     from rich.text import Text
 
-    text = Text(heading(shown) + "\n", style="bold")
     body = Text()
+    body.append(heading(shown) + "\n", style="bold")
     kept = True
     for number, item in enumerate(shortened(shown.pieces, most)):
         if isinstance(item, Gap):
             body.append(f" {item} ", style="italic")
             continue
         if kept and not item.kept:
-            body.append(f"\n--- max_seq_len cuts {shown.cut:,} tokens, {shown.lost:,} of them trained ---\n", "red")
+            body.append(f"\n--- {shown.cut_text} ---\n", "red")
         elif item.kept and not kept:
             body.append("\n--- kept from here ---\n", "red")
         kept = item.kept
-        _append(body, item, number)
-    found = Text.assemble(text, body, "\n")
+        style = (TRAINED_STYLES if item.trained else OTHER_STYLES)[number % 2]
+        if not item.kept:
+            style = CUT_TRAINED_STYLE if item.trained else CUT_STYLE
+        style += " bold underline" if item.special else ""
+        for kind, sign in signs(item.text):
+            body.append(sign, style=f"{style} italic" if kind == "mark" else style)
+            if kind == "newline":
+                body.append("\n")
+    body.append("\n")
     for line in _trouble(shown):
-        found.append(line + "\n", style="bold red")
-    return found
-
-
-def _append(body: Any, piece: Piece, number: int) -> None:
-    style = (TRAINED_STYLES if piece.trained else OTHER_STYLES)[number % 2]
-    if not piece.kept:
-        style = CUT_TRAINED_STYLE if piece.trained else CUT_STYLE
-    style += " bold underline" if piece.special else ""
-    for kind, sign in signs(piece.text):
-        body.append(sign, style=f"{style} italic" if kind == "mark" else style)
-        if kind == "newline":
-            body.append("\n")
+        body.append(line + "\n", style="bold red")
+    return body
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -538,7 +501,7 @@ def _legend(examples: Sequence[Shown]) -> str:
     shown = "".join(f"<li>{sample} {count}</li>" for sample, count in items)
     hint = (
         f'<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen, '
-        "⟨0xF0⟩ a byte that is none; point at a token for its id</li>"
+        "⟨0xF0⟩ a byte that is no character; point at a token for its id</li>"
     )
     return f'<ul class="legend">{shown}{hint}</ul>\n'
 
@@ -566,8 +529,7 @@ def _spans(shown: Shown, most: int) -> Iterator[str]:
             yield f'<span class="gap">{html.escape(str(item))}</span>'
             continue
         if kept and not item.kept:
-            said = f"max_seq_len cuts {shown.cut:,} tokens, {shown.lost:,} of them trained"
-            yield f'<span class="cut">{said}</span>'
+            yield f'<span class="cut">{shown.cut_text}</span>'
         elif item.kept and not kept:
             yield '<span class="cut">kept from here</span>'
         kept = item.kept
@@ -593,6 +555,6 @@ def _html_sign(run: tuple[Kind, str]) -> str:
 
 
 def raw_text(data: Any) -> str:
-    """The beginning of a row as it stands in the file, for a row that cannot be tokenised."""
+    """How a row that cannot be tokenised begins in its file."""
     text = json.dumps(data, ensure_ascii=False, default=str)
     return text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"

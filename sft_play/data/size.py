@@ -1,4 +1,4 @@
-"""How much there is to train on, roughly and at once: rows and characters of a source, before anything is read."""
+"""How much there is to train on, roughly and in seconds: rows and characters of a source, from a sample."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.files import BadRow, Part, data_files, find_source, kind_of, read_part
 from sft_play.data.mixing import exact_shares
-from sft_play.data.raw import blocks, is_gzipped
+from sft_play.data.sources.files import BadRow, Part, data_files, find_source, kind_of, read_part
+from sft_play.data.sources.raw import blocks, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0
-"""English text by a tokenizer with a large vocabulary; code and other languages have fewer."""
+"""English text by a tokenizer with a large vocabulary; code and other languages have fewer characters per token."""
 SAMPLE_ROWS = 20_000
-"""Of each file so many rows are read; longer ones are taken to go on like that."""
+"""Rows that are read of each file; the rest of a longer one is taken to be like them."""
 SAMPLE_CHARACTERS = 32 << 20
-"""And no more characters than these."""
+"""Characters that are read of each file at most."""
 _SAMPLE_KEPT = 1_000
 SAMPLE_FILES = 20
-"""Of many files so many are read, and the others taken to be like them by their size."""
+"""Of many files so many are read; the others are taken to have the same rows per byte."""
 
 
 @dataclass(frozen=True)
 class RoughSize:
-    """Rows of the training data and their characters, as far as they could be told."""
+    """Rows of the training data and their characters, estimated."""
 
     rows: int
     characters: int
@@ -38,40 +38,34 @@ class RoughSize:
 
 
 def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | None:
-    """The size of the training data, of several sources that of an epoch; None where it is not there, cannot be read,
-    or is on the hub."""
+    """The size of the training data, of several sources that of an epoch; None where a file is missing, cannot be
+    read, or is on the hub."""
     if not data.sources:
         return None if data.train_path is None else _of_source(data.train_path, text_wanted=text_wanted)
     sizes = [_of_source(source.path, text_wanted=text_wanted) for source in data.sources]
-    found = [(source, size) for source, size in zip(data.sources, sizes, strict=True) if size is not None]
-    if len(found) < len(sizes):
+    known = [(source, size) for source, size in zip(data.sources, sizes, strict=True) if size is not None]
+    if len(known) < len(sizes):
         return None
-    counts = [min(size.rows, source.max_rows or size.rows) for source, size in found]
+    counts = [min(size.rows, source.max_rows or size.rows) for source, size in known]
     weights = [
-        count if source.weight is None else source.weight for count, (source, _) in zip(counts, found, strict=True)
+        count if source.weight is None else source.weight for count, (source, _) in zip(counts, known, strict=True)
     ]
     per_epoch = exact_shares(weights, sum(counts))
-    characters = [count * size.characters / size.rows for count, (_, size) in zip(per_epoch, found, strict=True)]
+    characters = [count * size.characters / size.rows for count, (_, size) in zip(per_epoch, known, strict=True)]
     return RoughSize(sum(counts), round(sum(characters)))
 
 
 def _of_source(given: str, *, text_wanted: bool) -> RoughSize | None:
-    with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):
+    with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
         parts = data_files(find_source(given), text_wanted=text_wanted)
-        if all(part.kind == "auto" for part in parts):
-            return _of_files(parts)
+        if any(part.kind != "auto" for part in parts):
+            return None
+        file_bytes = [part.path.stat().st_size for part in parts]
+        read = [size for part in parts[:SAMPLE_FILES] if (size := _of_file(part))]
+        share = sum(file_bytes) / max(1, sum(file_bytes[:SAMPLE_FILES]))
+        rows, characters = sum(size.rows for size in read), sum(size.characters for size in read)
+        return RoughSize(round(rows * share), round(characters * share)) if rows else None
     return None
-
-
-def _of_files(parts: list[Part]) -> RoughSize | None:
-    read = [(part.path.stat().st_size, _of_file(part)) for part in parts[:SAMPLE_FILES]]
-    rows = sum(size.rows for _, size in read if size)
-    characters = sum(size.characters for _, size in read if size)
-    if not rows:
-        return None
-    total, seen = sum(part.path.stat().st_size for part in parts), sum(count for count, _ in read)
-    share = total / max(1, seen)
-    return RoughSize(round(rows * share), round(characters * share))
 
 
 def _of_file(part: Part) -> RoughSize | None:
@@ -94,13 +88,13 @@ def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
     """Rows of a large file: lines counted, row groups added up, others by the bytes that a row takes."""
     kind = kind_of(part.path, text_wanted=part.text_wanted)
     if kind == "parquet":
-        from sft_play.data.tables import parquet_groups
+        from sft_play.data.sources.tables import parquet_groups
 
         return sum(parquet_groups(part.path))
     if kind == "lines" and not is_gzipped(part.path):
         return sum(block.count(b"\n") for block in blocks(part.path))
     row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
-    packed = 4 if is_gzipped(part.path) else 1
+    packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
     return max(at_least, int(part.path.stat().st_size * packed / row_bytes))
 
 

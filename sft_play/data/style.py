@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig, StyleConfig
-from sft_play.data.process import SPLITS, read_processed, rows_said
+from sft_play.data.process import SPLITS, read_processed
+from sft_play.data.stats import rows_text
 from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
 
 _DONE = ("set", "prepended", "replaced", "left", "text")
 _PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
-"""What stands behind a file's name in a row's source."""
+"""What follows a file's name in a row's source: its line, or row."""
 
 
 @dataclass
@@ -39,11 +40,11 @@ class StyleReport:
         """The report in words."""
         total = self.total
         rows = sum(total.values())
-        lines = [f"Styled {rows_said(rows)} into {self.out_dir}: {_words(total)}"]
+        lines = [f"Styled {rows_text(rows)} into {self.out_dir}: {_words(total)}"]
         lines += [
-            f"  {name}: {rows_said(sum(counts.values()))}, {_words(counts)}" for name, counts in self.splits.items()
+            f"  {name}: {rows_text(sum(counts.values()))}, {_words(counts)}" for name, counts in self.splits.items()
         ]
-        lines += [f"data.style.per_source: no row's source fits {one_line(glob)}" for glob in self.unused_globs]
+        lines += [f"data.style.per_source: no row's source matches {one_line(glob)}" for glob in self.unused_globs]
         return lines
 
     def as_json(self) -> dict[str, Any]:
@@ -54,16 +55,16 @@ class StyleReport:
 
 
 def _words(counts: Counter[str]) -> str:
-    said = [f"{counts[done]:,} {done}" for done in _DONE[:-1] if counts[done]]
-    said += [f"{counts['text']:,} rows of plain text untouched"] if counts["text"] else []
-    return ", ".join(said) or "none"
+    parts = [f"{counts[done]:,} {done}" for done in _DONE[:-1] if counts[done]]
+    parts += [f"{counts['text']:,} rows of plain text untouched"] if counts["text"] else []
+    return ", ".join(parts) or "none"
 
 
 def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleReport:
     """Write the splits of `data.process.out_dir` to `data.style.out_dir` with their system prompts styled.
 
-    `text` (STYLE=) goes before `data.style.system`; a glob of `data.style.per_source` that fits a row's source goes
-    before both.
+    `text` (STYLE=) goes before `data.style.system`; a glob of `data.style.per_source` that matches a row's source
+    goes before both.
 
     Raises:
         ConfigError: no system prompt is given.
@@ -81,12 +82,8 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
         raise ConfigError(f"data.style.out_dir={options.out_dir} is data.process.out_dir; give it another folder")
     files = [name for name in SPLITS if (source / f"{name}.jsonl").is_file()]
     if "train" not in files:
-        raise DataError(f"{source / 'train.jsonl'} is not there; make process writes it")
-    return _write(source, target, files, _Styler(options, prompt), force=force)
-
-
-def _write(source: Path, target: Path, files: list[str], styler: _Styler, *, force: bool) -> StyleReport:
-    report = StyleReport(str(target))
+        raise DataError(f"{source / 'train.jsonl'} is missing; make process writes it")
+    styler, report = _Styler(options, prompt), StyleReport(str(target))
     names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
     with OutputFolder(target, names, force=force, command="style") as out:
         for name in files:
@@ -102,7 +99,7 @@ def _write(source: Path, target: Path, files: list[str], styler: _Styler, *, for
 
 
 class _Styler:
-    """Gives rows their system prompt; remembers which globs fitted none."""
+    """Gives rows their system prompt; remembers which globs matched none."""
 
     def __init__(self, options: StyleConfig, prompt: str | None) -> None:
         self._how, self._prompt = options.how, prompt
@@ -122,11 +119,12 @@ class _Styler:
         first = messages[0]
         if first.get("role") not in ("system", "developer"):
             return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
-        there = first.get("content")
-        if self._how == "keep" or not isinstance(there, str):
+        present = first.get("content")
+        if self._how == "keep" or not isinstance(present, str):
             return row, "left"
-        content = f"{prompt}\n\n{there}" if self._how == "prepend" and there.strip() else prompt
-        done = "prepended" if self._how == "prepend" and there.strip() else "replaced"
+        done, content = "replaced", prompt
+        if self._how == "prepend" and present.strip():
+            done, content = "prepended", f"{prompt}\n\n{present}"
         return {**row, "messages": [{**first, "content": content}, *messages[1:]]}, done
 
     def _prompt_of(self, row: dict[str, Any]) -> str | None:

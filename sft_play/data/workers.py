@@ -1,4 +1,4 @@
-"""Pieces of work in several processes: made by this one and by others that are started for it, given in their order."""
+"""Jobs that are done by this process and others that it starts, with their results in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from sft_play.data.files import Part, split_part
+from sft_play.data.sources.files import Part, split_part
 from sft_play.endings import leave_with
 from sft_play.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 FEW_BYTES = 4 << 20
-"""Data of fewer bytes is worked on in this process, whose tokenizer has threads: starting others takes longer."""
+"""Fewer bytes of data are prepared in this process, whose tokenizer has threads: starting others takes longer."""
 MOST_WORKERS = 16
+BATCH_ROWS = 256
+"""Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS."""
+BATCH_CHARS = 1 << 20
+"""Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each."""
 SECONDS_BETWEEN_NEWS = 10.0
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
 _PIECES_FOR_EACH = 8
@@ -35,20 +39,24 @@ Result = TypeVar("Result")
 
 
 def bytes_of(parts: Iterable[Part]) -> int:
-    """Bytes of the files; those of the hub count nothing."""
+    """Bytes of the files; data sets of the hub count 0."""
     return sum(part.path.stat().st_size for part in parts if part.kind != "hub" and part.path.is_file())
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def how_many(asked: int | str, total_bytes: int) -> int:
-    """Processes for so many bytes of data: data.workers, or with `auto` one for every core where that is quicker."""
+    """Processes for so many bytes of data: data.workers, or with `auto` one for every core where that is faster."""
     if isinstance(asked, int):
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if total_bytes < FEW_BYTES else min(cores, MOST_WORKERS)
+    return 1 if total_bytes < FEW_BYTES else min(cores(), MOST_WORKERS)
 
 
 def pieces_of(part: Part, *, count: int, total_bytes: int) -> list[Part]:
-    """A file as pieces for so many processes: small enough that all of them end at about the same time."""
+    """A file in pieces for so many processes: small enough that all of them end at about the same time."""
     if count == 1:
         return [part]
     size = total_bytes // (count * _PIECES_FOR_EACH)
@@ -65,16 +73,17 @@ def together(
 ) -> Iterator[Result]:
     """Results in the order of the jobs, made by `count` processes: this one, which begins at once, and others.
 
-    The others have a few jobs ahead; this one takes the next between looking after them. `begin` is a function of a
-    module: it makes, once in every process, what is called with each job. `done` hears of every result as it comes.
+    The others have a few jobs queued; this one does a job of its own between collecting their results. `begin` is a
+    class or function of a module: called once in every process, it returns what is called with each job. `done` is
+    called with every result as it comes.
 
     Raises:
-        DataError: a process ended without a word; and whatever a job raises.
+        DataError: a process died; and whatever a job raises.
     """
     context = multiprocessing.get_context("spawn")
     sent = (pickle.dumps((begin, recipe)), os.getpid())
-    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_begin_worker, initargs=sent)
-    made: dict[int, Result] = {}
+    pool = ProcessPoolExecutor(count - 1, mp_context=context, initializer=_start_worker, initargs=sent)
+    results: dict[int, Result] = {}
     following = 0
     try:
         waiting = iter(enumerate(jobs))
@@ -83,32 +92,30 @@ def together(
         while following < len(jobs):
             mine = next(waiting, None)
             if mine is not None:
-                made[mine[0]] = work(mine[1])
-                done(made[mine[0]])
+                results[mine[0]] = work(mine[1])
+                done(results[mine[0]])
             finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
             for future in finished:
                 number, result = future.result()
-                made[number] = result
+                results[number] = result
                 done(result)
             running |= _submitted(pool, itertools.islice(waiting, len(finished)))
-            while following in made:
-                yield made.pop(following)
+            while following in results:
+                yield results.pop(following)
                 following += 1
     except BrokenProcessPool:
         raise DataError(
-            "a process that prepared rows ended without a word (out of memory?); lower data.workers, such as "
-            "data.workers=1"
+            "a process that prepared rows died (out of memory?); lower data.workers, such as data.workers=1"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> set[Future[tuple[int, Any]]]:
-    """Numbered jobs on their way to the workers.
+    """Numbered jobs, submitted to the workers.
 
-    A worker that is started imports what it needs, and not the program that runs here, as multiprocessing would have
-    it: that may bring torch along, and a script that calls this outside of `if __name__ == "__main__"` would begin
-    anew in every worker.
+    Workers start when jobs are submitted. They must not import the program that runs here, as multiprocessing would
+    have them do: it may import torch, and a script without `if __name__ == "__main__"` would start over in each.
     """
     program = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -119,36 +126,36 @@ def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> se
 
 
 class News:
-    """Says now and then how far it is: `Data train: 20,000 rows prepared, 5,000 a second`."""
+    """Logs now and then how far it is: `Data train: 20,000 rows prepared, 5,000 a second`."""
 
-    def __init__(self, what: str, done: str) -> None:
-        self._what, self._done = what, done
-        self._began, self._said, self._rows = time.monotonic(), time.monotonic(), 0
+    def __init__(self, subject: str, done: str) -> None:
+        self._subject, self._done = subject, done
+        self._began, self._logged, self._rows = time.monotonic(), time.monotonic(), 0
 
     def add(self, rows: int) -> None:
-        """So many rows more are done."""
+        """So many more rows are done."""
         self._rows += rows
         now = time.monotonic()
-        if now - self._said >= SECONDS_BETWEEN_NEWS:
-            self._said = now
+        if now - self._logged >= SECONDS_BETWEEN_NEWS:
+            self._logged = now
             speed = self._rows / (now - self._began)
-            logger.info("%s: %s rows %s, %s a second", self._what, f"{self._rows:,}", self._done, f"{speed:,.0f}")
+            logger.info("%s: %s rows %s, %s a second", self._subject, f"{self._rows:,}", self._done, f"{speed:,.0f}")
 
 
-_doing: Callable[[Any], Any] | None = None
-"""In a worker: what is called with each job, made once."""
+_do_job: Callable[[Any], Any] | None = None
+"""What a worker calls with each job; None in the parent."""
 
 
-def _begin_worker(sent: bytes, parent: int) -> None:
-    """A worker's beginning: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
-    global _doing
+def _start_worker(sent: bytes, parent: int) -> None:
+    """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
+    global _do_job
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_with(parent, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     begin, recipe = pickle.loads(sent)
-    _doing = begin(recipe)
+    _do_job = begin(recipe)
 
 
 def _work(number: int, job: Any) -> tuple[int, Any]:
-    assert _doing is not None
-    return number, _doing(job)
+    assert _do_job is not None
+    return number, _do_job(job)

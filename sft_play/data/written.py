@@ -1,8 +1,8 @@
-"""Files that a command writes again and again, and that a person may have edited meanwhile.
+"""Files that a command writes again each time, and that a person may have edited in between.
 
-A folder keeps a record of what was written into it. A file that is not as it was left, or that the record does not
-know, is somebody's: it is overwritten only with FORCE=1. Everything is written into files without a name first and
-named at the end, so that a run that breaks, or is killed, leaves the old files as they were and nothing beside them.
+A folder keeps a record of what was written into it. A file that has changed since, or that is not in the record, is
+the user's: it is overwritten only with FORCE=1. Everything is first written into files without a name, which get it at
+the end, so that a command that fails or is killed leaves the old files as they were and nothing beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CannotWrite(DataError):
 
 
 class OutputFolder:
-    """A folder of written files; use it as a context: what was opened appears when the context ends well.
+    """A folder of written files, used as a context: what was opened gets its name when the context ends without error.
 
     Raises (when it is entered):
         DataError: a file of `names` was edited, or was not written by this project, and `force` is false; or the
@@ -46,12 +46,12 @@ class OutputFolder:
         if foreign:
             raise DataError(
                 f"{', '.join(str(self.path / name) for name in foreign)}: edited since make {self._command} wrote it, "
-                f"or not written by it; move it away, or write over it with make {self._command} FORCE=1"
+                f"or not written by it; move it away, or overwrite it with make {self._command} FORCE=1"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"{self.path} cannot be made: {error.strerror}") from None
+            raise DataError(f"{self.path} cannot be created: {error.strerror}") from None
         return self
 
     def open(self, name: str) -> TextIO:
@@ -87,14 +87,14 @@ class OutputFolder:
                     aside.unlink(missing_ok=True)
 
     def _keep(self) -> None:
-        """Rename what was written, take away announced files that were not written this time, renew the record."""
+        """Rename what was written, remove announced files that were not written this time, update the record."""
         record = self._record()
-        left = [name for name in self._names if name not in self._aside and record.pop(name, None) is not None]
+        outdated = [name for name in self._names if name not in self._aside and record.pop(name, None) is not None]
         record |= {name: _digest(aside) for name, aside in self._aside.items()}
         part = self.path / f"{RECORD}.{os.getpid()}.part"
         self._aside[RECORD] = part  # written before anything is renamed: a full disk leaves all as it was
         part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for name in left:  # ours, from an earlier time
+        for name in outdated:
             (self.path / name).unlink(missing_ok=True)
         for name, aside in self._aside.items():  # the record last
             aside.replace(self.path / name)
@@ -105,18 +105,18 @@ class OutputFolder:
 
     def _record(self) -> dict[str, str]:
         try:
-            found = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
+            record = json.loads((self.path / RECORD).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{self.path / RECORD} cannot be read ({one_line(str(error))}); remove it, or write over with FORCE=1"
+                f"{self.path / RECORD} cannot be read ({one_line(str(error))}); remove it, or overwrite with FORCE=1"
             ) from None
-        return found if isinstance(found, dict) else {}
+        return record if isinstance(record, dict) else {}
 
 
 class _Output(io.TextIOWrapper):
-    """A file that is written; a disk that is full, or a limit that is reached, is the user's to mend."""
+    """A file that is written; a full disk, or a limit, is the user's error, not ours."""
 
     def __init__(self, path: Path, *, shown: Path) -> None:
         unnamed = _unnamed(path.parent)
@@ -127,8 +127,10 @@ class _Output(io.TextIOWrapper):
         """Write everything out, give the file its name, and close it; raises OSError."""
         self.flush()
         if self._is_unnamed:
-            number = self.fileno()  # given as a folder too, which an absolute path has no use for: only so is linkat
-            os.link(f"/proc/self/fd/{number}", self._path, src_dir_fd=number, follow_symlinks=True)  # called
+            # Python calls linkat, which can follow the link in /proc to the unnamed file, only where it is given a
+            # src_dir_fd; the path is absolute, so that any one does.
+            number = self.fileno()
+            os.link(f"/proc/self/fd/{number}", self._path, src_dir_fd=number, follow_symlinks=True)
         self.close()
 
     def write(self, text: str, /) -> int:
@@ -139,7 +141,7 @@ class _Output(io.TextIOWrapper):
 
 
 def _unnamed(folder: Path) -> BinaryIO | None:
-    """A new file in a folder without a name there: the system removes it when its process ends, however it ends.
+    """A new file in a folder without a name: it is gone when its process ends, however that ends.
 
     None where the system or the file system has no such files.
     """

@@ -1,7 +1,7 @@
-"""`NoOpAccelerator`: accelerate's interface for one process, where the package itself is not there.
+"""`NoOpAccelerator`: accelerate's interface for one process, where the package itself is not installed.
 
-Methods have the names and parameters of `accelerate.Accelerator` (1.15), and do in one process what those do:
-autocast, accumulation (steps of optimizer and schedule in between do nothing), data on the device.
+Methods have the names and parameters of `accelerate.Accelerator` (1.15) and do the same for one process: autocast,
+accumulation (optimizer and scheduler steps in between do nothing), data on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Steps:
-    """Where an accumulation is: shared by the accelerator and what it has prepared."""
+    """The state of the accumulation, shared by the accelerator and what it has prepared."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -35,10 +35,10 @@ class _Steps:
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """An optimizer that steps, and clears gradients, at the end of an accumulation only."""
+    """An optimizer that steps and clears gradients only at the end of an accumulation."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: _Steps) -> None:
-        self.optimizer, self._steps = optimizer, steps  # the wrapped one has been initialised
+        self.optimizer, self._steps = optimizer, steps  # the wrapped optimizer is already initialised
 
     state = property(lambda self: self.optimizer.state)
     param_groups = property(lambda self: self.optimizer.param_groups)
@@ -60,7 +60,8 @@ class _Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
-        return self.optimizer.state_dict()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The wrapped optimizer's."""
@@ -68,13 +69,13 @@ class _Optimizer(torch.optim.Optimizer):
 
 
 class _Scheduler:
-    """A schedule that moves where the accumulation ends; everything else is the wrapped one's."""
+    """A scheduler that steps where the accumulation ends; everything else is the wrapped one's."""
 
     def __init__(self, scheduler: Any, steps: _Steps) -> None:
         self.scheduler, self._steps = scheduler, steps
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move with the optimizer."""
+        """Step with the optimizer."""
         if self._steps.is_last:
             self.scheduler.step(*args, **kwargs)
         else:
@@ -85,7 +86,7 @@ class _Scheduler:
 
 
 class _Loader:
-    """A data loader whose batches lie on the device, and that knows its last one."""
+    """A data loader whose batches are on the device; it marks the last one."""
 
     def __init__(self, loader: Any, device: torch.device, steps: _Steps, *, skip: int = 0) -> None:
         self.base_dataloader, self._device, self._steps, self._skip = loader, device, steps, skip
@@ -98,11 +99,11 @@ class _Loader:
         batches = iter(self.base_dataloader)
         for _ in range(self._skip):
             next(batches, None)
-        missing = object()
-        batch = next(batches, missing)
-        while batch is not missing:
-            following = next(batches, missing)
-            self._steps.at_end_of_data = following is missing
+        end = object()
+        batch = next(batches, end)
+        while batch is not end:  # one batch ahead, since only the next one shows which is the last
+            following = next(batches, end)
+            self._steps.at_end_of_data = following is end
             yield _moved(batch, self._device)
             batch = following
         self._steps.at_end_of_data = False
@@ -117,30 +118,32 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return _each(value, lambda item: _moved(item, device))
 
 
 def _in_fp32(value: Any) -> Any:
-    """Outputs of a forward under autocast as accelerate hands them on: 16-bit floats in fp32."""
+    """Outputs of a forward under autocast as accelerate returns them: 16-bit floats in fp32."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, dict):
         for key in list(value):
-            value[key] = _in_fp32(value[key])  # in place: a model's output is a class of its own
+            value[key] = _in_fp32(value[key])  # in place: a model's output has a class of its own
         return value
-    if isinstance(value, (list, tuple)):
-        items = [_in_fp32(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return _each(value, _in_fp32)
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A list, tuple or named tuple with every item changed; anything else as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    items = [change(item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 class NoOpAccelerator:
     """One process with the methods and attributes of `accelerate.Accelerator` that scripts use.
 
-    What needs accelerate itself (FSDP, DeepSpeed, trackers, hooks, profiles) is absent, and saying so is the error.
+    What needs accelerate itself (FSDP, DeepSpeed, trackers, hooks, profiles) is missing, and the error says so.
 
     Raises:
         ConfigError: fp16, whose loss accelerate scales.
@@ -161,8 +164,8 @@ class NoOpAccelerator:
         if mixed_precision == "fp16":
             raise ConfigError("mixed_precision: fp16 needs accelerate, which scales the loss; set bf16 or no")
         self.mixed_precision = mixed_precision or "no"
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self.device = torch.device(found.type, 0) if found is not None else torch.device("cpu")
+        current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.device = torch.device(current.type, 0) if current is not None else torch.device("cpu")
         self.trackers: list[Any] = []
         self.dist_config: Any = None
         self._steps = _Steps(gradient_accumulation_steps)
@@ -183,12 +186,12 @@ class NoOpAccelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this pass is the last of an accumulation."""
+        """Whether this is the last micro-batch of an accumulation."""
         return self._steps.is_last
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether this pass is the last, where a loop of your own counts."""
+        """Set whether this is the last micro-batch, where your own loop counts."""
         self._steps.is_last = sync_gradients
 
     @property
@@ -198,30 +201,27 @@ class NoOpAccelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        """Another number from the next pass on."""
+        """Set the number, from the next micro-batch on."""
         self._steps.num_steps = gradient_accumulation_steps
 
-    # What is prepared.
+    # Preparing.
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Each thing prepared by its kind, in the order in which they were given; one alone is no tuple."""
-        prepared = tuple(self._prepared(item) for item in args)
+        """Each object prepared by its type, in the given order; a single one is not returned as a tuple."""
+        by_type: dict[type, Callable[[Any], Any]] = {
+            torch.nn.Module: self.prepare_model, torch.optim.Optimizer: self.prepare_optimizer,
+            LRScheduler: self.prepare_scheduler, DataLoader: self.prepare_data_loader,
+        }  # fmt: skip
+        prepared = tuple(
+            next((prepare(item) for kind, prepare in by_type.items() if isinstance(item, kind)), item) for item in args
+        )
         return prepared[0] if len(prepared) == 1 else prepared
-
-    def _prepared(self, item: Any) -> Any:
-        if isinstance(item, torch.nn.Module):
-            return self.prepare_model(item)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item)
-        if isinstance(item, LRScheduler):
-            return self.prepare_scheduler(item)
-        return self.prepare_data_loader(item) if isinstance(item, DataLoader) else item
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """The model on the device, its forward under autocast with outputs in fp32."""
-        if any(known is model for known in self._models):
+        if any(prepared is model for prepared in self._models):
             return model
         self._models.append(model)
         if device_placement is not False and getattr(model, "hf_device_map", None) is None:
@@ -241,29 +241,24 @@ class NoOpAccelerator:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
         """The optimizer, which steps at the end of an accumulation."""
-        if isinstance(optimizer, _Optimizer):
-            return optimizer
-        made = _Optimizer(optimizer, self._steps)
-        self._optimizers.append(made)
-        return made
+        return self._wrapped(optimizer, _Optimizer, self._optimizers, self._steps)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """The schedule, which moves with the optimizer."""
-        if isinstance(scheduler, _Scheduler):
-            return scheduler
-        made = _Scheduler(scheduler, self._steps)
-        self._schedulers.append(made)
-        return made
+        """The scheduler, which steps with the optimizer."""
+        return self._wrapped(scheduler, _Scheduler, self._schedulers, self._steps)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """The data loader, its batches on the device."""
-        if isinstance(data_loader, _Loader):
-            return data_loader
-        made = _Loader(data_loader, self.device, self._steps)
-        self._dataloaders.append(made)
-        return made
+        """The data loader, with its batches on the device."""
+        return self._wrapped(data_loader, _Loader, self._dataloaders, self.device, self._steps)
+
+    def _wrapped(self, item: Any, wrapper: type, wrapped: list[Any], *arguments: Any) -> Any:
+        """The item in its wrapper, which is added to the list; an item that has it already stays."""
+        if not isinstance(item, wrapper):
+            item = wrapper(item, *arguments)
+            wrapped.append(item)
+        return item
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The same data loader without its first batches, to continue within an epoch."""
@@ -287,7 +282,7 @@ class NoOpAccelerator:
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """One micro-batch: gradients add up until the last one of a step, or of the data."""
+        """One micro-batch: gradients accumulate until the last one of a step, or of the data."""
         if self._steps.at_end_of_data:
             self._steps.step, self._steps.is_last = 0, True
         else:
@@ -297,29 +292,29 @@ class NoOpAccelerator:
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """One process has nobody to synchronise with."""
+        """One process has nothing to synchronise."""
         yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: Any = None) -> Iterator[None]:
-        """One process has nobody to wait for."""
+        """One process has nothing to wait for."""
         yield
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """bf16 where the settings say so."""
+        """bf16 where the settings ask for it."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.mixed_precision == "bf16"):
             yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Gradients of the loss, as its share of the step's."""
+        """Gradients of the loss, divided by the accumulation steps."""
         (loss / self._steps.num_steps).backward(**kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: no loss was scaled."""
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> torch.Tensor:
-        """torch's own; the total norm before it."""
+        """torch's own; returns the norm before clipping."""
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         return norm
 
@@ -328,15 +323,15 @@ class NoOpAccelerator:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def set_trigger(self) -> None:
-        """Ask every process, which is this one, to do what it looks for with `check_trigger`."""
+        """Set the flag that `check_trigger` looks for on every process, here one."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Whether that was asked; asking once answers once."""
+        """Whether the flag was set; reading clears it."""
         was_set, self._trigger = self._trigger, False
         return was_set
 
-    # Over processes, of which there is one.
+    # Collectives, over one process.
 
     def gather(self, tensor: Any) -> Any:
         """The tensor of each process: a number becomes a vector of one."""
@@ -345,7 +340,7 @@ class NoOpAccelerator:
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What is given: no row stands twice to fill a batch."""
+        """The input: no row is repeated to fill a batch."""
         return input_data
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: Any = 1.0) -> Any:
@@ -353,41 +348,36 @@ class NoOpAccelerator:
         return tensor
 
     def pad_across_processes(self, tensor: Any, dim: Any = 0, pad_index: Any = 0, pad_first: Any = False) -> Any:
-        """What is given: it is the longest."""
+        """The input: there is no longer one."""
         return tensor
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """All of it."""
+        """All inputs."""
         yield inputs
 
     def wait_for_everyone(self) -> None:
-        """Nobody to wait for."""
+        """Nothing to wait for."""
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
         """This is the main process."""
         yield
 
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """This is the main process."""
-        yield
+    local_main_process_first = main_process_first
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """The function: it runs here."""
+        """The function unchanged: it runs here."""
         return function if function is not None else self.on_main_process
 
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """The function: it runs here."""
-        return function if function is not None else self.on_local_main_process
+    on_local_main_process = on_main_process
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """The function: it runs here."""
+        """The function unchanged: it runs here."""
         return function
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """The function where it is this process's, else one that does nothing."""
+        """The function if it is for this process, else one that does nothing."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return function if process_index in (None, 0) else lambda *args, **kwargs: None
@@ -395,10 +385,10 @@ class NoOpAccelerator:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """The function where it is this process's, else one that does nothing."""
+        """The function if it is for this process, else one that does nothing."""
         return self.on_process(function, process_index=local_process_index)
 
-    # Saying and keeping.
+    # Logging and saving.
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, on the main process."""
@@ -410,17 +400,17 @@ class NoOpAccelerator:
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Trackers are accelerate's; `log` says values in the log."""
+        """Trackers are accelerate's; `log` writes values to the log."""
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """The values in the log."""
+        """Write the values to the log."""
         logger.info("%s%s", "" if step is None else f"step {step}: ", values)
 
     def end_training(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """An object in a file, as safetensors where asked."""
+        """Save an object to a file, as safetensors if asked."""
         if safe_serialization:
             from safetensors.torch import save_file
 
@@ -435,7 +425,7 @@ class NoOpAccelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """The weights as `model.safetensors` in a folder."""
+        """Save the weights as `model.safetensors` in a folder."""
         from safetensors.torch import save_model
 
         folder = Path(save_directory)
@@ -443,16 +433,16 @@ class NoOpAccelerator:
         save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Have `save_state` keep the state of these objects too."""
-        lacking = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
-        if lacking:
-            raise ValueError(f"{type(lacking[0]).__name__} has no state_dict and load_state_dict to be kept by")
+        """Let `save_state` save the state of these objects too."""
+        for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ValueError(f"{type(item).__name__} has no state_dict and load_state_dict, so it cannot be saved")
         self._custom_objects += objects
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Models, optimizers, schedules, registered objects and random numbers, in one file in a folder."""
+        """Save models, optimizers, schedulers, registered objects and random states, in one file in a folder."""
         if output_dir is None:
             raise ValueError("save_state needs output_dir: no project folder is kept without accelerate")
         folder = Path(output_dir)
@@ -467,7 +457,7 @@ class NoOpAccelerator:
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """What `save_state` wrote, into what was prepared."""
+        """Load what `save_state` wrote into the prepared and registered objects."""
         if input_dir is None:
             raise ValueError("load_state needs input_dir: no project folder is kept without accelerate")
         states = torch.load(Path(input_dir) / "one_process.pt", map_location="cpu", weights_only=True)
@@ -486,7 +476,7 @@ class NoOpAccelerator:
         }
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget what was prepared; `a, b = accelerator.free_memory(a, b)` frees those names too."""
+        """Drop what was prepared; `a, b = accelerator.free_memory(a, b)` also frees those names."""
         for items in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             items.clear()
         self._steps.step = 0
@@ -494,6 +484,4 @@ class NoOpAccelerator:
             torch.cuda.empty_cache()
         return [None] * len(objects)
 
-    def clear(self, *objects: Any) -> list[Any]:
-        """The same as `free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory

@@ -1,7 +1,6 @@
-"""`save_sharded`: one whole copy of what was trained, written aside by rank 0 and renamed when every rank is well.
+"""`save_sharded`: one full copy of what was trained, written aside by rank 0 and renamed if every rank has succeeded.
 
-Parts that ranks hold (ZeRO-3, FSDP) are gathered tensor by tensor into rank 0's host memory; of an adapter only the
-adapter's.
+Shards (ZeRO-3, FSDP) are gathered tensor by tensor into rank 0's host memory; for an adapter, only the adapter's.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from sft_play.log import one_line
 logger = logging.getLogger(__name__)
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-_UNTOUCHED = "nothing was written, and what was there before is untouched"
-_WHOLE = "every rank was well before the folder was replaced: it is whole, the new one or the old"
+_UNTOUCHED = "nothing was written, and an existing folder is unchanged"
+_WHOLE = "no rank had failed when the folder was replaced: it is complete, either the new one or the old"
 _MARKS = ("adapter_config.json", "config.json", "model.safetensors")
-"""A folder with one of them is a saved model's, which a new save may replace."""
+"""A folder with one of these files is a saved model, which a new save may replace."""
 
 
 def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> Path:
     """Save a prepared model once, whole, as safetensors; every rank calls it. Returns the folder's path.
 
-    An adapter is what `PeftModel.from_pretrained` opens, a transformers model what its `from_pretrained` opens, any
-    other module one `model.safetensors`; tensors keep their dtype. It is written beside the folder and renamed once it
-    was read back and every rank has said that it is well: until then a folder that is there stays as it is. Files in it
-    that are no weights (notes, a README) are kept.
+    An adapter can be opened with `PeftModel.from_pretrained`, a transformers model with its `from_pretrained`, any
+    other module is one `model.safetensors`; tensors keep their dtype. It is written beside the folder and renamed once
+    it has been read back and no rank has failed: until then an existing folder is unchanged. Files in it that are not
+    weights (notes, a README) are kept.
 
     Raises:
-        RunFolderError: the folder is there and holds no saved model, or cannot be written.
+        RunFolderError: the folder exists and holds no saved model, or cannot be written.
         TrainingError: a rank failed or ended meanwhile. Nothing is left, and every rank raises.
         ModelError: what was written is not finite, or not what the model holds.
     """
@@ -66,7 +65,8 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
 
 
 def _run(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> Any:
-    """Work in which ranks wait for each other; raises TrainingError, with what is left, where one of them went away."""
+    """Do work in which ranks wait for each other; raises TrainingError, with what is `left` on disk, if one of them is
+    gone."""
     try:
         return work()
     except SftPlayError:
@@ -81,17 +81,17 @@ def _run(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _
 
 
 def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> None:
-    """Work of one rank; every rank waits for it and raises where any rank failed, that rank its own error."""
+    """Do this rank's work; every rank waits for all and raises if any failed, that rank its own error."""
     failure: Exception | None = None
+    own: str | None = None
     try:
         work()
     except Exception as error:
-        failure = error
-    said = None if failure is None else f"{type(failure).__name__}: {one_line(str(failure), limit=300)}"
-    every = [said]
+        failure, own = error, f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+    every = [own]
     if accelerator.num_processes > 1:
         every = [None] * accelerator.num_processes
-        _run(accelerator, lambda: dist.all_gather_object(every, said), path, left=left)
+        _run(accelerator, lambda: dist.all_gather_object(every, own), path, left=left)
     if failure is not None:
         raise failure
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
@@ -101,7 +101,7 @@ def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: st
 
 @contextlib.contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """A SIGTERM (a launcher's, where another rank ended) unwinds, so that what was half written is removed."""
+    """While open, SIGTERM (from a launcher, after another rank ended) unwinds the stack: partial files are removed."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -120,15 +120,14 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Look whether the folder may be written, finish what a killed save left, and make the one beside it."""
+    """Finish what a killed save left, check whether the folder may be written, and create the folder beside it."""
     _finish(path)
     if path.exists() and not path.is_dir():
-        raise RunFolderError(f"{path} is no folder; name one that is not there, or one of a saved model")
+        raise RunFolderError(f"{path} is not a folder; name a new folder, or one that holds a saved model")
     if path.is_dir() and any(path.iterdir()) and not any((path / mark).is_file() for mark in _MARKS):
         some = ", ".join(sorted(item.name for item in path.iterdir())[:3])
         raise RunFolderError(
-            f"{path} is there and holds no saved model ({one_line(some)}), so that it is not replaced; name a folder "
-            "below it"
+            f"{path} exists and holds no saved model ({one_line(some)}), so it is not replaced; name a folder inside it"
         )
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -142,7 +141,7 @@ def _replaced(path: Path) -> Path:
 
 
 def _swap(aside: Path, path: Path) -> None:
-    """Put the new folder where the old one is."""
+    """Put the new folder in place of the old one."""
     if path.is_dir():
         path.rename(_replaced(path))
     try:
@@ -152,7 +151,7 @@ def _swap(aside: Path, path: Path) -> None:
 
 
 def _finish(path: Path) -> None:
-    """End a swap that may have been interrupted anywhere: the new folder, with the old one's other files."""
+    """Finish a swap that may have been interrupted at any point: the new folder, with the old one's other files."""
     old = _replaced(path)
     if not old.is_dir():
         return
@@ -169,24 +168,23 @@ def _finish(path: Path) -> None:
 
 
 def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """The whole tensors that are saved, by their names in the model, in host memory where `keep`; all ranks call it."""
+    """The full tensors to save, by their names in the model, in host memory where `keep`; all ranks call it."""
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
-        weights = accelerator.get_state_dict(model)  # FSDP's first form: flat parameters, whole on rank 0
+        weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if keep else {}
-    tensors = bare.state_dict(keep_vars=True)
-    wanted = _adapter_tensors(bare, tensors)
-    found: dict[int, torch.Tensor] = {}
+    wanted = bare.state_dict(keep_vars=True)
+    if hasattr(bare, "peft_config"):
+        wanted = _adapter_tensors(bare, wanted)
+    copies: dict[int, torch.Tensor] = {}  # by identity: tied tensors are gathered once
     for tensor in wanted.values():
-        if id(tensor) not in found:
+        if id(tensor) not in copies:
             whole = _whole(tensor, keep=keep)
-            found[id(tensor)] = whole.detach().to("cpu", copy=True).contiguous() if keep else torch.empty(0)
-    return {name: found[id(tensor)] for name, tensor in wanted.items()} if keep else {}
+            copies[id(tensor)] = whole.detach().to("cpu", copy=True).contiguous() if keep else torch.empty(0)
+    return {name: copies[id(tensor)] for name, tensor in wanted.items()} if keep else {}
 
 
 def _adapter_tensors(bare: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a PEFT model the tensors of its adapters, of any other model all of them."""
-    if not hasattr(bare, "peft_config"):
-        return tensors
+    """The tensors of a PEFT model that belong to its adapters."""
     from peft import get_peft_model_state_dict
 
     kept: set[int] = set()
@@ -199,9 +197,9 @@ def _adapter_tensors(bare: Any, tensors: dict[str, torch.Tensor]) -> dict[str, t
 
 
 def _saves_embeddings(bare: Any, adapter: str) -> bool:
-    """Whether the embeddings belong to the adapter: they are trained, or it says that it targets them.
+    """Whether the embeddings belong to the adapter: they train, or the adapter targets them.
 
-    PEFT would ask the hub whether the vocabulary was resized.
+    PEFT would find out on the hub whether the vocabulary was resized.
     """
     targets = getattr(bare.peft_config[adapter], "target_modules", None) or ()
     if not isinstance(targets, str) and {"embed_tokens", "lm_head", "wte"} & {
@@ -213,7 +211,7 @@ def _saves_embeddings(bare: Any, adapter: str) -> bool:
 
 
 def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
-    """A tensor of which this rank may hold a part; all ranks call it."""
+    """The full tensor of one that this rank may hold a shard of; all ranks call it."""
     if hasattr(tensor, "ds_id"):  # ZeRO-3
         import deepspeed
 
@@ -225,8 +223,8 @@ def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
 
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
-    """The folder beside, written and read back."""
-    from sft_play.train.model import check_saved_weights, whole_shapes
+    """Write the folder beside the old one, and read it back."""
+    from sft_play.training.model import check_saved_weights, whole_shapes
 
     try:
         if hasattr(bare, "peft_config"):
@@ -246,6 +244,8 @@ def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: P
 
 
 def _once(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied tensors under their first name alone, as safetensors wants them."""
-    seen: set[int] = set()
-    return {name: tensor for name, tensor in weights.items() if not (id(tensor) in seen or seen.add(id(tensor)))}  # type: ignore[func-returns-value]
+    """Tied tensors only under their first name, as safetensors requires."""
+    first_names: dict[int, str] = {}
+    for name, tensor in weights.items():
+        first_names.setdefault(id(tensor), name)
+    return {name: weights[name] for name in first_names.values()}

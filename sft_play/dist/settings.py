@@ -1,6 +1,6 @@
-"""What `get_accelerator` is asked: seven keys of a YAML file or a mapping, strict, with every problem at once.
+"""The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, with all problems at once.
 
-A DeepSpeed file is read and understood here too, so that what contradicts in the two is part of the same message.
+A DeepSpeed file is read and checked here too, so that contradictions between the two are in the same message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sft_play.log import one_line
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
 PROJECT = Path(__file__).resolve().parents[2]
-"""The checkout, where `configs/` lies; of an installed package, a folder that has none."""
+"""The checkout, where `configs/` is; for an installed package, a folder that has none."""
 
 Precision = Literal["no", "fp16", "bf16"]
 
@@ -32,16 +32,16 @@ class DistConfig(Section):
     """The keys of `configs/train/common.yaml`."""
 
     backend: Literal["accelerate", "deepspeed"] = "accelerate"
-    """Who spreads the training over ranks: accelerate's DDP (or FSDP under `accelerate launch`), or DeepSpeed."""
+    """What runs the training over ranks: accelerate's DDP (or FSDP under `accelerate launch`), or DeepSpeed."""
 
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = "auto"
-    """What autocast computes in; auto takes bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
+    """Autocast's dtype; auto takes bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
 
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Micro-batches per optimizer step."""
 
     gradient_checkpointing: bool = False
-    """Whether `wrap_model_optimizer` turns on the recomputation of activations."""
+    """Whether `wrap_model_optimizer` turns on gradient checkpointing."""
 
     deepspeed_config: Name | None = None
     """DeepSpeed's file in JSON or YAML; null takes ZeRO-2, or ZeRO-3 with offload."""
@@ -73,27 +73,20 @@ KNOWN_AS = {
     "train_micro_batch_size_per_gpu": "the batch_size of your DataLoader",
     "batch_size": "the batch_size of your DataLoader",
 }
-"""What people know a key as from other tools, and what it is here."""
+"""Keys of other tools, and what they are called here."""
 _PRECISIONS = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "no",
-    "fp32": "no",
-    "32": "no",
-    "none": "no",
-    "false": "no",
-    "off": "no",
-}
+    "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
+    "float32": "no", "fp32": "no", "32": "no", "none": "no", "false": "no", "off": "no",
+}  # fmt: skip
 _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings that hold together, and DeepSpeed's configuration in today's keys where DeepSpeed is to run.
+    """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs.
 
-    `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` are lines
-    on what was translated or is not used.
+    `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` say what
+    was translated or is not used.
     """
 
     settings: DistConfig
@@ -106,7 +99,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Device:
-    """What decides about precision: whether there is a GPU, and whether it computes in bfloat16."""
+    """What decides the precision: whether there is a GPU, and whether it supports bfloat16."""
 
     is_gpu: bool
     has_bf16: bool = False
@@ -114,7 +107,7 @@ class Device:
 
 @dataclass
 class _Reading:
-    """A configuration while it is read: its place, the values that are right, and what is wrong."""
+    """A configuration while it is read: its source, the valid values, and the problems."""
 
     document: Document
     folder: Path | None
@@ -123,25 +116,29 @@ class _Reading:
     notes: list[str] = field(default_factory=list)
 
     def add(self, key: str, message: str) -> None:
+        """Add a problem with a key."""
         self.problems.append(str(Problem(one_line(key), self.document.where((key,)), message)))
 
     def get(self, key: str) -> Any:
-        """The value of a key, its default where none is given; None where what is given is wrong."""
+        """The value of a key, or its default; None where the given value is wrong."""
         return self.values.get(key)
 
 
 def asked(
     config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: Device, has_deepspeed: bool
 ) -> Asked:
-    """The settings of a file or a mapping, looked at together with the DeepSpeed file that they name.
+    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name.
 
     Raises:
-        ConfigError: the file is missing or no YAML mapping; or keys are unknown, values wrong, or values contradict
-            each other, the device or the DeepSpeed file: every one of them in one message.
+        ConfigError: the file is missing or not a YAML mapping; or keys are unknown, values wrong, or values contradict
+            each other, the device or the DeepSpeed file: all of them in one message.
     """
     reading = _read(config)
     _check_keys(reading)
-    _check_together(reading)
+    if reading.get("backend") == "accelerate" and reading.get("zero3_offload"):
+        reading.add("zero3_offload", "true is for DeepSpeed, but backend is accelerate; set backend: deepspeed")
+    if reading.get("backend") == "deepspeed" and reading.get("find_unused_parameters"):
+        reading.notes.append("find_unused_parameters is DDP's: ZeRO needs no such search")
     deepspeed, fallback = None, None
     if reading.get("backend") == "deepspeed":
         deepspeed, fallback = _deepspeed(reading, has_deepspeed=has_deepspeed)
@@ -157,7 +154,7 @@ def asked(
 
 
 def _read(config: Any) -> _Reading:
-    """The plain data of whatever was given, with the folder that its own paths may be relative to."""
+    """The plain data of a file or a mapping, with the folder that its paths may be relative to."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
@@ -167,7 +164,7 @@ def _read(config: Any) -> _Reading:
         return _Reading(Document(name="config", data=data), None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
-    path = _found(Path(config))
+    path = _existing(_places(Path(config)))
     if path is None and os.fspath(config) == DEFAULT_CONFIG:
         reading = _Reading(Document(name="the defaults"), None)
         reading.notes.append(f"{DEFAULT_CONFIG} is neither in {Path.cwd()} nor in {PROJECT}: the defaults are used")
@@ -176,21 +173,21 @@ def _read(config: Any) -> _Reading:
     name = one_line(str(path))
     document = parse(read_text(path), name=name)
     reading = _Reading(document, path.absolute().parent, problems=[str(problem) for problem in document.problems])
-    if len(_OF_A_RUN & set(document.data)) > 1:
+    if len(_OF_A_RUN & set(document.data)) > 1:  # one alone may be a misspelt key
         raise ConfigError(f"{name} is a run YAML, for make train CONFIG=; get_accelerator takes {_keys()}")
     return reading
 
 
-def _found(path: Path, *more: Path) -> Path | None:
-    """The first place at which a file is: as it stands, then below `more` folders, then in the project."""
+def _existing(places: list[Path]) -> Path | None:
+    return next((place for place in places if place.exists()), None)
+
+
+def _places(path: Path, *folders: Path) -> list[Path]:
+    """Where a file may be: as given, then below the folders, then in the project."""
     path = path.expanduser()
-    return next((place for place in _places(path, *more) if place.exists()), None)
-
-
-def _places(path: Path, *more: Path) -> list[Path]:
     if path.is_absolute():
         return [path]
-    return [path, *(folder / path for folder in (*more, PROJECT))]
+    return [path, *(folder / path for folder in (*folders, PROJECT))]
 
 
 # --- keys and values --------------------------------------------------------------------------------------------------
@@ -201,19 +198,19 @@ def _keys() -> str:
 
 
 def _check_keys(reading: _Reading) -> None:
-    """Each key by itself: those that are right become `values`."""
+    """Each key by itself: valid ones become `values`."""
     data = reading.document.data
     for key in data:
         if key not in DistConfig.model_fields:
             reading.add(key, f"unknown key (value {_shown(data[key])}); {_nearest(key)}")
-    for key, known in DistConfig.model_fields.items():
+    for key, option in DistConfig.model_fields.items():
         if key not in data:
-            reading.values[key] = known.default
+            reading.values[key] = option.default
             continue
         try:
             reading.values[key] = getattr(DistConfig.model_validate({key: data[key]}), key)
         except ValidationError:
-            wanted = expects(known.annotation, tuple(known.metadata))
+            wanted = expects(option.annotation, tuple(option.metadata))
             raw = reading.document.raw.get((key,)) if not isinstance(data[key], str) else None
             reading.add(key, f"expected {wanted}, found {_shown(data[key], raw)}{_hint(key, data[key])}")
 
@@ -221,12 +218,12 @@ def _check_keys(reading: _Reading) -> None:
 def _shown(value: Any, raw: str | None = None) -> str:
     try:
         return show(value, raw=raw)
-    except (TypeError, ValueError):  # an object of a script's own
+    except (TypeError, ValueError):  # an object of a script's own class
         return one_line(repr(value), limit=80)
 
 
 def _nearest(key: str) -> str:
-    """What an unknown key may have meant."""
+    """A hint at what an unknown key may mean."""
     plain = key.lower().replace("-", "_")
     if plain in KNOWN_AS:
         return f"here it is {KNOWN_AS[plain]}"
@@ -237,7 +234,7 @@ def _nearest(key: str) -> str:
 
 
 def _hint(key: str, value: Any) -> str:
-    known = DistConfig.model_fields[key].annotation
+    annotation = DistConfig.model_fields[key].annotation
     word = str(value).strip().lower()
     if key == "mixed_precision":
         meant = _PRECISIONS.get(word.removeprefix("torch."))
@@ -246,50 +243,42 @@ def _hint(key: str, value: Any) -> str:
     if key == "backend":
         near = difflib.get_close_matches(word, ["accelerate", "deepspeed"], n=1, cutoff=0.5)
         return f"; did you mean {near[0]}?" if near else ""
-    if known is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+    if annotation is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"; write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
-    if known is int and word.isdigit() and int(word) > 0:
+    if annotation is int and word.isdigit() and int(word) > 0:
         return f"; write {int(word)}"
     return ""
 
 
-def _check_together(reading: _Reading) -> None:
-    """What is right key by key but not together."""
-    if reading.get("backend") == "accelerate" and reading.get("zero3_offload"):
-        reading.add("zero3_offload", "true is DeepSpeed's, and backend is accelerate; set backend: deepspeed")
-    if reading.get("backend") == "deepspeed" and reading.get("find_unused_parameters"):
-        reading.notes.append("find_unused_parameters is DDP's: ZeRO needs no such search, and does none")
-
-
 def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: Device) -> Precision:
-    """What is computed in: auto takes what a DeepSpeed file fixes, else what the device has."""
+    """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
     best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
-    found: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
+    chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
     if wish not in (None, "auto"):
-        found = wish
-    if found == "fp16" and not device.is_gpu:
+        chosen = wish
+    if chosen == "fp16" and not device.is_gpu:
         reading.add(
-            "mixed_precision", "fp16 needs a GPU, and there is none: accelerate would compute in fp32; set bf16 or no"
+            "mixed_precision", "fp16 needs a GPU, but there is none: accelerate would compute in fp32; set bf16 or no"
         )
-    return found
+    return chosen
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
 
 
 def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any] | None, str | None]:
-    """DeepSpeed's configuration, or why accelerate runs in its place."""
+    """DeepSpeed's configuration, or why accelerate runs instead."""
     if not has_deepspeed:
         return None, "the package deepspeed is not installed"
     given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
     if given is None:
         return _filled(deepspeed_config.shipped("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
-    more = [reading.folder] if reading.folder is not None else []
-    path = _found(Path(given), *more)
+    places = _places(Path(given), *([reading.folder] if reading.folder is not None else []))
+    path = _existing(places)
     if path is None:
-        places = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in _places(Path(given), *more)))
-        return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {places})"
+        tried = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in places))
+        return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
     name = one_line(str(path))
     try:
         config, notes = deepspeed_config.understand(deepspeed_config.read(path), name=name)
@@ -301,7 +290,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
 
 
 def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, Any]:
-    """The configuration with what the settings say; each contradiction becomes a problem."""
+    """The configuration with the settings filled in; each contradiction becomes a problem."""
     reading.problems += [f"{name}: {text}" for text in _contradictions(config, reading)]
     zero = config.get("zero_optimization") or {}
     config["zero_optimization"] = zero
@@ -321,7 +310,7 @@ def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, A
 
 
 def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[str]:
-    """Where the file says other than the settings beside it."""
+    """Where the file and the settings beside it disagree."""
     steps, theirs = reading.get("gradient_accumulation_steps"), config.get("gradient_accumulation_steps", "auto")
     if steps is not None and theirs not in ("auto", None, steps):
         yield (
@@ -339,22 +328,22 @@ def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[st
         )
     zero = config.get("zero_optimization") or {}
     if reading.get("zero3_offload") and zero.get("stage", "auto") not in ("auto", None, 3):
-        found = f"zero_optimization.stage: {zero['stage']}"
-        yield f"{found} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
+        stage_words = f"zero_optimization.stage: {zero['stage']}"
+        yield f"{stage_words} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
-        yield f"offload_param needs stage 3 and the stage is {zero['stage']}; set stage 3, or take it out"
+        yield f"offload_param needs stage 3 and the stage is {zero['stage']}; set stage 3, or remove it"
 
 
 def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:
-    """What a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
-    found: tuple[Precision, ...] = ("no", "bf16", "fp16")
+    """The dtypes that a DeepSpeed configuration can compute in: all three where it leaves `enabled` open."""
+    dtypes: tuple[Precision, ...] = ("no", "bf16", "fp16")
     for key, value in _enabled(config).items():
-        found = tuple(one for one in found if (one == key) is value)
-    return found
+        dtypes = tuple(one for one in dtypes if (one == key) is value)
+    return dtypes
 
 
 def _enabled(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether bf16 and fp16 are enabled, as far as a DeepSpeed configuration fixes it."""
-    said = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
-    return {key: value for key, value in said.items() if isinstance(value, bool)}
+    """Whether bf16 and fp16 are enabled, where a DeepSpeed configuration fixes it."""
+    enabled = {key: (config.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+    return {key: value for key, value in enabled.items() if isinstance(value, bool)}

@@ -5,6 +5,7 @@ The config is read from a local folder, from the table of known models, or fetch
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
-from sft_play.facts.config_fields import UnknownArchitecture, refuse_what_is_none
+from sft_play.facts.config_fields import UnknownArchitecture, refuse_other_models
 from sft_play.facts.decoder import parse_config
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.facts.model_shape import ModelShape
@@ -38,7 +39,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a model by its hub id or folder.
+    """The shapes of a model, by its hub id or folder.
 
     Raises:
         ModelError: the folder or hub id has no usable config.json, or brings code that was not allowed.
@@ -49,25 +50,25 @@ def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool 
 
 
 def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
-    """Raises ModelError where the model cannot do without Python code of its own and the run YAML does not allow it.
+    """Raises ModelError where the model needs Python code of its own and the run YAML does not allow it.
 
-    Files of models that transformers has learned since still name their old code (`auto_map`): that is not run.
+    Files of models that transformers has added since still name their old code (`auto_map`): it is not run.
     """
     if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
         raise ModelError(
-            f"model {one_line(name)} brings Python code of its own (auto_map in its config.json), which is not run "
-            "unless you read it and say model.trust_remote_code=true"
+            f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
+            "you have read it and set model.trust_remote_code=true"
         )
 
 
 def _is_native(model_type: str) -> bool:
     """Whether the installed transformers has this model type, looked up without importing it."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
         return False
     folder = model_type.replace("-", "_")
     names = {folder, folder.removesuffix("_text")}
-    return any((Path(found.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
+    return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
 
 
 def config_json(name: str, *, revision: str | None = None) -> Config:
@@ -81,32 +82,31 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model name means, or None for a hub id.
+    """The folder that a model name refers to, or None for a hub id.
 
-    What begins with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
+    What starts with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
 
     Raises:
-        ModelError: it is a path, and there is no such folder.
+        ModelError: it is a path, and no folder.
     """
-    path = _expand(name)
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
+        path = path.expanduser()
     if _is_dir(path):
         return path
-    if _is_file(path):
-        raise ModelError(f"model path {one_line(name)} is a file; name the model's folder")
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            raise ModelError(f"model path {one_line(name)} is a file; name the model's folder")
     first = Path(path.parts[0]) if path.parts else path
+    # a hub id is owner/name or a bare name: anything else can only be a path
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists()):
         parent = next((up for up in path.absolute().parents if _is_dir(up)), Path("/"))
-        there = _folders_in(parent)
-        listed = f"; {parent} has the folders {', '.join(there)}" if there else ""
+        folders: list[str] = []
+        with contextlib.suppress(OSError):
+            folders = sorted(one_line(child.name, limit=60) for child in parent.iterdir() if _is_dir(child))[:12]
+        listed = f"; {parent} has the folders {', '.join(folders)}" if folders else ""
         raise ModelError(f"model path {one_line(name)} does not exist (looked from {Path.cwd()}){listed}")
     return None
-
-
-def _expand(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # ~someone who does not exist
-        return Path(name)
 
 
 def _is_dir(path: Path) -> bool:
@@ -116,37 +116,20 @@ def _is_dir(path: Path) -> bool:
         return False
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def _folders_in(parent: Path) -> list[str]:
-    try:
-        return sorted(one_line(child.name, limit=60) for child in parent.iterdir() if _is_dir(child))[:12]
-    except OSError:
-        return []
-
-
 def _read_config(folder: Path, name: str) -> Config:
     path = folder / "config.json"
     if not path.is_file():
-        hint = "; it holds an adapter: give the folder of the base model" if _is_adapter(folder) else ""
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
-    refuse_what_is_none(config, name=name)
+    refuse_other_models(config, name=name)
     return dict(config)
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
 
 
 def _fetch_config(name: str, revision: str | None) -> Config:
@@ -173,8 +156,8 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         ) from None
     except LocalEntryNotFoundError:
         raise ModelError(
-            f"model {one_line(name)} is no folder here (looked from {Path.cwd()}), is not in the local cache, and the "
-            "hub cannot be reached; connect, or give a local folder"
+            f"model {one_line(name)} is not a folder here (looked from {Path.cwd()}), is not in the local cache, and "
+            "the hub cannot be reached; connect, or give a local folder"
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
@@ -188,15 +171,15 @@ def _fetch_config(name: str, revision: str | None) -> Config:
 
 
 def check_available(name: str, *, revision: str | None = None) -> None:
-    """Raises ModelError where a hub model can be had neither from the cache nor from the hub; folders are there."""
+    """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders always pass."""
     if local_folder(name) is None:
         _fetch_config(name, revision)
 
 
 def hub_answers() -> bool:
-    """Whether a connection to the hub can be opened; with a proxy the library finds out by itself.
+    """Whether the hub can be reached; with a proxy, that is left to the library.
 
-    The library would try again and again for half a minute before it says that there is no network.
+    The library would retry for half a minute before it reports that there is no network.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return False

@@ -1,4 +1,4 @@
-"""Programs that tell about the machine, asked with a time limit; and their numbers, which may be `[N/A]`."""
+"""Programs and files that report on the machine; and their numbers, which may be `[N/A]`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from sft_play.units import MIB
+
 TIMEOUT_S = 10.0
-"""A driver that was just loaded answers nvidia-smi after 2 to 5 s; one that hangs never does."""
-MIB = 2**20
+"""After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does."""
 _UNITS = {"b": 1, "kb": 10**3, "kib": 2**10, "mb": MIB, "mib": MIB, "gb": 2**30, "gib": 2**30}
-"""AMD's and NVIDIA's tools write MB where they mean 2**20 bytes."""
+"""AMD's and NVIDIA's tools write MB for 2**20 bytes."""
+
+
+def text_of(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
-    """What a program prints; nothing where there is no such program, it fails or does not answer in time."""
+    """What a program prints; empty where it does not exist, fails, or does not answer in time."""
     path = shutil.which(program)
     if path is None:
         return ""
@@ -25,7 +35,7 @@ def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
         answer = subprocess.run(
             [path, *words],
             capture_output=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,  # a tool that asks something must not wait for the terminal
             text=True,
             errors="replace",
             timeout=timeout_s,
@@ -37,7 +47,7 @@ def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def answers_of(program: str, *questions: tuple[str, ...]) -> list[str]:
-    """The answers of a program to several questions, asked at once: each costs its start anew."""
+    """A program's answers to several questions, asked in parallel: each pays for its own start."""
     if shutil.which(program) is None:
         return [""] * len(questions)
     with ThreadPoolExecutor(len(questions)) as pool:
@@ -56,14 +66,15 @@ def number(text: Any) -> float | None:
 
 def whole(text: Any) -> int | None:
     """The same as a whole number."""
-    found = number(text)
-    return None if found is None else round(found)
+    value = number(text)
+    return None if value is None else round(value)
 
 
 def size(text: Any, *, unit: str = "mib") -> int | None:
-    """Bytes of a text such as `81920 MiB` or of `{"value": 196592, "unit": "MB"}`; `unit` where none is said."""
-    found = number(text)
-    if found is None:
+    """Bytes of a text such as `81920 MiB` or of `{"value": 196592, "unit": "MB"}`; `unit` is used where none is
+    given."""
+    value = number(text)
+    if value is None:
         return None
-    said = str(text.get("unit", "")) if isinstance(text, Mapping) else str(text).strip().lstrip("-0123456789. ")
-    return int(found * _UNITS.get(said.strip().lower(), _UNITS[unit]))
+    given_unit = str(text.get("unit", "")) if isinstance(text, Mapping) else str(text).strip().lstrip("-0123456789. ")
+    return int(value * _UNITS.get(given_unit.strip().lower(), _UNITS[unit]))

@@ -1,4 +1,4 @@
-"""What transformers takes for a field that config.json leaves out: the class defaults of each model type.
+"""Defaults that transformers uses for fields that config.json leaves out, by model type.
 
 Read from configuration_*.py of transformers 5.23; a test compares them with the installed library. Only fields that
 shapes depend on are listed; None means that the class has the field and derives its value from others.

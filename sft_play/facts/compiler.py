@@ -1,4 +1,4 @@
-"""Whether Triton could build what its first kernel needs here: a C compiler, Python's headers, a list of libraries.
+"""Whether Triton could build what its first kernel needs: a C compiler, Python's headers, a list of libraries.
 
 On CUDA and ROCm TRL's loss is a Triton kernel (trl 1.16, `kernels/chunked_logprob.py`, `_use_triton`); its way without
 Triton is taken only where no Triton is installed. The first kernel of a process, which comes in the first step, with
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import HardwareError
+from sft_play.facts.ask import text_of
 from sft_play.facts.hardware import Hardware
 from sft_play.log import one_line
 
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 TRIAL_S = 60.0
 """A compiler on a cold network disk takes seconds."""
 WITHOUT_TRITON = "the loss runs without its kernel, slower and with up to 3.6 GiB beyond the plan; pip install triton"
-"""TRL's way in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16)."""
+"""TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16)."""
 _MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
-"""The headers of Triton's own module, but for those that it brings along."""
+"""The headers that Triton's own module includes, without those that Triton ships."""
 _BUILT = ("cuda_utils", "hip_utils")
 _LDCONFIG = Path("/sbin/ldconfig")
 _OS_RELEASE = Path("/etc/os-release")
@@ -41,13 +42,13 @@ _PACKAGES = (
     ("suse opensuse sles", "zypper install -y gcc python{digits}-devel"),
     ("arch", "pacman -S gcc"),
 )
-"""The command of a distribution, by `ID` and `ID_LIKE` of its os-release."""
+"""A distribution's install command, by `ID` and `ID_LIKE` of its os-release."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What Triton would meet. `compiler` None: not there; `failed`: what a trial said, None where it went well or was
-    not made. `built`: an earlier run on this machine has left what Triton builds."""
+    """What Triton would find. `compiler` None: not installed; `failed`: the output of a failed trial, None where it
+    passed or was not made. `built`: an earlier run on this machine has left what Triton builds."""
 
     triton: bool
     compiler: str | None
@@ -56,60 +57,66 @@ class Toolchain:
     built: bool = False
     ldconfig: bool = True
     distribution: str = ""
+    """`ubuntu debian`: the distribution's own name and those it is derived from."""
     python: str = platform.python_version()
 
 
 def look(environment: Mapping[str, str]) -> Toolchain:
-    """This machine's, by a trial: a module of one line is compiled as Triton would compile its own."""
+    """This machine's, from a trial: a one-line module is compiled as Triton would compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    names = re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text_of(_OS_RELEASE), re.MULTILINE)
+    home = Path(environment.get("TRITON_HOME") or "~").expanduser()
+    cache = Path(environment.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return Toolchain(
         triton=importlib.util.find_spec("triton") is not None,
         compiler=compiler,
         headers=headers,
         failed=_trial(compiler, headers) if compiler else None,
-        built=_was_built(environment),
+        built=any(next(cache.glob(f"*/{name}{suffix}"), None) is not None for name in _BUILT),
         ldconfig=_LDCONFIG.exists() or "TRITON_LIBCUDA_PATH" in environment,
-        distribution=_distribution(),
+        distribution=" ".join(names).lower(),
     )
 
 
-def obstacle(there: Toolchain) -> tuple[str, str] | None:
-    """What is missing, and what to do; None where Triton can build its module, or has, or where there is no Triton."""
-    if not there.triton or there.built:
+def obstacle(tools: Toolchain) -> tuple[str, str] | None:
+    """What is missing, and what to do; None where Triton can build its module, has built it, or is not installed."""
+    if not tools.triton or tools.built:
         return None
-    if there.compiler is None:
+    if tools.compiler is None:
         missing = "no C compiler (neither CC, gcc nor clang)"
-        if not (there.headers / "Python.h").exists():
-            missing += f" and no Python headers ({there.headers / 'Python.h'})"
-        return missing, _install(there)
-    if there.failed is not None and "Python.h" in there.failed:
-        return f"no Python headers ({there.headers / 'Python.h'})", _install(there)
-    if there.failed is not None:
-        return f"the C compiler {one_line(there.compiler)} fails: {one_line(there.failed, limit=200)}", _install(there)
-    if not there.ldconfig:
+        if not (tools.headers / "Python.h").exists():
+            missing += f" and no Python headers ({tools.headers / 'Python.h'})"
+        return missing, _install(tools)
+    if tools.failed is not None and "Python.h" in tools.failed:
+        return f"no Python headers ({tools.headers / 'Python.h'})", _install(tools)
+    if tools.failed is not None:
+        return f"the C compiler {one_line(tools.compiler)} fails: {one_line(tools.failed, limit=200)}", _install(tools)
+    if not tools.ldconfig:
         return f"no {_LDCONFIG}, which Triton asks for libcuda.so.1", "export TRITON_LIBCUDA_PATH=its folder"
     return None
 
 
 def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:
-    """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build for it."""
+    """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build it."""
     if hardware.device != "cuda":
         return
-    there = look(environment)
-    if not there.triton:
-        logger.warning("no Triton is installed, which torch's builds for GPUs bring: %s", WITHOUT_TRITON)
-    found = obstacle(there)
-    if found is not None:
-        missing, remedy = found
-        raise HardwareError(f"the loss is a Triton kernel, which is built at the first step, and there is {missing}: "
-                            f"{remedy}")  # fmt: skip
+    tools = look(environment)
+    if not tools.triton:
+        logger.warning("Triton is not installed, although torch's GPU builds bring it: %s", WITHOUT_TRITON)
+    problem = obstacle(tools)
+    if problem is not None:
+        missing, remedy = problem
+        raise HardwareError(
+            f"Triton builds the loss kernel at the first step, which would fail here: {missing}; {remedy}"
+        )
 
 
-def _install(there: Toolchain) -> str:
-    version = ".".join(there.python.split(".")[:2])
-    names = set(there.distribution.split())
+def _install(tools: Toolchain) -> str:
+    version = ".".join(tools.python.split(".")[:2])
+    names = set(tools.distribution.split())
     command = next((text for known, text in _PACKAGES if names & set(known.split())), None)
     by_hand = f"a C compiler (gcc or clang; CC= names one) and the headers of Python {version}"
     if command is None:
@@ -138,19 +145,3 @@ def _trial(compiler: str, headers: Path) -> str | None:
         return None
     lines = done.stderr.strip().splitlines()
     return next((line for line in lines if "error" in line), lines[-1] if lines else f"exit code {done.returncode}")
-
-
-def _was_built(environment: Mapping[str, str]) -> bool:
-    home = Path(environment.get("TRITON_HOME") or "~").expanduser()
-    cache = Path(environment.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    return any(next(cache.glob(f"*/{name}{suffix}"), None) is not None for name in _BUILT)
-
-
-def _distribution() -> str:
-    """`ubuntu debian`: the distribution's own name and those that it is like."""
-    try:
-        text = _OS_RELEASE.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return " ".join(re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text, re.MULTILINE)).lower()

@@ -1,4 +1,4 @@
-"""The fields of a config.json: refused where they cannot be meant, under one name each, class defaults filled in."""
+"""The fields of a config.json under uniform names, class defaults filled in; invalid values are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGEST = {
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
 }
-"""Far beyond any model there is: a larger number is a slip, not a size. Others may go up to 2**24."""
+"""Far beyond any existing model: a larger number is a mistake. Other fields may go up to 2**24."""
 _LARGEST_OTHER = 2**24
 
 ALIASES = {
@@ -32,7 +32,7 @@ ALIASES = {
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "num_experts_per_token"),
 }
-"""What some model types call the same sizes (attribute_map of transformers' config classes)."""
+"""Other names of the same sizes in some model types (attribute_map of transformers' config classes)."""
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TASK_HEADS = (
@@ -42,11 +42,11 @@ _TASK_HEADS = (
 
 
 class UnknownArchitecture(ModelError):
-    """A decoder, perhaps, but of a type that the table of families does not have: only its class can tell."""
+    """Perhaps a decoder, but of a type that the table of families does not have: only its class can tell."""
 
 
-def refuse_what_is_none(config: object, *, name: str) -> None:
-    """Raises ModelError for JSON that is not the config.json of a language model that goes on with a text."""
+def refuse_other_models(config: object, *, name: str) -> None:
+    """Raises ModelError for JSON that is not the config.json of a causal language model."""
     shown = one_line(name)
     if not isinstance(config, Mapping):
         raise ModelError(
@@ -68,12 +68,13 @@ def refuse_what_is_none(config: object, *, name: str) -> None:
     if wrong is not None:
         raise ModelError(f"model {shown} is a {one_line(wrong)}, not a causal language model; take the language model")
     if kind in OTHER_KINDS or config.get("is_encoder_decoder") is True:
-        what = OTHER_KINDS.get(kind, "an encoder with a decoder, which this toolkit does not train")
-        raise ModelError(f"model {shown} (model_type {one_line(kind)}) is {what}; take a causal language model")
+        other = OTHER_KINDS.get(kind, "an encoder with a decoder, which this toolkit does not train")
+        raise ModelError(f"model {shown} (model_type {one_line(kind)}) is {other}; take a causal language model")
 
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
-    """Raises ModelError for a size that no class should be built with: no whole number, below 1, or far too large."""
+    """Raises ModelError for a size with which no class should be built: not a whole number, below 1, or far too
+    large."""
     kind = str(config.get("model_type"))
     inner = config.get("text_config")
     fields = Fields(kind, {**config, **inner} if isinstance(inner, Mapping) else config, name)
@@ -94,7 +95,7 @@ class Fields:
 
     @classmethod
     def of_language_model(cls, config: Mapping[str, Any], name: str) -> Fields:
-        """The fields of the language model that a config.json means or wraps.
+        """The fields of the language model that a config.json describes or wraps.
 
         Raises:
             UnknownArchitecture: its model type is not in the table of families.
@@ -102,7 +103,7 @@ class Fields:
         """
         inner = config.get("text_config")
         if inner is not None and not isinstance(inner, Mapping):
-            raise ModelError(f"model {one_line(name)}: text_config of its config.json is no mapping")
+            raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
         wrapped = isinstance(inner, Mapping) and bool(inner)
         text = dict(inner) if wrapped and inner is not None else dict(config)
         outer = str(config["model_type"])
@@ -114,32 +115,24 @@ class Fields:
                 "the plan knows without transformers"
             )
         values = _usual_names(CLASS_DEFAULTS[kind]) | _usual_names(text)
-        if not wrapped:
-            cls._need_a_width(text, kind, name)
+        if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
+            raise cls(kind, values, name)._no_number("hidden_size", None)
         return cls(kind, values, name)
-
-    @staticmethod
-    def _need_a_width(text: Mapping[str, Any], kind: str, name: str) -> None:
-        """A file that does not even say how wide the model is is not the config.json of one."""
-        if not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
-            raise ModelError(_no_number("hidden_size", None, kind, name))
 
     def need(self, key: str) -> int:
         """A whole number of one or more.
 
         Raises:
-            ModelError: it is missing, no whole number, or larger than can be meant.
+            ModelError: it is missing, not a whole number, or larger than in any model.
         """
         value = self.values.get(key)
+        # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(_no_number(key, value, self.kind, self.name))
+            raise self._no_number(key, value)
         usual = next((usual for usual, others in ALIASES.items() if key in others), key)
         most = LARGEST.get(usual, _LARGEST_OTHER)
         if value > most:
-            raise ModelError(
-                f"model {one_line(self.name)}: config.json has {key}: {one_line(str(value))}; no model is that large "
-                f"(up to {most:,} can be meant)"
-            )
+            raise self._refusal(key, value, f"no model is that large (the limit is {most:,})")
         return value
 
     def count(self, key: str) -> int | None:
@@ -150,19 +143,16 @@ class Fields:
         """A place in the list of blocks, or -1 for its end."""
         value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-            raise ModelError(_no_number(key, value, self.kind, self.name))
+            raise self._no_number(key, value)
         return value
 
     def flag(self, choice: Choice) -> bool:
-        """A fixed answer, or a true-or-false field's value; absent and null count as false."""
+        """A fixed answer, or the value of a true-or-false field; absent and null count as false."""
         if isinstance(choice, bool):
             return choice
         value = self.values.get(choice)
         if value is not None and not isinstance(value, bool):
-            raise ModelError(
-                f"model {one_line(self.name)}: config.json has {choice}: {one_line(json.dumps(value, default=str))}; "
-                "it is true or false"
-            )
+            raise self._refusal(choice, value, "it must be true or false")
         return bool(value)
 
     def real(self, key: str) -> float | None:
@@ -171,10 +161,7 @@ class Fields:
         if value is None or value is False:
             return None
         if not isinstance(value, int | float) or value <= 0:
-            raise ModelError(
-                f"model {one_line(self.name)}: config.json has {key}: {one_line(json.dumps(value, default=str))}; "
-                "it is a number above 0"
-            )
+            raise self._refusal(key, value, "it must be a number above 0")
         return float(value)
 
     def share(self, key: str) -> float:
@@ -183,32 +170,30 @@ class Fields:
         if value is None:
             return 0.0
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ModelError(
-                f"model {one_line(self.name)}: config.json has {key}: {one_line(json.dumps(value, default=str))}; "
-                "it is a number from 0 to 1"
-            )
+            raise self._refusal(key, value, "it must be a number from 0 to 1")
         return float(value)
 
     def changed(self, **values: Any) -> Fields:
         """The same fields with other values."""
         return replace(self, values={**self.values, **values})
 
+    def _refusal(self, key: str, value: object, rule: str) -> ModelError:
+        shown = one_line(json.dumps(value, default=str))
+        return ModelError(f"model {one_line(self.name)}: config.json has {key}: {shown}; {rule}")
 
-def _no_number(key: str, value: object, kind: str, name: str) -> str:
-    return (
-        f"model {one_line(name)}: config.json has {key}: {one_line(json.dumps(value, default=str))}; the plan needs a "
-        f"whole number there, 1 or more (model_type: {one_line(kind)})"
-    )
+    def _no_number(self, key: str, value: object) -> ModelError:
+        rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
+        return self._refusal(key, value, rule)
 
 
 def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields with the usual names for sizes, and one name for the number of experts."""
-    found = dict(config)
+    renamed = dict(config)
     for usual, others in ALIASES.items():
         given = next((other for other in others if other in config), None)
         if given is not None and usual not in config:
-            found[usual] = config[given]
+            renamed[usual] = config[given]
     given = next((key for key in _EXPERT_COUNTS if key in config), None)
     if given is not None:
-        found |= dict.fromkeys(_EXPERT_COUNTS, config[given])
-    return found
+        renamed |= dict.fromkeys(_EXPERT_COUNTS, config[given])
+    return renamed

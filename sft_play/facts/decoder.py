@@ -1,4 +1,4 @@
-"""From a config.json to a decoder's shape: its blocks laid out by kind, as the class of its model type has them."""
+"""From a config.json to a decoder's shape: its blocks by kind, as its model type's class lays them out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.errors import ModelError
 from sft_play.facts.class_defaults import CLASS_DEFAULTS
-from sft_play.facts.config_fields import Fields, UnknownArchitecture, refuse_what_is_none
+from sft_play.facts.config_fields import Fields, UnknownArchitecture, refuse_other_models
 from sft_play.facts.families import FAMILIES, Experts, Family
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
 from sft_play.log import one_line
@@ -23,7 +23,9 @@ _RESIDUAL_DROPOUT = (
 )
 _ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _EMBEDDING_DROPOUT = ("embd_pdrop", "embedding_dropout", "embed_dropout", "emb_pdrop")
-"""What the model types call the shares that they drop in training."""
+"""Model types' names for dropout in training."""
+_ACTIVATION = ("hidden_activation", "activation_function", "activation", "hidden_act")
+"""Their names for the MLP's activation."""
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "sliding_attention": "sliding",
@@ -32,32 +34,22 @@ _KINDS: dict[str, AttentionKind] = {
 
 
 def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shapes that a config.json means; the language model's, where it wraps one.
+    """The shapes that a config.json describes; the language model's, where it wraps one.
 
     Raises:
         UnknownArchitecture: its model type is not in the table, or it has a part that the table does not describe.
-        ModelError: it is no model's config.json, or no decoder's, or a size is missing or cannot be meant.
+        ModelError: it is not the config.json of a decoder, or a size is missing or impossible.
     """
-    refuse_what_is_none(config, name=name)
+    refuse_other_models(config, name=name)
     fields = Fields.of_language_model(config, name)
-    family, fields = _special(FAMILIES[fields.kind], fields)
-    return replace(_Builder(family, fields).shape(), stored_dtype=_stored_dtype(config))
-
-
-def _stored_dtype(config: Mapping[str, Any]) -> str | None:
-    """`dtype` of a config.json (`torch_dtype` before transformers 5), or of the language model inside of it."""
+    family = FAMILIES[fields.kind]
+    if fields.kind in _SPECIAL:
+        family, fields = _SPECIAL[fields.kind](family, fields)
     inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
-        found = part.get("dtype") or part.get("torch_dtype")
-        if isinstance(found, str):
-            return found.removeprefix("torch.")
-    return None
-
-
-def _special(family: Family, fields: Fields) -> tuple[Family, Fields]:
-    """The family and fields of model types whose blocks follow rules of their own."""
-    rule = _SPECIAL.get(fields.kind)
-    return (family, fields) if rule is None else rule(family, fields)
+    parts = (config, inner if isinstance(inner, Mapping) else {})
+    dtypes = [part.get("dtype") or part.get("torch_dtype") for part in parts]  # torch_dtype: before transformers 5
+    stored = next((dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None)
+    return replace(_Builder(family, fields).shape(), stored_dtype=stored)
 
 
 def _falcon(family: Family, fields: Fields) -> tuple[Family, Fields]:
@@ -86,11 +78,6 @@ def _gpt_bigcode(family: Family, fields: Fields) -> tuple[Family, Fields]:
     return replace(family, grouped=True), fields.changed(num_key_value_heads=keys)
 
 
-def _mpt(family: Family, fields: Fields) -> tuple[Family, Fields]:
-    """The class takes four times the width, whatever `expansion_ratio` says."""
-    return family, fields.changed(intermediate_size=4 * fields.need("hidden_size"))
-
-
 def _bloom(family: Family, fields: Fields) -> tuple[Family, Fields]:
     hidden = fields.values.get("n_embed") or fields.values.get("hidden_size")
     fields = fields.changed(hidden_size=hidden)
@@ -113,7 +100,8 @@ _SPECIAL: dict[str, Callable[[Family, Fields], tuple[Family, Fields]]] = {
     "falcon": _falcon,
     "opt": _opt,
     "gpt_bigcode": _gpt_bigcode,
-    "mpt": _mpt,
+    # the class uses four times the width, whatever `expansion_ratio` says
+    "mpt": lambda family, fields: (family, fields.changed(intermediate_size=4 * fields.need("hidden_size"))),
     "bloom": _bloom,
     "internlm3": _internlm3,
     "stablelm": _stablelm,
@@ -128,7 +116,15 @@ class _Builder:
         self.hidden = fields.need("hidden_size")
         self.num_layers = fields.need("num_hidden_layers")
         self.heads = fields.need("num_attention_heads")
-        self.mla = self._mla()
+        self.mla = None
+        if family.mla:
+            self.mla = Mla(
+                q_rank=fields.count("q_lora_rank"),
+                kv_rank=fields.need("kv_lora_rank"),
+                nope_dim=fields.need("qk_nope_head_dim"),
+                rope_dim=fields.need("qk_rope_head_dim"),
+                value_dim=fields.need("v_head_dim"),
+            )
         self.kv_heads = self._kv_heads()
         self.head_dim = self._head_dim()
 
@@ -140,7 +136,9 @@ class _Builder:
         layers = tuple(self._block(*kind, count=blocks.count(kind)) for kind in kinds)
         common = max(layers, key=lambda kind: kind.count)
         slides = any(kind.attention in ("sliding", "chunked") for kind in layers)
-        width = fields.count("word_embed_proj_dim") if fields.kind == "opt" else None
+        width = (fields.count("word_embed_proj_dim") or 0) if fields.kind == "opt" else 0
+        narrow = width if width != self.hidden else 0  # OPT-350M's embedding is narrower than its blocks
+        projections = (Linear("project_out", self.hidden, narrow), Linear("project_in", narrow, self.hidden))
         positions = fields.count("max_position_embeddings")
         rows = 0 if family.position_offset is None else (positions or 0) + family.position_offset
         return ModelShape(
@@ -161,10 +159,7 @@ class _Builder:
             num_experts=common.num_experts,
             experts_per_token=(fields.count("num_experts_per_tok") or 0) if common.num_experts else 0,
             gated_mlp=len(family.mlp) == 3 or family.fused_gate,
-            activation=self._activation(),
-            attention_bias=fields.flag(family.qkv_bias),
-            output_bias=fields.flag(family.out_bias),
-            mlp_bias=fields.flag(family.mlp_bias),
+            activation=str(fields.values.get(self._own(_ACTIVATION)) or "gelu"),
             head_bias=fields.flag(family.head_bias),
             norm=family.norm,
             norms_per_layer=family.norms,
@@ -172,46 +167,32 @@ class _Builder:
             qk_norm=fields.flag(family.qk_norm),
             fused_qkv=len(family.qkv) == 1,
             fused_gate_up=family.fused_gate,
-            learned_positions=rows > 0,
             position_rows=rows,
             alibi=fields.flag(family.alibi),
             rotary_dim=self._rotary_dim(),
-            expert_bias=family.experts is not None and family.experts.expert_bias,
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
             logit_softcap=fields.real("final_logit_softcapping"),
             parallel_blocks=fields.flag(family.parallel),
-            dropout=self._first_share(_RESIDUAL_DROPOUT),
-            attention_dropout=self._first_share(_ATTENTION_DROPOUT),
-            embedding_dropout=self._first_share(_EMBEDDING_DROPOUT),
+            dropout=fields.share(self._own(_RESIDUAL_DROPOUT)),
+            attention_dropout=fields.share(self._own(_ATTENTION_DROPOUT)),
+            embedding_dropout=fields.share(self._own(_EMBEDDING_DROPOUT)),
             mla=self.mla,
-            embedding_width=width if width and width != self.hidden else 0,
-            outer_linears=self._projections(width),
+            embedding_width=narrow,
+            outer_linears=projections if narrow else (),
             outer_params=(int(family.last_norm) + int(family.embedding_norm)) * self._norm(),
-        )
-
-    def _mla(self) -> Mla | None:
-        if not self.family.mla:
-            return None
-        need = self.fields.need
-        return Mla(
-            q_rank=self.fields.count("q_lora_rank"),
-            kv_rank=need("kv_lora_rank"),
-            nope_dim=need("qk_nope_head_dim"),
-            rope_dim=need("qk_rope_head_dim"),
-            value_dim=need("v_head_dim"),
         )
 
     def _kv_heads(self) -> int:
         if not self.family.grouped or self.mla is not None:
             return self.heads
-        found = self.fields.count("num_key_value_heads") or self.heads
-        if self.heads % found:
+        kv_heads = self.fields.count("num_key_value_heads") or self.heads
+        if self.heads % kv_heads:
             raise ModelError(
                 f"model {one_line(self.fields.name)}: config.json has num_attention_heads: {self.heads} and "
-                f"num_key_value_heads: {found}; the first must be a multiple of the second"
+                f"num_key_value_heads: {kv_heads}; the first must be a multiple of the second"
             )
-        return found
+        return kv_heads
 
     def _head_dim(self) -> int:
         if self.mla is not None:
@@ -225,16 +206,9 @@ class _Builder:
             )
         return own or self.hidden // self.heads
 
-    def _activation(self) -> str:
-        """The function's name under the field that the class reads."""
-        keys = ("hidden_activation", "activation_function", "activation", "hidden_act")
-        key = next((key for key in keys if key in CLASS_DEFAULTS[self.fields.kind]), None)
-        return str(self.fields.values.get(key) or "gelu") if key is not None else "gelu"
-
-    def _first_share(self, keys: tuple[str, ...]) -> float:
-        """The dropout under the field that the class reads."""
-        key = next((key for key in keys if key in CLASS_DEFAULTS[self.fields.kind]), None)
-        return self.fields.share(key) if key is not None else 0.0
+    def _own(self, names: tuple[str, ...]) -> str:
+        """Of several names of a field the one that the model's class reads; empty if it reads none."""
+        return next((name for name in names if name in CLASS_DEFAULTS[self.fields.kind]), "")
 
     def _rotary_dim(self) -> int:
         if not self.family.rotary:
@@ -254,12 +228,6 @@ class _Builder:
         if self.family.norm == "none":
             return 0
         return self.hidden * (2 if self.family.norm_bias else 1)
-
-    def _projections(self, width: int | None) -> tuple[Linear, ...]:
-        """OPT-350M's linear layers between its narrower embedding and its blocks."""
-        if not width or width == self.hidden:
-            return ()
-        return (Linear("project_out", self.hidden, width), Linear("project_in", width, self.hidden))
 
     def _block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
         """The blocks of one kind."""
@@ -281,15 +249,11 @@ class _Builder:
 
     def _mlp_width(self) -> int:
         key = self.family.dense_width or self.family.width
-        if self.fields.values.get(key) is None and key in ("n_inner", "ffn_hidden_size", "intermediate_size"):
-            known = CLASS_DEFAULTS[self.fields.kind]
-            if key not in known or known[key] is None:
-                return self._four_times()
+        is_open = self.fields.values.get(key) is None and CLASS_DEFAULTS[self.fields.kind].get(key) is None
+        if is_open and key in ("n_inner", "ffn_hidden_size", "intermediate_size"):
+            given = self.fields.count("intermediate_size")
+            return given if given and self.family.width == "intermediate_size" else 4 * self.hidden
         return self.fields.need(key)
-
-    def _four_times(self) -> int:
-        given = self.fields.count("intermediate_size")
-        return given if given and self.family.width == "intermediate_size" else 4 * self.hidden
 
     def _attention(self) -> tuple[Linear, ...]:
         family, bias = self.family, self.fields.flag(self.family.qkv_bias)
@@ -336,7 +300,10 @@ class _Builder:
 
     def _with_experts(self, plain: LayerKind, experts: Experts) -> LayerKind:
         number, width = self.fields.need(experts.count), self.fields.need(experts.width)
-        shared = self._shared_width(experts, width)
+        shared = 0
+        if experts.shared is not None:
+            shared = (self.fields.count(experts.shared_width) or 0) if experts.shared_width else width
+            shared *= self.fields.need(experts.shared_count) if experts.shared_count else 1
         linears = plain.linears
         router = number * self.hidden
         if experts.router == "linear":
@@ -355,12 +322,6 @@ class _Builder:
             shared_width=shared,
             router_params=router,
         )
-
-    def _shared_width(self, experts: Experts, width: int) -> int:
-        if experts.shared is None:
-            return 0
-        one = (self.fields.count(experts.shared_width) or 0) if experts.shared_width else width
-        return one * (self.fields.need(experts.shared_count) if experts.shared_count else 1)
 
     def _shared_mlp(self, experts: Experts, path: str, width: int) -> tuple[Linear, ...]:
         bias = self.fields.flag(self.family.mlp_bias)

@@ -1,4 +1,4 @@
-"""The decoder families of transformers: which modules a block of each model type has, and where their sizes stand.
+"""The decoder families of transformers: which modules a block of each model type has, and where their sizes come from.
 
 Read from modeling_*.py of transformers 5.23; a test builds every type on the meta device and compares module by
 module. A value that is a string names the field of config.json that decides.
@@ -35,18 +35,18 @@ WindowRule = Literal[
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """A mixture of experts instead of the MLP."""
 
     count: str = "num_local_experts"
     width: str = "moe_intermediate_size"
     router: Literal["plain", "linear"] = "plain"
-    """plain: a weight that is no linear layer; linear: a linear layer, which auto targets reach."""
+    """plain: a weight outside any linear layer; linear: a linear layer, which auto targets include."""
     router_path: str = "mlp.gate"
     router_extra: Literal["none", "bias", "correction"] = "none"
     """bias: one number per expert in the router; correction: the same, as a parameter beside it."""
     expert_bias: bool = False
     shared: str | None = None
-    """Path of the MLP that every token passes; None: there is none."""
+    """Path of the MLP that every token passes; None: none."""
     shared_count: str | None = None
     """The field with the number of shared experts, whose widths add up."""
     shared_width: str | None = None
@@ -92,12 +92,12 @@ class Family:
     grouped: bool = True
     """Whether keys have heads of their own (`num_key_value_heads`)."""
     own_head_dim: bool = True
-    """Whether a `head_dim` of config.json is honoured."""
+    """Whether `head_dim` of config.json is used."""
     width: str = "intermediate_size"
     dense_width: str | None = None
-    """The field with the width of blocks without experts, where it is another one."""
+    """The field with the width of blocks without experts, where it differs."""
     position_offset: int | None = None
-    """Extra rows of a learned position embedding; None: there is none."""
+    """Extra rows of a learned position embedding; None: not learned."""
     rotary: bool = True
     alibi: Choice = False
     window: WindowRule = "none"
@@ -112,10 +112,7 @@ class Family:
 
 _LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
 _BIASED = Family(qkv_bias="attention_bias", out_bias="attention_bias")
-_GPT2 = Family(
-    qkv=("attn.c_attn",),
-    out="attn.c_proj",
-    mlp=_GPT2_MLP,
+_LAYER_NORM = Family(
     qkv_bias=True,
     out_bias=True,
     mlp_bias=True,
@@ -123,78 +120,51 @@ _GPT2 = Family(
     norm_bias=True,
     grouped=False,
     own_head_dim=False,
+)
+"""What the classes of GPT-2's and GPT-NeoX's time have in common."""
+_GPT2 = replace(
+    _LAYER_NORM,
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    mlp=_GPT2_MLP,
     width="n_inner",
     position_offset=0,
     rotary=False,
 )
-_NEOX = Family(
+_GPTJ = replace(
+    _LAYER_NORM,
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    out="attn.out_proj",
+    mlp=("mlp.fc_in", "mlp.fc_out"),
+    qkv_bias=False,
+    out_bias=False,
+    head_bias=True,
+    norms=1,
+    width="n_inner",
+    parallel=True,
+)
+_NEOX = replace(
+    _LAYER_NORM,
     qkv=("attention.query_key_value",),
     out="attention.dense",
     mlp=_NEOX_MLP,
     qkv_bias="attention_bias",
     out_bias="attention_bias",
-    mlp_bias=True,
-    norm="layer",
-    norm_bias=True,
-    grouped=False,
-    own_head_dim=False,
     parallel="use_parallel_residual",
 )
-_OPT = Family(
-    out="self_attn.out_proj",
-    mlp=("fc1", "fc2"),
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    norm="layer",
-    norm_bias=True,
-    grouped=False,
-    own_head_dim=False,
-    position_offset=2,
-    rotary=False,
+_OPT = replace(_LAYER_NORM, out="self_attn.out_proj", mlp=("fc1", "fc2"), position_offset=2, rotary=False)
+_AFTER_DENSE = Experts(
+    "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense"
 )
-_DEEPSEEK = replace(
-    _BIASED,
-    mla=True,
-    experts=Experts(
-        "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense"
-    ),
-)
+_DEEPSEEK = replace(_BIASED, mla=True, experts=_AFTER_DENSE)
 
-TENSOR_PARALLEL = frozenset(
-    [
-        "arcee",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_neox",
-        "granite",
-        "helium",
-        "internlm3",
-        "jais2",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "phi",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-        "vaultgemma",
-    ]
-)
-"""Model types whose blocks transformers' tensor-parallel plan divides whole, by heads and MLP columns
-(`base_model_tp_plan` of configuration_*.py); a test divides one of each and compares its gradients."""
+TENSOR_PARALLEL = frozenset({
+    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gpt_neox",
+    "granite", "helium", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron",
+    "olmo", "phi", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+})  # fmt: skip
+"""Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
+(`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients."""
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -277,93 +247,50 @@ FAMILIES: dict[str, Family] = {
     ),
     "apertus": Family(mlp=_PLAIN, qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, extra=2),
     "nanochat": Family(mlp=("mlp.fc1", "mlp.fc2"), qkv_bias="attention_bias", out_bias="attention_bias", norm="none"),
-    "persimmon": Family(
+    "persimmon": replace(
+        _LAYER_NORM,
         qkv=("self_attn.query_key_value",),
         out="self_attn.dense",
         mlp=_NEOX_MLP,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        norm_bias=True,
         qk_norm="qk_layernorm",
         qk_norm_bias=True,
-        grouped=False,
-        own_head_dim=False,
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
-    "gpt_neo": Family(
+    "gpt_neo": replace(
+        _LAYER_NORM,
         qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
         out="attn.attention.out_proj",
         mlp=_GPT2_MLP,
-        out_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        norm_bias=True,
-        grouped=False,
-        own_head_dim=False,
+        qkv_bias=False,
         position_offset=0,
         rotary=False,
         window="gpt_neo",
         window_field="window_size",
     ),
-    "gptj": Family(
-        qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-        out="attn.out_proj",
-        mlp=("mlp.fc_in", "mlp.fc_out"),
-        mlp_bias=True,
-        head_bias=True,
-        norm="layer",
-        norm_bias=True,
-        norms=1,
-        grouped=False,
-        own_head_dim=False,
-        width="n_inner",
-        parallel=True,
-    ),
-    "codegen": Family(
-        qkv=("attn.qkv_proj",),
-        out="attn.out_proj",
-        mlp=("mlp.fc_in", "mlp.fc_out"),
-        mlp_bias=True,
-        head_bias=True,
-        norm="layer",
-        norm_bias=True,
-        norms=1,
-        grouped=False,
-        own_head_dim=False,
-        width="n_inner",
-        parallel=True,
-    ),
+    "gptj": _GPTJ,
+    "codegen": replace(_GPTJ, qkv=("attn.qkv_proj",)),
     "gpt_neox": _NEOX,
     "opt": _OPT,
     "biogpt": _OPT,
-    "bloom": Family(
+    "bloom": replace(
+        _LAYER_NORM,
         qkv=("self_attention.query_key_value",),
         out="self_attention.dense",
         mlp=_NEOX_MLP,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        norm="layer",
-        norm_bias=True,
         embedding_norm=True,
-        grouped=False,
-        own_head_dim=False,
         rotary=False,
         alibi=True,
     ),
-    "falcon": Family(
+    "falcon": replace(
+        _LAYER_NORM,
         qkv=("self_attention.query_key_value",),
         out="self_attention.dense",
         mlp=_NEOX_MLP,
         qkv_bias="bias",
         out_bias="bias",
         mlp_bias="bias",
-        norm="layer",
-        norm_bias=True,
-        own_head_dim=False,
+        grouped=True,
         width="ffn_hidden_size",
         alibi="alibi",
     ),
@@ -430,17 +357,13 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
-        experts=Experts(
-            "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense"
-        ),
+        experts=_AFTER_DENSE,
     ),
     "dots1": replace(
         _BIASED,
         qk_norm=True,
         window="late",
-        experts=Experts(
-            "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense"
-        ),
+        experts=_AFTER_DENSE,
     ),
     "ernie4_5_moe": Family(
         qkv_bias="use_bias",
@@ -492,7 +415,7 @@ WRAPPERS: dict[str, str] = {
     "video_llava": "llama",
     "vipllava": "llama",
 }
-"""Image-text model type: the type of its language model where `text_config` does not say it."""
+"""Image-text model type: its language model's type, where `text_config` does not give it."""
 
 _ENCODERS = """
     albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie
@@ -509,8 +432,8 @@ _IMAGES_AND_SOUND = """
 """
 
 OTHER_KINDS: dict[str, str] = {
-    **dict.fromkeys(_ENCODERS.split(), "an encoder, which reads a text but does not go on with it"),
+    **dict.fromkeys(_ENCODERS.split(), "an encoder, which reads text but does not generate it"),
     **dict.fromkeys(_ENCODER_DECODERS.split(), "an encoder with a decoder, which this toolkit does not train"),
     **dict.fromkeys(_IMAGES_AND_SOUND.split(), "a model of images or sound, not a language model"),
 }
-"""Model types that are no decoders, and what they are."""
+"""Model types that are not decoders, and what they are."""

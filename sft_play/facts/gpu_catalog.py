@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from sft_play.units import GIB, MIB
 
 BF16_CAPABILITY = (8, 0)
 """CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
@@ -30,8 +32,6 @@ arithmetic by compute capability)."""
 AMD_BF16 = re.compile(r"gfx(908|90a|94[0-2]|95\d|11\d\d|12\d\d)")
 """AMD's architectures with bfloat16 matrix units: CDNA 1 to 4, RDNA 3 and 4 (ROCm documentation, "Data types and
 precision support")."""
-MIB = 2**20
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class CatalogEntry:
 
     @property
     def link(self) -> float:
-        """Bytes per second and GPU, one way, between GPUs of a machine as it is sold."""
+        """Bytes per second and GPU, one way, between the GPUs of a machine as sold."""
         return self.nvlink or self.pcie
 
 
@@ -133,11 +133,6 @@ _GB = 1e9
 _T = 1e12
 
 
-def _pcie(generation: int, lanes: int) -> float:
-    """PCI Express, bytes per second one way before encoding: 1 GB/s per lane of generation 3, doubling with each."""
-    return lanes * 2.0 ** (generation - 3) * _GB
-
-
 def _gpu(
     name: str,
     family: str,
@@ -157,7 +152,7 @@ def _gpu(
 
     `units` are streaming multiprocessors (AMD: compute units).
     """
-    kind, (box, smi, torch) = FAMILIES[family], memory
+    kind, (box, smi, torch), (generation, lanes) = FAMILIES[family], memory, pcie
     driver = smi * MIB if smi else box * GIB
     clock = units * boost_mhz * 1e6
     half = (dense[0] * _T if dense else clock * kind.fp16) or None
@@ -175,7 +170,7 @@ def _gpu(
         fp8=eighth if kind.fp8 else None,
         fp32=clock * kind.fp32,
         nvlink=nvlink_gb * _GB if nvlink_gb else None,
-        pcie=_pcie(*pcie),
+        pcie=lanes * 2.0 ** (generation - 3) * _GB,  # 1 GB/s per lane of generation 3, doubling with each
         capability=kind.capability,
         tdp_watts=watts,
         source="; ".join(sources if dense else (*sources, kind.source)),
@@ -384,7 +379,7 @@ _AMD = (
 )  # fmt: skip
 
 ENTRIES: tuple[CatalogEntry, ...] = (*_DATA_CENTRE, *_GEFORCE, *_WORKSTATION, *_AMD)
-"""All of them; among those that share an alias, the first is what the alias alone is read as."""
+"""All entries; of those that share an alias, the first is what the alias alone means."""
 
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|generation|graphics|[^a-z0-9]")
 
@@ -403,21 +398,16 @@ def _short(key: str) -> str:
     return key.removeprefix("rtx").removeprefix("gtx") if key.startswith(("rtx", "gtx")) else key
 
 
-def _index(entries: Iterable[CatalogEntry]) -> dict[str, list[CatalogEntry]]:
-    found: dict[str, list[CatalogEntry]] = {}
-    for entry in entries:
-        for key in {form for name in (entry.name, *entry.aliases) for form in (key_of(name), _short(key_of(name)))}:
-            found.setdefault(key, []).append(entry)
-    return found
-
-
-_BY_KEY = _index(ENTRIES)
+_BY_KEY: dict[str, list[CatalogEntry]] = {}
+for _entry in ENTRIES:
+    for _key in {form for name in (_entry.name, *_entry.aliases) for form in (key_of(name), _short(key_of(name)))}:
+        _BY_KEY.setdefault(_key, []).append(_entry)
 _OTHER_CLOCKS = ("laptop", "mobile", "maxq")
 _SUGGESTED = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
 
 def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
-    """The entries that a name can mean, what it is read as first; none where there is none.
+    """The entries that a name can mean, the most likely first; empty if none.
 
     A trailing size chooses among them (`RTX 3060 12GB`, `H100-80GB`); so does `driver_bytes`, the total of a GPU that
     was found, which leaves at most one. Laptop GPUs, whose clocks and power are others', match nothing.
@@ -425,26 +415,20 @@ def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]
     key = key_of(name)
     if any(word in key for word in _OTHER_CLOCKS):
         return ()
-    found = _BY_KEY.get(key, []) or _sized(key)
+    entries = _BY_KEY.get(key, [])
+    if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
+        sized = ([one for one in _BY_KEY.get(base, []) if one.box_gb == size] for base, size in _with_size(key))
+        entries = next(filter(None, sized), [])
     exact = CATALOG.get(key) or CATALOG.get(f"rtx{key}")
     if exact:
-        found = [exact, *(entry for entry in found if entry is not exact)]
-    if driver_bytes is None or not found:
-        return tuple(found)
-    return (min(found, key=lambda entry: abs(entry.driver_bytes - driver_bytes)),)
-
-
-def _sized(key: str) -> list[CatalogEntry]:
-    """Entries of a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`."""
-    for base, size in _with_size(key):
-        found = [entry for entry in _BY_KEY.get(base, []) if entry.box_gb == size]
-        if found:
-            return found
-    return []
+        entries = [exact, *(entry for entry in entries if entry is not exact)]
+    if driver_bytes is None or not entries:
+        return tuple(entries)
+    return (min(entries, key=lambda entry: abs(entry.driver_bytes - driver_bytes)),)
 
 
 def _with_size(key: str) -> Iterator[tuple[str, int]]:
-    """The ways to read a key as a name and a size: `h10080gb` is h100 with 80 (h1 with 0080 is none)."""
+    """The ways to read a key as a name and a size: `h10080gb` is h100 with 80 (h1 with 0080 is not one)."""
     stem = key.removesuffix("b").removesuffix("g")
     for digits in (1, 2, 3):
         base, size = stem[:-digits], stem[-digits:]
@@ -453,33 +437,29 @@ def _with_size(key: str) -> Iterator[tuple[str, int]]:
 
 
 def amd_entry(name: str) -> CatalogEntry | None:
-    """The entry of an AMD GPU that was found: of `AMD Instinct MI300X OAM` that of the MI300X."""
+    """The entry of a detected AMD GPU: for `AMD Instinct MI300X OAM` that of the MI300X."""
     match = re.search(r"\b(MI\d{3}[A-Z]?|RX \d{4}(?: XTX| XT| GRE)?|W\d{4}|R9\d{3})\b", name)
-    found = find(match[1]) if match else ()
-    return found[0] if found and found[0].vendor == "AMD" else None
+    entries = find(match[1]) if match else ()
+    return entries[0] if entries and entries[0].vendor == "AMD" else None
 
 
 def gpus_by_memory() -> list[CatalogEntry]:
-    """The GPUs that a plan suggests instead of the ones there are: usual data-centre ones, the smallest first."""
+    """The GPUs that a plan suggests in place of the present ones: usual data-centre ones, the smallest first."""
     return sorted((CATALOG[key_of(name)] for name in _SUGGESTED), key=lambda entry: entry.memory_bytes)
 
 
 def nearest(name: str) -> list[str]:
-    """Names of the catalogue that look like `name`; the most usual ones where none does."""
+    """Catalogue names similar to `name`; the most usual ones if none is."""
     wanted = key_of(name)
     sizes = [entry.name for base, _ in _with_size(wanted) for entry in _BY_KEY.get(base, [])]
     if sizes:
         return list(dict.fromkeys(sizes))[:4]
     forms = {form: entry.name for entry in ENTRIES for form in (_short(key_of(entry.name)), key_of(entry.name))}
     close = difflib.get_close_matches(wanted, list(forms), n=12, cutoff=0.5)
-    close.sort(key=lambda form: (-_likeness(wanted, form), _steps(wanted, form)))
+    close.sort(key=lambda form: (-difflib.SequenceMatcher(None, form, wanted).ratio(), _steps(wanted, form)))
     return list(dict.fromkeys(forms[form] for form in close))[:4] or [*_SUGGESTED, "RTX 4090", "RTX 3090"]
 
 
-def _likeness(wanted: str, form: str) -> float:
-    return difflib.SequenceMatcher(None, form, wanted).ratio()
-
-
 def _steps(wanted: str, form: str) -> int:
-    """How far the characters are from each other: H200 is nearer to H300 than H100 is."""
+    """How far apart the characters are: H200 is nearer to H300 than H100 is."""
     return sum(abs(ord(one) - ord(other)) for one, other in zip(wanted, form, strict=False))

@@ -7,25 +7,28 @@ and no whole GPU beside it (NVIDIA Multi-Instance GPU user guide, "Device Enumer
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
 import re
-import shutil
-import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import HardwareError
-from sft_play.facts.gpu_catalog import AMD_BF16, BF16_CAPABILITY, MIB, CatalogEntry, amd_entry, find, key_of, nearest
+from sft_play.facts import amd, nvml
+from sft_play.facts.ask import answer_of, text_of
+from sft_play.facts.gpu_catalog import AMD_BF16, BF16_CAPABILITY, CatalogEntry, amd_entry, find, key_of, nearest
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
+from sft_play.facts.seen import Seen, SeenGpu
 from sft_play.log import one_line
+from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 _PROBE_TIMEOUT_S = 20
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -75,12 +78,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan may use. Without GPUs the host's memory is what counts. `named`: not this machine.
+    """What a plan may use; without GPUs, the host's memory. `named`: only a name, and not this machine.
 
-    Where there are several nodes, RAM and cores are those of one. `link_bytes_per_s` is per GPU and one way between
-    the GPUs of a node, `network_bytes_per_s` per node and one way between nodes; None: not known. `ram_given` is
-    False where a machine was named without its RAM and this machine's stands in. `notes` are for people: what was
-    assumed.
+    RAM and cores are those of one node. `link_bytes_per_s` is per GPU and one way between the GPUs of a node,
+    `network_bytes_per_s` per node and one way between nodes; None: not known. `ram_given` is False where a machine was
+    named without its RAM, and this machine's RAM is assumed. `notes` tell a person what was assumed.
     """
 
     gpus: tuple[Gpu, ...]
@@ -129,7 +131,7 @@ class Hardware:
     def alike(self) -> tuple[tuple[Gpu, ...], ...]:
         """The GPUs by kind, the largest group first, then the one with more memory: a run takes GPUs of one kind.
 
-        GPUs of one name are of one kind, also where their memory differs: a plan takes the smallest.
+        GPUs of one name are of one kind, even where their memory differs: a plan takes the smallest.
         """
         kinds: dict[str, list[Gpu]] = {}
         for gpu in self.gpus:
@@ -145,13 +147,13 @@ class Hardware:
                 fewer.
             variable: what names GPUs, `CUDA_VISIBLE_DEVICES` for ranks that a person starts.
         """
-        told = []
+        choices = []
         for group in self.alike:
             some = group[:processes]
             fewer = f"NPROC={len(some)} " if processes is not None and len(some) < processes else ""
             numbers = ",".join(str(gpu.index) for gpu in some)
-            told.append(f"{fewer}{variable}={numbers} ({len(some)} x {some[0].name})")
-        return " or ".join(told)
+            choices.append(f"{fewer}{variable}={numbers} ({len(some)} x {some[0].name})")
+        return " or ".join(choices)
 
     def first(self, count: int) -> Hardware:
         """The same machine with its first `count` GPUs only, on as many nodes as they fill."""
@@ -219,9 +221,13 @@ def named(text: str) -> Hardware:
 def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
     """The catalogue's entry of the GPU's name, and what was assumed where the name has several meanings."""
     name = spec.gpu or ""
-    found = find(name)
-    if found:
-        return found[0], _read_as(name, found)
+    entries = find(name)
+    if entries:
+        first, *others = entries
+        chosen = first.aliases[0] if key_of(first.name) == key_of(name) and first.aliases else first.name
+        listed = ", ".join(entry.name for entry in others)
+        note = f"{name} is read as {chosen} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {listed}"
+        return first, (note,) if others else ()
     if spec.mem is not None:
         return None, ()
     how = "mem: 24GiB beside its name" if is_path(text) else f"HARDWARE=1x{name.replace(' ', '')},mem=24GiB"
@@ -229,16 +235,6 @@ def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str
         f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; nearest: "
         f"{', '.join(nearest(name))}; or give its memory: {how}"
     )
-
-
-def _read_as(name: str, found: tuple[CatalogEntry, ...]) -> tuple[str, ...]:
-    """What a name of several GPUs was taken for."""
-    first, *others = found
-    if not others:
-        return ()
-    chosen = first.aliases[0] if key_of(first.name) == key_of(name) and first.aliases else first.name
-    listed = ", ".join(entry.name for entry in others)
-    return (f"{name} is read as {chosen} with {first.memory_bytes / GIB:.1f} GiB; the catalogue also has {listed}",)
 
 
 def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
@@ -272,7 +268,7 @@ def _rated(gpu: Gpu, entry: CatalogEntry) -> Gpu:
     )
 
 
-# --- the machine that is there ---------------------------------------------------------------------------------------
+# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,7 +276,7 @@ class _Found:
     """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`.
 
     `parent` is the UUID of an instance's GPU and `path` its old-style name; `nvlinks` counts active links, None where
-    the driver does not say. `empty`: the GPU is split, and no instance was made.
+    the driver does not say. `empty`: the GPU is split, and has no instance.
     """
 
     uuid: str
@@ -294,20 +290,21 @@ class _Found:
 def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
     environment = os.environ if environment is None else environment
-    found, notes = _seen(_probe_gpus(), environment)
-    if not found:
-        found, notes = _probe_amd(environment) or (found, notes)
-    entries = [_entry_of(item.gpu) for item in found]
-    gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(found, entries, strict=True))
+    visible, notes = _seen(_probe_gpus(), environment)
+    if not visible:
+        visible, notes = _probe_amd(environment) or (visible, notes)
+    entries = [_entry_of(item.gpu) for item in visible]
+    gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(visible, entries, strict=True))
     ram_total, ram_free = _memory()
-    link = _link(found, entries)
+    link = _link(visible, entries)
     pages = bool(gpus) and on_wsl()
     hardware = Hardware(
         gpus, _cpu_name(), _cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes, pages=pages
     )
     shared = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
     hardware = replace(hardware, notes=(*notes, *shared, *_mixed(hardware)))
-    return hardware if gpus else _with_apple(hardware)
+    chip = None if gpus else _apple_chip()
+    return with_shared_gpu(hardware, chip) if chip else hardware
 
 
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
@@ -316,10 +313,7 @@ OSRELEASE = Path("/proc/sys/kernel/osrelease")
 
 def on_wsl(osrelease: Path | None = None) -> bool:
     """Whether this Linux runs in Windows (WSL), by the kernel's release."""
-    try:
-        return "microsoft" in (osrelease or OSRELEASE).read_text(encoding="utf-8").lower()
-    except OSError:
-        return False
+    return "microsoft" in text_of(osrelease or OSRELEASE).lower()
 
 
 def _mixed(hardware: Hardware) -> list[str]:
@@ -340,31 +334,21 @@ def _entry_of(gpu: Gpu) -> CatalogEntry | None:
     if gpu.is_amd:
         return amd_entry(gpu.name)
     name = gpu.name.split(" MIG ")[0]
-    found = find(name) if gpu.mig else find(name, gpu.total_bytes)
-    return found[0] if found else None
+    entries = find(name) if gpu.mig else find(name, gpu.total_bytes)
+    return entries[0] if entries else None
 
 
 def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     """With the catalogue's rates; an instance has its share of them, by slices of seven and by memory."""
     if entry is None:
         return gpu
-    rated = _rated(gpu, entry)
     if gpu.mig is None:
-        return rated
+        return _rated(gpu, entry)
     match = re.match(r"(?:[0-9]c\.)?([0-9])g\.", gpu.mig)
     compute, memory = (int(match[1]) / 7 if match else 1.0), min(1.0, gpu.total_bytes / entry.driver_bytes)
-    return replace(
-        rated,
-        bandwidth=entry.bandwidth * memory,
-        bf16_flops=_share(entry.bf16, compute),
-        fp16_flops=_share(entry.fp16, compute),
-        fp8_flops=_share(entry.fp8, compute),
-        fp32_flops=_share(entry.fp32, compute),
-    )
-
-
-def _share(rate: float | None, part: float) -> float | None:
-    return None if rate is None else rate * part
+    rates = {name: getattr(entry, name) for name in ("bf16", "fp16", "fp8", "fp32")}
+    part: dict[str, Any] = {name: rate and rate * compute for name, rate in rates.items()}
+    return _rated(gpu, replace(entry, bandwidth=entry.bandwidth * memory, **part))
 
 
 _NVLINK_PER_LINK = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
@@ -374,22 +358,21 @@ _NVLINK_GA10X = 14.0625e9
 """The same of A40, RTX A6000 and RTX 3090: 112.5 GB/s both ways on 4 links (data sheet of the A40)."""
 
 
-def _link(found: tuple[_Found, ...], entries: list[CatalogEntry | None]) -> float | None:
-    """Bytes per second between the GPUs, one way: the slowest one's. A bridge counts where it joins all there are."""
-    rates = [_link_of(item, entry, len(found)) for item, entry in zip(found, entries, strict=True)]
-    known = [rate for rate in rates if rate]
-    return min(known) if known and len(known) == len(rates) else None
-
-
-def _link_of(item: _Found, entry: CatalogEntry | None, count: int) -> float | None:
-    major, minor = item.gpu.capability or (0, 0)
-    if item.nvlinks and (count == 2 or (entry and entry.nvlink)):
-        if entry and entry.nvlink:
-            return entry.nvlink
-        return item.nvlinks * (_NVLINK_GA10X if (major, minor) == (8, 6) else _NVLINK_PER_LINK.get(major, 25e9))
-    if entry is None:
-        return None
-    return entry.pcie if item.nvlinks == 0 else entry.link
+def _link(gpus: tuple[_Found, ...], entries: list[CatalogEntry | None]) -> float | None:
+    """Bytes per second between the GPUs, one way: the slowest one's; None where one is not known."""
+    rates: list[float] = []
+    for item, entry in zip(gpus, entries, strict=True):
+        major, minor = item.gpu.capability or (0, 0)
+        if item.nvlinks and entry and entry.nvlink:
+            rates.append(entry.nvlink)
+        elif item.nvlinks and len(gpus) == 2:  # a bridge, which counts only where it joins all GPUs
+            rate = _NVLINK_GA10X if (major, minor) == (8, 6) else _NVLINK_PER_LINK.get(major, 25e9)
+            rates.append(item.nvlinks * rate)
+        elif entry is None:
+            return None
+        else:
+            rates.append(entry.pcie if item.nvlinks == 0 else entry.link)
+    return min(rates, default=None)
 
 
 def _seen(found: tuple[_Found, ...], environment: Mapping[str, str]) -> tuple[tuple[_Found, ...], tuple[str, ...]]:
@@ -419,16 +402,16 @@ def _visible(found: tuple[_Found, ...], variable: str) -> tuple[_Found, ...]:
     """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
     chosen: list[_Found] = []
     for entry in (part.strip() for part in variable.split(",")):
-        match = [item for item in found if _is_meant(item, entry)]
-        # a short UUID that fits two GPUs names none; a split GPU is meant with all its instances
-        meant = {item.uuid if entry.startswith("MIG-") else item.parent or item.uuid for item in match}
-        if len(meant) != 1 or match[0] in chosen:
+        matches = [item for item in found if _matches(item, entry)]
+        # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
+        gpus = {item.uuid if entry.startswith("MIG-") else item.parent or item.uuid for item in matches}
+        if len(gpus) != 1 or matches[0] in chosen:
             break
-        chosen += match
+        chosen += matches
     return tuple(chosen)
 
 
-def _is_meant(item: _Found, entry: str) -> bool:
+def _matches(item: _Found, entry: str) -> bool:
     if re.fullmatch(r"[0-9]{1,9}", entry):
         return item.gpu.index == int(entry)
     if entry.startswith("MIG-"):
@@ -438,102 +421,51 @@ def _is_meant(item: _Found, entry: str) -> bool:
 
 def _probe_gpus() -> tuple[_Found, ...]:
     """Every GPU with its UUID: NVML first, nvidia-smi where its Python package cannot."""
-    try:
-        return _probe_nvml()
-    except Exception:  # NVML raises its own tree, and not on every platform the same
+    seen = nvml.see(details=False, topology=False)
+    listed = tuple(one for gpu in seen.gpus for one in _of_nvml(gpu)) if seen else ()
+    # an NVML that runs and lists no GPU is right; one that lists some and gets no answer may be too old
+    if not listed and (seen is None or seen.gpus):
         return _probe_nvidia_smi()
+    for gpu in seen.gpus if seen else ():
+        if not _answers(gpu):  # a GPU that fell off the bus does not hide the others
+            logger.warning("GPU %d does not answer its driver (%s) and is left out", gpu.index, gpu.trouble)
+    return listed
 
 
-def _probe_nvml() -> tuple[_Found, ...]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        found: list[_Found] = []
-        count = pynvml.nvmlDeviceGetCount()
-        for index in range(count):
-            try:
-                found += _nvml_gpu(pynvml, index)
-            except getattr(pynvml, "NVMLError", ()) as error:  # a GPU that fell off the bus hides no other
-                if index == count - 1 and not found:
-                    raise
-                logger.warning("GPU %d does not answer its driver (%s) and is left out", index, error)
-        return tuple(found)
-    finally:
-        pynvml.nvmlShutdown()
+def _answers(gpu: SeenGpu) -> bool:
+    return gpu.trouble is None and gpu.total_bytes is not None
 
 
-def _nvml_gpu(nvml: Any, index: int) -> list[_Found]:
-    """A GPU, or its instances where it is split."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    if _is_split(nvml, handle):
-        whole = Gpu(index, name, 0, 0, (major, minor))
-        return _nvml_instances(nvml, handle, whole, uuid) or [_Found(uuid, whole, empty=True)]
-    gpu = Gpu(index, name, *_nvml_memory(nvml, handle), (major, minor))
-    return [_Found(uuid, gpu, nvlinks=_nvml_links(nvml, handle))]
-
-
-def _nvml_memory(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Total and free memory; the host's where the GPU has none of its own (Grace-Blackwell desktops, Jetson)."""
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except getattr(nvml, "NVMLError_NotSupported", ()):
-        return _memory()
-    return int(memory.total), int(memory.free)
-
-
-def _is_split(nvml: Any, handle: Any) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    except Exception:  # not supported: most GPUs, and old drivers
-        return False
-
-
-def _nvml_instances(nvml: Any, handle: Any, whole: Gpu, parent: str) -> list[_Found]:
-    found = []
-    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except Exception:  # no instance at that place
-            continue
-        memory, uuid = nvml.nvmlDeviceGetMemoryInfo(instance), _text(nvml.nvmlDeviceGetUUID(instance))
-        name = _text(nvml.nvmlDeviceGetName(instance))
-        profile = name.partition(" MIG ")[2] or f"{memory.total / GIB:.0f}gb"
-        gpu = replace(whole, name=name, total_bytes=int(memory.total), free_bytes=int(memory.free), mig=profile)
-        found.append(_Found(uuid, gpu, parent, _nvml_path(nvml, instance, parent)))
-    return found
-
-
-def _nvml_path(nvml: Any, instance: Any, parent: str) -> str:
-    """An instance's name before driver R470: `MIG-GPU-<uuid>/<GPU instance>/<compute instance>`."""
-    try:
-        gpu, compute = nvml.nvmlDeviceGetGpuInstanceId(instance), nvml.nvmlDeviceGetComputeInstanceId(instance)
-    except Exception:  # an old library has no such function
-        return ""
-    return f"MIG-{parent}/{gpu}/{compute}"
-
-
-def _nvml_links(nvml: Any, handle: Any) -> int | None:
-    """Active NVLinks of a GPU; 0 where it has none, None where the library cannot say."""
-    active = 0
-    for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
-        try:
-            active += int(nvml.nvmlDeviceGetNvLinkState(handle, link))
-        except Exception:  # beyond the last link, or a GPU without any
-            return active
-    return active if hasattr(nvml, "NVML_NVLINK_MAX_LINKS") else None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+def _of_nvml(gpu: SeenGpu) -> list[_Found]:
+    """A GPU, or its instances where it is split; nothing where it does not answer."""
+    uuid, name = gpu.uuid or "", gpu.name or ""
+    capability = _pair((gpu.compute_capability or "").split(".")) if gpu.compute_capability else None
+    if not _answers(gpu):
+        return []
+    if not gpu.mig_enabled:
+        # one without memory of its own (Grace-Blackwell desktops, Jetson) has the host's
+        total, free = _memory() if gpu.unified else (gpu.total_bytes or 0, gpu.free_bytes or 0)
+        return [_Found(uuid, Gpu(gpu.index, name, total, free, capability), nvlinks=gpu.nvlinks)]
+    instances = []
+    for item in gpu.instances:
+        total = item.total_bytes or 0
+        profile = item.profile or f"{total / GIB:.0f}gb"
+        instance = Gpu(gpu.index, f"{name} MIG {profile}", total, item.free_bytes or 0, capability, mig=profile)
+        # before driver R470 an instance was named MIG-GPU-<uuid>/<GPU instance>/<compute instance>
+        instances.append(_Found(item.uuid, instance, uuid, f"MIG-{uuid}/{item.place}" if item.place else ""))
+    return instances or [_Found(uuid, Gpu(gpu.index, name, 0, 0, capability), empty=True)]
 
 
 def _probe_nvidia_smi() -> tuple[_Found, ...]:
     fields = "index,uuid,name,memory.total,memory.free,compute_cap"
-    listed = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    whole = [item for line in listed.splitlines() if (item := _parse_nvidia_smi(line)) is not None]
+    whole = []
+    for line in _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        with contextlib.suppress(IndexError, ValueError, OverflowError):  # [N/A], or an error message
+            major, _, minor = parts[5].partition(".")
+            total, free = int(float(parts[3]) * MIB), int(float(parts[4]) * MIB)
+            gpu = Gpu(int(parts[0]), parts[2], total, free, (int(major), int(minor or 0)))
+            whole.append(_Found(parts[1], gpu))
     if not whole:
         return ()
     split = _smi_instances(_nvidia_smi("-L"), whole)
@@ -541,24 +473,7 @@ def _probe_nvidia_smi() -> tuple[_Found, ...]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        command = [program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-
-
-def _parse_nvidia_smi(line: str) -> _Found | None:
-    parts = [part.strip() for part in line.split(",")]
-    try:
-        major, _, minor = parts[5].partition(".")
-        total, free = int(float(parts[3]) * MIB), int(float(parts[4]) * MIB)
-        return _Found(parts[1], Gpu(int(parts[0]), parts[2], total, free, (int(major), int(minor or 0))))
-    except (IndexError, ValueError, OverflowError):
-        return None
+    return answer_of("nvidia-smi", *arguments, timeout_s=_PROBE_TIMEOUT_S)
 
 
 _SMI_INSTANCE_SHARE = 0.95
@@ -568,7 +483,8 @@ _SMI_INSTANCE_SHARE = 0.95
 
 def _smi_instances(listed: str, whole: list[_Found]) -> dict[str, list[_Found]]:
     """Instances by their GPU's UUID from `nvidia-smi -L`."""
-    gpus, found, parent = {item.uuid: item.gpu for item in whole}, {}, ""  # type: ignore[var-annotated]
+    gpus, parent = {item.uuid: item.gpu for item in whole}, ""
+    instances: dict[str, list[_Found]] = {}
     for line in listed.splitlines():
         gpu_line = re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line)
         instance = re.match(r"\s+MIG (\S*?(\d+)gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
@@ -578,8 +494,8 @@ def _smi_instances(listed: str, whole: list[_Found]) -> dict[str, list[_Found]]:
             size = int(int(instance[2]) * GIB * _SMI_INSTANCE_SHARE)
             name = f"{gpus[parent].name} MIG {instance[1]}"
             gpu = replace(gpus[parent], name=name, total_bytes=size, free_bytes=size, mig=instance[1])
-            found.setdefault(parent, []).append(_Found(instance[3], gpu, parent))
-    return found
+            instances.setdefault(parent, []).append(_Found(instance[3], gpu, parent))
+    return instances
 
 
 # --- AMD --------------------------------------------------------------------------------------------------------------
@@ -592,31 +508,24 @@ AMD_NOTE = (
 
 def _probe_amd(environment: Mapping[str, str]) -> tuple[tuple[_Found, ...], tuple[str, ...]] | None:
     """AMD's GPUs as a ROCm process sees them; None where their tools show none."""
-    from sft_play.facts import amd
-
-    seen = amd.through_any()
+    seen = amd.see()
     if seen is None:
         return None
-    visible = amd.visible(tuple(gpu.index for gpu in seen.gpus), environment)
-    known = {gpu.index: gpu for gpu in seen.gpus}
-    found = [
-        _Found(gpu.uuid or "", Gpu(place, _amd_name(gpu.name), gpu.total_bytes, gpu.free_bytes,
-                                   _gfx_capability(gpu.compute_capability), architecture=gpu.compute_capability))
-        for place, gpu in ((place, known[index]) for place, index in visible)
-        if gpu.total_bytes
-    ]  # fmt: skip
-    return tuple(found), ((AMD_NOTE,) if found else ())
-
-
-def _amd_name(name: str | None) -> str:
-    said = (name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip()
-    return said if said.startswith("AMD ") else f"AMD {said}"
-
-
-def _gfx_capability(architecture: str | None) -> tuple[int, int] | None:
-    """What torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100."""
-    match = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", architecture or "")
-    return (int(match[1]), int(match[2], 16)) if match else None
+    by_index = {gpu.index: gpu for gpu in seen.gpus}
+    visible = []
+    for place, index in amd.visible(tuple(by_index), environment):
+        gpu = by_index[index]
+        if not gpu.total_bytes:
+            continue
+        name = (gpu.name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip().removeprefix("AMD ")
+        # what torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100
+        match = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", gpu.compute_capability or "")
+        capability = (int(match[1]), int(match[2], 16)) if match else None
+        card = Gpu(
+            place, f"AMD {name}", gpu.total_bytes, gpu.free_bytes, capability, architecture=gpu.compute_capability
+        )
+        visible.append(_Found(gpu.uuid or "", card))
+    return tuple(visible), ((AMD_NOTE,) if visible else ())
 
 
 # --- Apple ------------------------------------------------------------------------------------------------------------
@@ -627,12 +536,21 @@ _METAL_SHARES = (2 / 3, 3 / 4)
 (`recommendedMaxWorkingSetSize`, which `torch.mps.recommended_max_memory` reports)."""
 
 
-def _with_apple(hardware: Hardware) -> Hardware:
-    """The machine with the GPU of Apple's chip, where it is such a Mac."""
-    from sft_play.facts import apple
+def _apple_chip() -> str | None:
+    """`Apple M3 Max`; None on another machine than a Mac with Apple's own chip."""
+    if sys.platform != "darwin" or platform.machine() != "arm64":
+        return None
+    return answer_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or "Apple GPU"
 
-    chip = apple.chip()
-    return hardware if chip is None else with_shared_gpu(hardware, chip)
+
+def seen_on_mac() -> Seen | None:
+    """The GPU of this Mac, which has the machine's memory; None on another machine."""
+    chip = _apple_chip()
+    if chip is None:
+        return None
+    total, free = _memory()
+    gpu = SeenGpu(0, chip, "Apple", total_bytes=total, used_bytes=total - free, free_bytes=free, unified=True)
+    return Seen((gpu,), "sysctl")
 
 
 def with_shared_gpu(hardware: Hardware, chip: str) -> Hardware:
@@ -656,28 +574,21 @@ def _memory() -> tuple[int, int]:
 
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
-    for limit, used in _cgroup_limits():
-        if limit < memory.total:
-            total, free = min(total, limit), min(free, max(0, limit - used))
-    return total, free
-
-
-def _cgroup_limits() -> list[tuple[int, int]]:
-    """Limit and use (without file cache that can be dropped) of each control group above this process, in bytes."""
-    found = []
+    # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
         limit = _number(folder / limit_file)
-        if limit is not None:
-            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-            used = (_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0)
-            found.append((limit, max(0, used)))
-    return found
+        if limit is not None and limit < memory.total:
+            # file cache that can be dropped does not count as used
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
+            used = max(0, (_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
 
 
 def _cgroup_folders() -> list[tuple[Path, str, str]]:
     """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
     paths = {"": "/", "memory": "/"}
-    for line in _read(_OWN_CGROUP).splitlines():
+    for line in text_of(_OWN_CGROUP).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for name in controllers.split(","):
             if name in paths:
@@ -693,15 +604,8 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = text_of(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _cpu_cores() -> int:
@@ -709,7 +613,7 @@ def _cpu_cores() -> int:
 
 
 def _cpu_name() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"

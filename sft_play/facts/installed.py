@@ -1,4 +1,4 @@
-"""Versions of what is installed, read from its files: nothing of it is imported."""
+"""Versions of installed packages, read from their files without importing them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
+"""Packages that compute on every rank: with two versions of one, two models would be trained."""
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
@@ -45,7 +47,7 @@ def _built_with(what: str) -> str | None:
 
 
 def nccl_package() -> tuple[str, str] | None:
-    """Name and version of the package that brings NCCL; None where torch has none beside it."""
+    """Name and version of the package that provides NCCL; None where torch has none beside it."""
     for name in _NCCL_PACKAGES:
         if (version := version_of(name)) is not None:
             return name, version

@@ -1,7 +1,7 @@
-"""Shapes of the models that the shipped configs name and of the most used others: they plan without a network.
+"""Shapes of the models in the shipped configs and of the most used others: they can be planned without a network.
 
-Each row holds the part of the published config.json that sizes depend on, where it was read, and the published
-number of parameters where that was read too. Models of equal shape (base, instruct, successors) share a row.
+Each row holds the part of the published config.json that determines sizes, where it was read, and the published number
+of parameters where that was read too. Models of the same shape (base, instruct, successors) share a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A published config (the fields that sizes depend on), its source, and the published parameters if known."""
+    """A published config (the fields that determine sizes), its source, and the published parameters if known."""
 
     config: Config
     source: str
@@ -142,7 +142,7 @@ def _starcoder2(*sizes: int, tied: bool) -> Config:
 
 
 def _granite(*sizes: int) -> Config:
-    """Granite 3.0 to 3.2 drop attention (Unsloth, models/_utils.py); later ones do not."""
+    """Granite 3.0 to 3.2 have attention dropout (Unsloth, models/_utils.py); later ones do not."""
     return {"model_type": "granite", **_sizes(*sizes), "tie_word_embeddings": True, "attention_dropout": 0.1}
 
 
@@ -150,7 +150,7 @@ def _stablelm(*sizes: int, qkv_bias: bool) -> Config:
     return {"model_type": "stablelm", **_sizes(*sizes), "use_qkv_bias": qkv_bias}
 
 
-_STARTER = "made by this toolkit: sft_play/train/starter_base.py"
+_STARTER = "made by this toolkit: sft_play/training/starter_base.py"
 _STARTER_BASE: Config = {  # written out: its order is part of the key under which a made starter base is kept
     "model_type": "llama",
     "hidden_size": 192,
@@ -421,7 +421,7 @@ _ROWS: tuple[Row, ...] = (
 
 
 _STORED = {"gpt2": "float32", "opt": "float16", "gpt_neox": "float16", "phi": "float16"}
-"""Dtype of the published files by model type; bfloat16 for the others. A config.json of one's own says its own."""
+"""Dtype of the published files by model type; bfloat16 for the others. A local config.json gives its own."""
 
 
 def _by_name() -> Iterator[tuple[str, KnownModel]]:

@@ -1,4 +1,4 @@
-"""What a user says of a machine that is not here: `2x8xH100,network=400Gbps`, or a YAML file. Text in, numbers out.
+"""A user's description of a machine that is not here: `2x8xH100,network=400Gbps`, or a YAML file. Text in, numbers out.
 
 The grammar is `[NODES x] [COUNT x] GPU [, OPTION=VALUE ...]`; `cpu` is a machine without GPUs. The options:
 
@@ -25,6 +25,7 @@ A YAML file says the same:
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """A machine as it was named; None is what was not said. Memory in bytes, rates per second, `link` one way.
+    """A machine as described; None is what was not given. Memory in bytes, rates per second, `link` one way.
 
     `gpu` is None for a machine without GPUs, `per_node` is then 0.
     """
@@ -71,7 +72,7 @@ class MachineSpec:
 
 
 class _Unreadable(Exception):
-    """A value that its option does not take; the text says what it takes."""
+    """A value that its option does not accept; the text says what it accepts."""
 
 
 def _memory(text: str) -> int:
@@ -86,6 +87,7 @@ def _memory(text: str) -> int:
 
 
 def _speed(text: str) -> float:
+    # case matters: B is a byte, b a bit
     match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?", text)
     value = float(match[1]) * {**_PREFIXES, **_BINARY}[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
     if not 1e3 <= value <= 1e17:
@@ -150,7 +152,7 @@ _OF_MACHINE = ("ram", "cores", "network", "price")
 
 
 def read_spec(text: str) -> MachineSpec:
-    """What `HARDWARE=` says: the grammar above, or the path of a YAML file.
+    """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file.
 
     Raises:
         HardwareError: it is neither, or a value in it is not what its option takes.
@@ -160,18 +162,22 @@ def read_spec(text: str) -> MachineSpec:
     where = f"HARDWARE={one_line(text)}"
     head, *options = [part.strip() for part in text.split(",")]
     spec = _head(head, where)
-    said: dict[str, str] = {}
+    given: dict[str, str] = {}
     for option in options:
-        name, value = _option(option, where)
-        if name in said:
-            raise HardwareError(f"{where} gives {name}= twice: {said[name]} and {one_line(value)}; keep one")
-        said[name] = one_line(value)
+        name, equals, value = (part.strip() for part in option.partition("="))
+        if not equals:
+            problem = f"{one_line(option)!r} is not an option" if option else "nothing stands between two commas"
+            raise HardwareError(f"{where}: {problem}; options are NAME=VALUE with {', '.join(_READERS)}")
+        name = _checked(name.lower(), tuple(_READERS), f"{where}: {one_line(name)!r}")
+        if name in given:
+            raise HardwareError(f"{where} gives {name}= twice: {given[name]} and {one_line(value)}; keep one")
+        given[name] = one_line(value)
         spec = _with(spec, name, value, where)
     return spec
 
 
 def is_path(text: str) -> bool:
-    """Whether the text means a YAML file: by its ending, or because it is there."""
+    """Whether the text is a YAML file: by its ending, or because it exists."""
     stripped = text.strip()
     if stripped.lower().endswith((".yaml", ".yml")):
         return True
@@ -186,41 +192,25 @@ def _head(text: str, where: str) -> MachineSpec:
         return MachineSpec(None)
     match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*){0,2})(.+)", text)
     name = match[2].strip() if match else ""
-    if match is None or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) or not _names_a_gpu(name):
+    # neither a bare count (`2x`) nor a third one (`2x2x2xH100`) is a GPU's name
+    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(r"[0-9.]+\s*[xX*×]", name)
+    if match is None or not is_name:
         raise HardwareError(f"{where} is not COUNTxGPU, {_EXAMPLE}; or cpu, or a YAML file")
     counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]
     if name.lower() == "cpu":
-        raise HardwareError(f"{where}: a machine without GPUs takes no count; say cpu,ram=64GiB,cores=16")
-    total = 1
-    for count in counts:
-        total *= count
+        raise HardwareError(f"{where}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
+    total = math.prod(counts)
     if not 1 <= total <= MAX_GPUS:
         raise HardwareError(f"{where} names {total} GPUs; name 1 to {MAX_GPUS}")
     return MachineSpec(name, per_node=counts[-1] if counts else 1, nodes=counts[0] if len(counts) == 2 else 1)
 
 
-def _names_a_gpu(name: str) -> bool:
-    """Whether this can be a GPU's name: not a bare count (`2x`), and no third count (`2x2x2xH100`)."""
-    return re.match(r"[0-9.]+\s*[xX*×]", name) is None
-
-
-def _option(option: str, where: str) -> tuple[str, str]:
-    name, found, value = (part.strip() for part in option.partition("="))
-    if not found:
-        told = f"{one_line(option)!r} is no option" if option else "there is nothing between two commas"
-        raise HardwareError(f"{where}: {told}; options are NAME=VALUE with {', '.join(_READERS)}")
-    return _known(name.lower(), tuple(_READERS), f"{where}: {one_line(name)!r}"), value
-
-
-def _known(name: str, names: tuple[str, ...], what: str) -> str:
+def _checked(name: str, names: tuple[str, ...], what: str) -> str:
     if name in names:
         return name
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-    raise HardwareError(f"{what} is no option of a machine; {_nearest(close)}there are {', '.join(names)}")
-
-
-def _nearest(close: list[str]) -> str:
-    return f"nearest: {', '.join(close)}; " if close else ""
+    hint = f"nearest: {', '.join(close)}; " if close else ""
+    raise HardwareError(f"{what} is not an option of a machine; {hint}there are {', '.join(names)}")
 
 
 def _with(spec: MachineSpec, name: str, value: str, where: str) -> MachineSpec:
@@ -247,25 +237,32 @@ def _read_file(path: Path) -> MachineSpec:
     top = _entries(path, root, ("gpus", "nodes", *_OF_MACHINE))
     spec = _gpus(path, top["gpus"]) if "gpus" in top else MachineSpec(None)
     if "nodes" in top:
-        spec = _nodes(path, spec, top["nodes"])
+        node, nodes = top["nodes"], _count(path, top["nodes"], "nodes")
+        if spec.gpu is None and nodes > 1:
+            _refuse(path, node, f"nodes={nodes} of machines without GPUs; a plan is for one of them")
+        if spec.nodes != 1:
+            _refuse(path, node, "nodes repeats the name's: the GPU's name has a number of nodes; keep one")
+        if nodes * spec.per_node > MAX_GPUS:
+            _refuse(path, node, f"names {nodes * spec.per_node} GPUs; name 1 to {MAX_GPUS}")
+        spec = replace(spec, nodes=nodes)
     return _fill(path, spec, {name: node for name, node in top.items() if name in _OF_MACHINE})
 
 
 def _root(path: Path) -> yaml.Node | None:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: it is no description of a machine")
+            raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: that is not a machine description")
         return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except FileNotFoundError:
         raise HardwareError(f"HARDWARE={path} does not exist (looked from {Path.cwd()})") from None
     except (OSError, ValueError) as error:
-        if isinstance(error, HardwareError):
+        if isinstance(error, HardwareError):  # which is a ValueError too
             raise
         raise HardwareError(f"HARDWARE={path} cannot be read: {one_line(str(error))}") from None
     except yaml.YAMLError as error:
         raise HardwareError(f"HARDWARE={path} is not YAML: {one_line(str(error))}") from None
     except RecursionError:
-        raise HardwareError(f"HARDWARE={path} is nested too deeply: it is no description of a machine") from None
+        raise HardwareError(f"HARDWARE={path} is nested too deeply: that is not a machine description") from None
 
 
 def _refuse(path: Path, node: yaml.Node | None, what: str) -> NoReturn:
@@ -277,20 +274,22 @@ def _where(path: Path, node: yaml.Node | None) -> str:
 
 
 def _entries(path: Path, node: yaml.MappingNode, names: tuple[str, ...]) -> dict[str, yaml.Node]:
-    found: dict[str, yaml.Node] = {}
+    nodes: dict[str, yaml.Node] = {}
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else "?"
-        _known(name, names, f"{_where(path, key)}: {one_line(str(name))!r}")
-        if name in found:
-            _refuse(path, key, f"{name} stands there twice; keep one")
-        found[name] = value
-    return found
+        _checked(name, names, f"{_where(path, key)}: {one_line(str(name))!r}")
+        if name in nodes:
+            _refuse(path, key, f"{name} appears twice; keep one")
+        nodes[name] = value
+    return nodes
 
 
 def _gpus(path: Path, node: yaml.Node) -> MachineSpec:
     if isinstance(node, yaml.SequenceNode):
         if len(node.value) != 1:
-            _refuse(path, node, f"gpus lists {len(node.value)} kinds of GPU; a plan is for one kind: plan each alone")
+            _refuse(
+                path, node, f"gpus lists {len(node.value)} kinds of GPU; a plan is for one kind: plan each separately"
+            )
         node = node.value[0]
     if isinstance(node, yaml.ScalarNode):
         if node.value.lower() in ("", "~", "null", "none", "0", "cpu"):
@@ -305,20 +304,9 @@ def _gpus(path: Path, node: yaml.Node) -> MachineSpec:
     if "count" in entries:
         count = entries.pop("count")
         if spec.per_node != 1 or spec.nodes != 1:
-            _refuse(path, count, f"count says it again: name is {one_line(name)}; keep one")
+            _refuse(path, count, f"count repeats the name's count: name is {one_line(name)}; keep one")
         spec = replace(spec, per_node=_count(path, count, "count"))
     return _fill(path, spec, entries)
-
-
-def _nodes(path: Path, spec: MachineSpec, node: yaml.Node) -> MachineSpec:
-    nodes = _count(path, node, "nodes")
-    if spec.gpu is None and nodes > 1:
-        _refuse(path, node, f"nodes={nodes} of machines without GPUs; a plan is for one of them")
-    if spec.nodes != 1:
-        _refuse(path, node, "nodes says it again: the GPU's name has a number of nodes; keep one")
-    if nodes * spec.per_node > MAX_GPUS:
-        _refuse(path, node, f"names {nodes * spec.per_node} GPUs; name 1 to {MAX_GPUS}")
-    return replace(spec, nodes=nodes)
 
 
 def _count(path: Path, node: yaml.Node, name: str) -> int:

@@ -1,7 +1,7 @@
-"""What a decoder is made of, in numbers of elements: embedding, blocks by kind, head. No torch, no files.
+"""What a decoder consists of, in numbers of elements: embedding, blocks by kind, head. No torch, no files.
 
-Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`), so that adapter targets can be
-matched as PEFT matches them.
+Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`), so that adapter targets match as in
+PEFT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NormKind = Literal["rms", "gemma", "layer", "none"]
 """rms: RMSNorm; gemma: RMSNorm times (1 + weight), all in fp32; layer: LayerNorm; none: no weights."""
 
 ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
-"""What the names of attention's own linear layers begin with."""
+"""What the names of attention's own linear layers start with."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Blocks that are alike. Sizes are of one block; `count` says how many there are."""
+    """Identical blocks. Sizes are of one block; `count` is how many there are."""
 
     count: int
     linears: tuple[Linear, ...]
@@ -62,15 +62,15 @@ class LayerKind:
     num_experts: int = 0
     expert_width: int = 0
     expert_params: int = 0
-    """Experts' weights and biases. transformers keeps them as one tensor per projection: no linear layers, so they
-    get no LoRA adapter and stay as they are loaded."""
+    """Experts' weights and biases. transformers keeps them as one tensor per projection: not linear layers, so they get
+    no LoRA adapter and stay as loaded."""
     shared_width: int = 0
-    """Width of the experts that every token passes; their linear layers are in `linears`."""
+    """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
     router_params: int = 0
-    """The router, where it is no linear layer."""
+    """The router, where it is not a linear layer."""
     norm_params: int = 0
     other_params: int = 0
-    """What is left: attention sinks, weights of activations, convolutions."""
+    """The rest: attention sinks, weights of activations, convolutions."""
 
     @cached_property
     def linear_weights(self) -> int:
@@ -91,7 +91,8 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek): ranks and head sizes; `q_rank` is None where queries stay whole."""
+    """Multi-head latent attention (DeepSeek): ranks and head sizes; `q_rank` is None where queries are not
+    compressed."""
 
     q_rank: int | None
     kv_rank: int
@@ -104,8 +105,8 @@ class Mla:
 class ModelShape:
     """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none.
 
-    `layers` says what the blocks are made of and is what every count comes from; the single fields above it describe
-    the whole model, or its first block of the commonest kind where blocks differ.
+    `layers` describes the blocks, and every count comes from it; the single fields above it describe the whole model,
+    or its first block of the commonest kind where blocks differ.
     """
 
     name: str
@@ -128,9 +129,6 @@ class ModelShape:
     experts_per_token: int = 0
     gated_mlp: bool = True
     activation: str = "silu"
-    attention_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
     head_bias: bool = False
     norm: NormKind = "rms"
     norms_per_layer: int = 2
@@ -141,13 +139,11 @@ class ModelShape:
     """Query, key and value come from one linear layer."""
     fused_gate_up: bool = False
     """Gate and up projection are one linear layer."""
-    learned_positions: bool = False
     position_rows: int = 0
     """Rows of the learned position embedding."""
     alibi: bool = False
     rotary_dim: int = 0
     """How much of a head is rotated; 0 without rotary positions."""
-    expert_bias: bool = False
     sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
@@ -156,9 +152,9 @@ class ModelShape:
     """Attention and MLP read the same input, and their outputs are added at once."""
     mla: Mla | None = None
     dropout: float = 0.0
-    """Share that the blocks themselves drop in training, after attention and MLP (GPT-2: 0.1)."""
+    """Dropout of the blocks' own outputs in training, after attention and MLP (GPT-2: 0.1)."""
     attention_dropout: float = 0.0
-    """Share of attention probabilities dropped in training."""
+    """Dropout of attention probabilities in training."""
     embedding_dropout: float = 0.0
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
@@ -169,7 +165,7 @@ class ModelShape:
     stored_dtype: str | None = None
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""
-    """What is only approximate about this description; empty where nothing is."""
+    """What is only approximate in this description; empty if nothing is."""
 
     @cached_property
     def common(self) -> LayerKind:
@@ -195,10 +191,10 @@ class ModelShape:
         inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
         return inner + tuple((linear, 1) for linear in self.outer_linears)
 
-    @cached_property
-    def sliding_layers(self) -> int:
-        """Blocks whose attention sees a window or a chunk only."""
-        return sum(kind.count for kind in self.layers if kind.attention in ("sliding", "chunked"))
+    @property
+    def has_sdpa(self) -> bool:
+        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
+        return self.attention_softcap is None and not self.sinks
 
     @property
     def q_width(self) -> int:
@@ -211,14 +207,19 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
     @cached_property
+    def table_params(self) -> int:
+        """Weights of the token embedding, and of an output head of its own."""
+        return self.vocab_size * (self.embedding_width or self.hidden_size)
+
+    @cached_property
     def embedding_params(self) -> int:
         """Parameters of the token (and learned position) embedding."""
-        return self.vocab_size * (self.embedding_width or self.hidden_size) + self.position_rows * self.hidden_size
+        return self.table_params + self.position_rows * self.hidden_size
 
     @cached_property
     def head_params(self) -> int:
         """Weights of an output head of its own; 0 where it is the embedding."""
-        return 0 if self.tied else self.vocab_size * (self.embedding_width or self.hidden_size)
+        return 0 if self.tied else self.table_params
 
     @cached_property
     def expert_params(self) -> int:

@@ -1,8 +1,8 @@
-"""A GPU as its driver tells of it, and all GPUs of a machine with how they are joined; None: it does not say."""
+"""A GPU as its driver reports it, and all GPUs of a machine with how they are connected; None: not reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -45,11 +45,13 @@ class Instance:
     used_bytes: int | None
     free_bytes: int | None
     processes: tuple[GpuProcess, ...] | None = None
+    place: str | None = None
+    """`7/0`: the numbers of its GPU instance and compute instance."""
 
 
 @dataclass(frozen=True)
 class SeenGpu:
-    """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, part of neither used nor free.
+    """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as neither used nor free.
 
     `unified`: it has no memory of its own and shares the host's. `processes` is None where the driver does not list
     them. `trouble` is what the driver says of a GPU that does not answer.
@@ -74,10 +76,12 @@ class SeenGpu:
     pcie: Pcie = Pcie()
     mig_enabled: bool | None = None
     mig_pending: bool | None = None
-    """What MIG will be after the next reset."""
+    """The MIG mode after the next reset."""
     instances: tuple[Instance, ...] = ()
     processes: tuple[GpuProcess, ...] | None = None
     trouble: str | None = None
+    nvlinks: int | None = None
+    """Active NVLinks; 0 where it has none."""
 
     @property
     def all_processes(self) -> tuple[GpuProcess, ...]:
@@ -88,8 +92,8 @@ class SeenGpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """How each two GPUs are joined: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read each
-    other's memory (None: not known). Rows and columns follow `indices`."""
+    """How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read
+    each other's memory (None: not known). Rows and columns follow `indices`."""
 
     indices: tuple[int, ...]
     links: tuple[tuple[str, ...], ...]
@@ -98,7 +102,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Seen:
-    """All GPUs of a machine, whatever a process may see of them; `source` is who told."""
+    """All GPUs of a machine, whether or not a process can see them; `source` is who reported them."""
 
     gpus: tuple[SeenGpu, ...] = ()
     source: str | None = None
@@ -112,20 +116,29 @@ class Seen:
         return asdict(self)
 
     def only(self, indices: Sequence[int]) -> Seen:
-        """The same with these GPUs alone, in this order."""
-        known = {gpu.index: gpu for gpu in self.gpus}
-        kept = tuple(known[index] for index in indices if index in known)
-        return replace(self, gpus=kept, topology=_part(self.topology, [gpu.index for gpu in kept]))
+        """The same with only these GPUs, in this order."""
+        by_index = {gpu.index: gpu for gpu in self.gpus}
+        kept = tuple(by_index[index] for index in indices if index in by_index)
+        whole, left = self.topology, tuple(gpu.index for gpu in kept)
+        if whole is None or len(left) < 2 or not set(left) <= set(whole.indices):
+            return replace(self, gpus=kept, topology=None)
+        place = {index: whole.indices.index(index) for index in left}
+        part = matrix(
+            left,
+            lambda one, other: whole.links[place[one]][place[other]],
+            lambda one, other: whole.peer[place[one]][place[other]],
+        )
+        return replace(self, gpus=kept, topology=part)
 
 
-def _part(topology: Topology | None, indices: Sequence[int]) -> Topology | None:
-    if topology is None or len(indices) < 2 or not set(indices) <= set(topology.indices):
-        return None
-    places = [topology.indices.index(index) for index in indices]
+def matrix(
+    indices: tuple[int, ...], link: Callable[[int, int], str], peer: Callable[[int, int], bool | None]
+) -> Topology:
+    """The topology of these GPUs, asked pair by pair."""
     return Topology(
-        tuple(indices),
-        tuple(tuple(topology.links[row][column] for column in places) for row in places),
-        tuple(tuple(topology.peer[row][column] for column in places) for row in places),
+        indices,
+        tuple(tuple(link(one, other) for other in indices) for one in indices),
+        tuple(tuple(peer(one, other) for other in indices) for one in indices),
     )
 
 
@@ -140,10 +153,10 @@ def abilities(capability: tuple[int, int] | None) -> dict[str, Any]:
     }
 
 
-def process_name(pid: int, said: str | None = None) -> str | None:
-    """The name of a process: of this machine's table, else what the driver said; None where neither knows it."""
+def process_name(pid: int, by_driver: str | None = None) -> str | None:
+    """The name of a process: from this machine's process table, else the driver's; None if unknown."""
     try:
         return psutil.Process(pid).name()
     except (psutil.Error, ValueError, OverflowError):
-        named = PurePath(said.split(" ")[0]).name if said else ""
-        return named if named and not named.startswith("[") else None
+        named = PurePath(by_driver.split(" ")[0]).name if by_driver else ""
+        return named if named and not named.startswith("[") else None  # `[Not Found]`

@@ -1,4 +1,4 @@
-"""Room on a disk: a file system's size and what is free, at the nearest folder that exists."""
+"""Free space on a disk: a file system's size and what is free, at the nearest folder that exists."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def space_of(path: Path) -> Space | None:
 def free_at(path: Path) -> tuple[Path, Space | None]:
     """The nearest folder above `path` that exists, and the space of its file system."""
     path = path.expanduser().absolute()
-    there = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
-    return there, space_of(there)
+    nearest = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    return nearest, space_of(nearest)

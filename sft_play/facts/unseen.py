@@ -1,7 +1,7 @@
-"""Accelerators that a machine has and a run would not use: by device files, the PCI bus, the driver, torch's build.
+"""Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver, torch's build.
 
-Asked where no GPU was found. Nothing of torch is imported and nothing is started but NVML; everything is read below a
-root folder, which a test makes up. A GPU for the screen alone is none: Intel's on the CPU's own bus, AMD's with less
+Called where no GPU was found. torch is not imported and only NVML is started; everything is read below a root folder,
+which tests make up. A GPU that only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less
 memory than `LEAST_VRAM`.
 """
 
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sft_play.facts.ask import text_of
 from sft_play.facts.installed import torch_cuda, torch_hip, torch_xpu, version_of
+from sft_play.facts.nvml import driver, opened
 from sft_play.log import one_line
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
@@ -22,17 +24,17 @@ _DISPLAY, _PROCESSING = 0x03, 0x12
 and later)."""
 _VGA = 0x0300
 LEAST_VRAM = 4 * 2**30
-"""Bytes from which an AMD GPU that drives a screen counts: what firmware sets aside for a processor's own is less as a
-rule."""
+"""Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own."""
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NONE_WANTED = ("", "-1")
-ROCM_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/rocm*, of the ROCm that is installed"
+ROCM_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/rocm*, for the installed ROCm"
 ON_CPU = "train.device=cpu trains on the CPU"
 
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A device on the PCI bus: its place, maker, class code (base and sub class), and VRAM where its driver says."""
+    """A device on the PCI bus: its slot, vendor, class code (base and sub class), and VRAM where its driver reports
+    it."""
 
     slot: str
     vendor: int
@@ -67,7 +69,7 @@ class TorchBuild:
             return "torch is not installed"
         kinds = (("CUDA", self.cuda), ("ROCm", self.hip), ("Intel's XPU", self.xpu))
         built = [f"{name} {version}" for name, version in kinds if version]
-        return f"torch {self.version} is built for {built[0] if built else 'the CPU alone'}"
+        return f"torch {self.version} is built for {built[0] if built else 'CPU only'}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Devices:
     kfd_opens: bool = False
     """Whether this user may open /dev/kfd."""
     wsl: bool = False
-    """Whether this is WSL with an NVIDIA driver on the side of Windows."""
+    """Whether this is WSL with an NVIDIA driver on the Windows side."""
     container: bool = False
     nvml: Nvml = Nvml()
     torch: TorchBuild = TorchBuild()
@@ -91,19 +93,19 @@ class Devices:
 
 @dataclass(frozen=True)
 class Unseen:
-    """An accelerator that is there, why a run does not see it, and what to do."""
+    """An accelerator that exists, why a run does not see it, and what to do."""
 
     found: str
     remedy: str
 
     @property
     def message(self) -> str:
-        """Both, with the way to go on without it."""
+        """The whole message, with how to train without the accelerator."""
         return f"{self.found}: {self.remedy}; or {ON_CPU}"
 
 
 def look(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml | None = None) -> Devices:
-    """This machine, or the one that stands below `root`; `nvml`: its answer, where it is not to be asked."""
+    """This machine, or the one below `root`; `nvml`: its answer, where it is not to be asked."""
     dev = root / "dev"
     kfd = dev / "kfd"
     return Devices(
@@ -122,12 +124,12 @@ def look(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml |
 
 
 def torch_build() -> TorchBuild:
-    """What the installed torch is built for, by its files."""
+    """What the installed torch is built for, from its files."""
     return TorchBuild(version_of("torch"), torch_cuda(), torch_hip(), torch_xpu())
 
 
 def unseen(devices: Devices) -> Unseen | None:
-    """The accelerator that a run on this machine would leave unused without a word; None where there is none.
+    """The accelerator that a run on this machine would silently leave unused; None if there is none.
 
     `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; of AMD's GPUs, ROCm's own variables do too.
     """
@@ -135,12 +137,8 @@ def unseen(devices: Devices) -> Unseen | None:
     hidden = {name for name, text in hiding.items() if text.strip() in _NONE_WANTED}
     if HIDING[0] in hidden:
         return None
-    there = _nvidia(devices, hiding) or (None if hidden else _amd(devices, hiding)) or _intel(devices)
-    return replace(there, found=f"{there.found} ({devices.torch.words})") if there else None
-
-
-def _hides(hiding: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(text)}" for name, text in hiding.items())
+    unused = _nvidia(devices, hiding) or (None if hidden else _amd(devices, hiding)) or _intel(devices)
+    return replace(unused, found=f"{unused.found} ({devices.torch.words})") if unused else None
 
 
 # --- NVIDIA -----------------------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
     if devices.nvml.gpus:
         return Unseen(
             f"{what}, and none that can be used: in MIG mode without an instance, or it does not answer",
-            "nvidia-smi tells which; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off",
+            "nvidia-smi shows which; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off",
         )
     why, remedy = _nvidia_cause(devices)
     if devices.torch.version and devices.torch.cuda is None:
@@ -167,7 +165,8 @@ def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
 
 def _nvidia_words(devices: Devices, cards: list[PciDevice]) -> str:
     if devices.nvml.gpus:
-        return f"there {_are(devices.nvml.gpus)} of NVIDIA"
+        count = devices.nvml.gpus
+        return f"there are {count} NVIDIA GPUs" if count > 1 else "there is an NVIDIA GPU"
     signs = [", ".join(devices.nodes)] if devices.nodes else []
     signs += [f"the NVIDIA driver {devices.driver}"] if devices.driver else []
     signs += [_on_the_bus("NVIDIA", cards)] if cards else []
@@ -179,10 +178,6 @@ def _on_the_bus(vendor: str, cards: list[PciDevice]) -> str:
     return f"{len(cards)} {vendor} GPU{'s' if len(cards) > 1 else ''} on the PCI bus ({cards[0].slot})"
 
 
-def _are(count: int) -> str:
-    return f"are {count} GPUs" if count > 1 else "is a GPU"
-
-
 _DOCKER = (
     "start the container with its GPUs (docker run --gpus all, with nvidia-container-toolkit on the host; Kubernetes: "
     "limits: nvidia.com/gpu)"
@@ -192,24 +187,24 @@ _DOCKER = (
 def _nvidia_cause(devices: Devices) -> tuple[str, str]:
     """Why NVML lists no GPU, and what to do."""
     error = devices.nvml.error or "it lists none"
-    said = f"NVML says: {error}"
+    words = f"NVML says: {error}"
     if devices.wsl:
-        return said, "update the NVIDIA driver of Windows, then wsl --update and wsl --shutdown"
+        return words, "update the NVIDIA driver of Windows, then wsl --update and wsl --shutdown"
     if not devices.nodes and devices.container:
         return "this container was given none of them (no /dev/nvidia0)", _DOCKER
     if not devices.nodes and devices.driver:
-        return "there is no /dev/nvidia0", "sudo nvidia-modprobe -u -c=0 makes it"
+        return "there is no /dev/nvidia0", "sudo nvidia-modprobe -u -c=0 creates it"
     if not devices.nodes:
         return "no NVIDIA driver is loaded", "install it (580 or newer for CUDA 13) and restart the machine"
     if "mismatch" in error.lower():
-        return said, "the driver's libraries were updated and the loaded driver was not: restart the machine"
+        return words, "the driver's libraries were updated and the loaded driver was not: restart the machine"
     if "not found" in error.lower() and devices.container:
         return "the driver's libraries are missing (libnvidia-ml.so.1)", _DOCKER
     if "not found" in error.lower():
-        return "the driver's libraries are missing (libnvidia-ml.so.1)", "install the driver anew, with its libraries"
+        return "the driver's libraries are missing (libnvidia-ml.so.1)", "reinstall the driver, with its libraries"
     if devices.container:
-        return said, "start the container anew: its devices were taken away (systemctl daemon-reload does that)"
-    return said, "nvidia-smi and dmesg | grep NVRM say more; a user must be allowed to open /dev/nvidia*"
+        return words, "restart the container: it lost its devices (systemctl daemon-reload does that)"
+    return words, "nvidia-smi and dmesg | grep NVRM say more; a user must be allowed to open /dev/nvidia*"
 
 
 # --- AMD and Intel ----------------------------------------------------------------------------------------------------
@@ -226,18 +221,19 @@ def _amd(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
     elif not devices.kfd:
         why, remedy = "there is no /dev/kfd", "install the amdgpu driver with ROCm and restart the machine"
     elif not devices.kfd_opens:
-        why, remedy = "this user may not open /dev/kfd", "sudo usermod -aG render,video $USER, then a new login"
+        why, remedy = "this user cannot open /dev/kfd", "sudo usermod -aG render,video $USER, then a new login"
     elif hiding:
-        why, remedy = f"{_hides(hiding)} names none of them", "unset it, or name GPUs that rocm-smi shows"
+        hidden_by = ", ".join(f"{name}={one_line(text)}" for name, text in hiding.items())
+        why, remedy = f"{hidden_by} names none of them", "unset it, or name GPUs that amd-smi shows"
     else:
-        why, remedy = "neither amdsmi, rocm-smi nor amd-smi shows it", "install ROCm's amdsmi or rocm-smi"
+        why, remedy = "amd-smi does not show it", "install ROCm's amd-smi"
     if devices.torch.version and devices.torch.hip is None:
         remedy += f"; then a torch for ROCm: {ROCM_BUILD}"
     return Unseen(f"{what}, and {why}", remedy)
 
 
 def _is_for_computing(card: PciDevice) -> bool:
-    """Also where its driver, which would tell its memory, is not loaded: unless it is one that drives a screen."""
+    """Counts even where its driver, which would report its memory, is not loaded: unless it drives a screen."""
     if card.kind >> 8 not in (_DISPLAY, _PROCESSING):
         return False
     if card.vram_bytes is None:
@@ -246,7 +242,7 @@ def _is_for_computing(card: PciDevice) -> bool:
 
 
 def _intel(devices: Devices) -> Unseen | None:
-    """Cards of their own: a processor's own GPU sits on bus 0."""
+    """Separate cards: a processor's own GPU is on bus 0."""
     cards = [
         item
         for item in devices.pci
@@ -264,9 +260,9 @@ def _intel(devices: Devices) -> Unseen | None:
 
 
 def torch_is_blind(
-    gpu: str, said: str, *, build: TorchBuild | None = None, nvml: Nvml | None = None, is_amd: bool | None = None
+    gpu: str, torch_error: str, *, build: TorchBuild | None = None, nvml: Nvml | None = None, is_amd: bool | None = None
 ) -> str:
-    """Why this torch cannot use a GPU that its driver shows, and what to do; `said`: torch's own words."""
+    """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message."""
     build = build or torch_build()
     is_amd = gpu.startswith("AMD ") if is_amd is None else is_amd
     head = f"the driver shows {gpu}, but {build.words} and cannot use it"
@@ -281,44 +277,35 @@ def torch_is_blind(
             f"or newer for CUDA 13, 525 or newer for CUDA 12, or a torch built for CUDA {nvml.cuda[0]} "
             f"(pip install torch --index-url https://download.pytorch.org/whl/cu{nvml.cuda[0]}*); or {ON_CPU}"
         )
-    return f"{head}; torch says: {one_line(said, limit=300)}; make doctor says more; or {ON_CPU}"
+    return f"{head}; torch says: {one_line(torch_error, limit=300)}; make doctor says more; or {ON_CPU}"
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
 def _driver(root: Path) -> str | None:
-    """The version of the loaded NVIDIA kernel module; `/proc/driver` is the host's, in a container too."""
-    text = _read(root / "proc/driver/nvidia/version")
+    """The version of the loaded NVIDIA kernel module; `/proc/driver` is the host's, even in a container."""
+    text = text_of(root / "proc/driver/nvidia/version")
     match = re.search(r"\s([0-9]{2,}(?:\.[0-9]+)+)\s", text)
     return match[1] if match else "of unknown version" if text else None
 
 
 def _pci(folder: Path) -> tuple[PciDevice, ...]:
-    found = []
+    devices = []
     for place in sorted(folder.glob("*")):
-        vendor, kind = _hex(_read(place / "vendor")), _hex(_read(place / "class"))
+        vendor, kind = _hex(text_of(place / "vendor")), _hex(text_of(place / "class"))
         if vendor is not None and kind is not None:
-            vram = _read(place / "mem_info_vram_total").strip()
-            found.append(PciDevice(place.name, vendor, kind >> 8, int(vram) if vram.isdigit() else None))
-    return tuple(found)
+            vram = text_of(place / "mem_info_vram_total").strip()
+            devices.append(PciDevice(place.name, vendor, kind >> 8, int(vram) if vram.isdigit() else None))
+    return tuple(devices)
 
 
 def _ask_nvml() -> Nvml:
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception as error:  # NVML raises its own tree, and not on every platform the same
+        with opened() as library:
+            return Nvml(int(library.nvmlDeviceGetCount()), None, *driver(library))
+    except Exception as error:  # NVML raises its own exceptions, which differ between platforms
         return Nvml(error=one_line(str(error)) or type(error).__name__)
-    try:
-        driver, newest = pynvml.nvmlSystemGetDriverVersion(), int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-        driver = driver.decode() if isinstance(driver, bytes) else str(driver)
-        return Nvml(int(pynvml.nvmlDeviceGetCount()), None, driver, (newest // 1000, newest % 1000 // 10))
-    except Exception as error:
-        return Nvml(error=one_line(str(error)) or type(error).__name__)
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _hex(text: str) -> int | None:
@@ -326,10 +313,3 @@ def _hex(text: str) -> int | None:
         return int(text.strip(), 16)
     except ValueError:
         return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

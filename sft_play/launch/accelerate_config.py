@@ -14,25 +14,26 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
 from sft_play.config import yaml_io
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
+from sft_play.launch.deepspeed_config import LAYOUTS, same_numbers
 from sft_play.launch.given_file import text_of
 from sft_play.log import one_line
-from sft_play.plan.layout import LayoutName
-from sft_play.plan.mesh import Mesh
+from sft_play.planner.layout import LayoutName
+from sft_play.planner.mesh import Mesh
 from sft_play.runs import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 Precision = Literal["no", "fp16", "bf16"]
 
 PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
-"""Where the configuration is written when `ACCELERATE_CONFIG` names no other: inside the project. accelerate's own
-place belongs to all of a user's projects: it is read where this file is missing, and never written."""
+"""Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
+own place is shared by all of a user's projects: it is read where this file is missing, and never written."""
 NO_FILE = "none"
 """`ACCELERATE_CONFIG=none`: no configuration is read."""
 DEFAULT_PORT = 29500
@@ -51,7 +52,7 @@ def config_path(environment: Mapping[str, str]) -> Path:
 
 
 def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
-    """Where `accelerate config` writes its answers when it is not told where (`accelerate/commands/config`)."""
+    """Where `accelerate config` writes its answers by default (`accelerate/commands/config`)."""
     environment = os.environ if environment is None else environment
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = environment.get("HF_HOME") or f"{cache}/huggingface"
@@ -59,7 +60,7 @@ def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def find_config(environment: Mapping[str, str]) -> Path | None:
-    """The configuration that a launch reads: the one that is named, else the project's, else accelerate's own."""
+    """The configuration that a launch reads: the named one, else the project's, else accelerate's own."""
     given = environment.get("ACCELERATE_CONFIG", "").strip()
     if given:
         return None if given == NO_FILE else config_path(environment)
@@ -67,7 +68,7 @@ def find_config(environment: Mapping[str, str]) -> Path | None:
 
 
 def read_found(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
-    """A configuration that `find_config` found, and a line that says so where nobody named it.
+    """The configuration of `find_config`, and a log line about it where the user did not name it.
 
     Raises:
         ConfigError: as `read_config`; of accelerate's own file, with how to leave it out.
@@ -76,10 +77,10 @@ def read_found(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateCo
         return read_config(path), ()
     without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
     try:
-        found = read_config(path)
+        config = read_config(path)
     except ConfigError as error:
         raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {without}") from None
-    return found, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
+    return config, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
 
 
 # --- several machines -------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def read_found(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateCo
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run and which of them this is. `main_ip` and `main_port` are where rank 0 listens."""
+    """The machines of a run, and which of them this is. `main_ip` and `main_port` are where rank 0 listens."""
 
     num_machines: int = 1
     machine_rank: int = 0
@@ -96,25 +97,25 @@ class Machines:
 
 
 def machines_of(environment: Mapping[str, str]) -> Machines:
-    """`NUM_MACHINES`, `MACHINE_RANK`, `MAIN_IP` and `MAIN_PORT` of the command line.
+    """`NUM_MACHINES`, `MACHINE_RANK`, `MAIN_IP` and `MAIN_PORT` from the command line.
 
     Raises:
-        ConfigError: one is no number, out of range, or several machines have no main address.
+        ConfigError: one is not a number or out of range, or several machines have no main address.
     """
-    count = _number_of(environment, "NUM_MACHINES", 1, least=1)
     machines = Machines(
-        num_machines=1 if count is None else count,
-        machine_rank=_number_of(environment, "MACHINE_RANK", 0, least=0) or 0,
+        num_machines=whole_number(environment, "NUM_MACHINES", least=1) or 1,
+        machine_rank=whole_number(environment, "MACHINE_RANK", least=0) or 0,
         main_ip=environment.get("MAIN_IP", "").strip() or None,
-        main_port=_number_of(environment, "MAIN_PORT", None, least=1),
+        main_port=whole_number(environment, "MAIN_PORT", least=1),
     )
     return check_machines(machines)
 
 
-def _number_of(environment: Mapping[str, str], name: str, default: int | None, *, least: int) -> int | None:
-    text = environment.get(name, "").strip()
+def whole_number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
+    """A variable as a whole number from `least`; None where it is not set, ConfigError where it is not one."""
+    text = values.get(name, "").strip()
     if not text:
-        return default
+        return None
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
         raise ConfigError(f"{name}={one_line(text)} is not a whole number from {least}")
     return int(text)
@@ -124,7 +125,7 @@ def check_machines(machines: Machines) -> Machines:
     """The machines with accelerate's default port filled in where several need one.
 
     Raises:
-        ConfigError: the rank is not one of the machines, the address is none, or a port is out of range.
+        ConfigError: the rank is not one of the machines, the address is not one, or a port is out of range.
     """
     count, rank = machines.num_machines, machines.machine_rank
     if not 0 <= rank < count:
@@ -133,10 +134,10 @@ def check_machines(machines: Machines) -> Machines:
             "and the machine of rank 0 is the one at MAIN_IP"
         )
     if machines.main_ip is not None and not is_address(machines.main_ip):
-        raise ConfigError(f"MAIN_IP={one_line(machines.main_ip)} is no host name and no IP address")
+        raise ConfigError(f"MAIN_IP={one_line(machines.main_ip)} is not a host name or an IP address")
     if machines.main_port is not None and not 1 <= machines.main_port <= 65535:
         raise ConfigError(
-            f"MAIN_PORT={machines.main_port} is no port; ports go from 1 to 65535 (default {DEFAULT_PORT})"
+            f"MAIN_PORT={machines.main_port} is not a port; ports go from 1 to 65535 (default {DEFAULT_PORT})"
         )
     if count == 1:
         return machines
@@ -162,8 +163,8 @@ def is_address(text: str) -> bool:
 
 @dataclass(frozen=True)
 class WrittenConfig:
-    """What was written, to be shown: the file, its text, and whether it replaced one (`new`, `renewed`, `same`,
-    `replaced`: by order over a file that a person had edited)."""
+    """The file and its text. `how`: a `new` file, one of ours `renewed`, the `same` as before, or a file that a person
+    edited, `replaced` on request."""
 
     path: Path
     text: str
@@ -171,12 +172,12 @@ class WrittenConfig:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What to say: where, how, and the file's content."""
+        """What to report: where, how, and the file's content."""
         words = {
             "new": "written",
-            "renewed": "renewed (nobody had edited it)",
-            "same": "stands already and is unchanged",
-            "replaced": "replaced, as FORCE=1 says; what you had edited is gone",
+            "renewed": "rewritten (it had not been edited)",
+            "same": "was already there and is unchanged",
+            "replaced": "replaced because of FORCE=1; your edits are gone",
         }
         return (f"{self.path} {words[self.how]}:", *(f"  {line}" for line in self.text.splitlines()))
 
@@ -202,8 +203,8 @@ def write_config(
     their index (default: all); `distributed_type` defaults to what accelerate's questionnaire yields for the machine.
 
     Raises:
-        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs, processes or machines that
-            cannot be meant; the file cannot be written. Nothing is written then.
+        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs, processes or machines that do
+            not exist; the file cannot be written. Nothing is written then.
     """
     machines = check_machines(Machines(num_machines, machine_rank, main_ip, main_port))
     if mixed_precision not in _PRECISIONS:
@@ -211,12 +212,12 @@ def write_config(
     ids = _chosen_gpus(hardware, gpu_ids)
     per_machine = _processes(hardware, ids, processes)
     total = per_machine * machines.num_machines
-    kind = distributed_type or _kind(hardware, total)
+    kind = distributed_type or ("NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU")
     body = _TOTAL + yaml.safe_dump(
         {
             **_fields(kind, machines, mixed_precision, total=total, on_cpu=not hardware.gpus),
             **({"gpu_ids": "all" if gpu_ids is None else ",".join(map(str, ids))} if hardware.gpus else {}),
-            **_engine(kind, deepspeed_config_file),
+            **_engine_block(kind, deepspeed_config_file),
         },
         sort_keys=True,
         default_flow_style=False,
@@ -233,13 +234,13 @@ def write_config(
 
 def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
     """Indices of the GPUs that one machine uses."""
-    there = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
+    indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
     if gpu_ids is None:
-        return there
-    asked = one_line(",".join(map(str, gpu_ids)))
-    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(there):
-        found = f"this machine has {', '.join(map(str, there))}" if there else "this machine has no GPU"
-        raise ConfigError(f"GPUS={asked} cannot be used: {found}; name each once")
+        return indices
+    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
+        asked = one_line(",".join(map(str, gpu_ids)))
+        has = ", ".join(map(str, indices)) or "no GPU"
+        raise ConfigError(f"GPUS={asked} cannot be used: this machine has {has}; name each once")
     return tuple(gpu_ids)
 
 
@@ -249,14 +250,8 @@ def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) 
         return len(ids) if hardware.gpus else 2
     if processes < 1 or (hardware.gpus and processes > len(ids)):
         limit = f"from 1 to {len(ids)}, one for each GPU" if hardware.gpus else "from 1"
-        raise ConfigError(f"NPROC={processes} cannot be used; it goes {limit}")
+        raise ConfigError(f"NPROC={processes} cannot be used; give a number {limit}")
     return processes
-
-
-def _kind(hardware: Hardware, total: int) -> DistributedType:
-    if not hardware.gpus:
-        return "MULTI_CPU" if total > 1 else "NO"
-    return "MULTI_GPU" if total > 1 else "NO"
 
 
 def _fields(kind: DistributedType, machines: Machines, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
@@ -286,8 +281,8 @@ def _fields(kind: DistributedType, machines: Machines, precision: str, *, total:
     return fields
 
 
-def _engine(kind: DistributedType, deepspeed_config_file: Path | None) -> dict[str, Any]:
-    """The block of the engine: FSDP2 as the Trainer wants it, or the DeepSpeed file."""
+def _engine_block(kind: DistributedType, deepspeed_config_file: Path | None) -> dict[str, Any]:
+    """The block of the engine: FSDP2 as the Trainer sets it up, or the DeepSpeed file."""
     if kind == "FSDP":
         return {
             "fsdp_config": {
@@ -311,7 +306,7 @@ def _digest(body: str) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Whether a configuration is not ours, or was changed since it was written."""
+    """Whether a configuration is not ours, or was edited since it was written."""
     first, _, body = text.partition("\n")
     return not first.startswith(_MARK) or first.removeprefix(_MARK).strip() != _digest(body)
 
@@ -328,7 +323,7 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
         return "replaced"
     why = "was edited since it was written" if present.startswith(_MARK) else "was not written by this command"
     raise ConfigError(
-        f"{path} {why}, and stays as it is; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
+        f"{path} {why}, so it is not overwritten; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
     )
 
 
@@ -337,10 +332,10 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """A configuration as it was understood. `num_processes` is the total over machines; None: all GPUs there are.
+    """A configuration after reading. `num_processes` is the total over machines; None: all GPUs.
 
-    `gpu_ids` are those of each machine; None: all. `fsdp` and `deepspeed` are the engines' blocks as they stand, and
-    `other` is what is not read here (it stays in the file, and accelerate sees it).
+    `gpu_ids` are those of each machine; None: all. `fsdp` and `deepspeed` are the engines' blocks, unchanged; `other`
+    is what is not read here (it stays in the file, and accelerate sees it).
     """
 
     path: Path
@@ -357,12 +352,12 @@ class AccelerateConfig:
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None
-    """What `parallelism_config` asks for; None where there is none, or all of it is one axis of FSDP or copies."""
+    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
     other: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes_per_machine(self) -> int | None:
-        """Processes that this machine starts; None: all GPUs there are."""
+        """Processes that this machine starts; None: one per GPU."""
         return None if self.num_processes is None else self.num_processes // self.num_machines
 
     @property
@@ -381,7 +376,8 @@ class AccelerateConfig:
         return None
 
     def _fsdp(self) -> LayoutName:
-        """By name or, in older files, by number (torch's `ShardingStrategy`): 3 shards nothing, 4 and 5 in nodes."""
+        """By name or, in older files, by number (torch's `ShardingStrategy`): 3 shards nothing, 4 and 5 within
+        nodes."""
         strategy = str(self.fsdp.get("fsdp_sharding_strategy", "")).upper()
         if strategy in ("NO_SHARD", "3"):
             return "ddp"
@@ -391,27 +387,19 @@ class AccelerateConfig:
     def _zero(self) -> LayoutName | None:
         """None for stage 0, which shards nothing."""
         states = self.deepspeed.get("offload_optimizer_device", "none") in ("cpu", "nvme")
-        layouts: dict[tuple[int, bool], LayoutName] = {
-            (1, False): "zero1",
-            (1, True): "zero1",
-            (2, False): "zero2",
-            (3, False): "zero3",
-            (2, True): "zero2_offload",
-            (3, True): "zero3_offload",
-        }
-        return layouts.get((int(self.deepspeed.get("zero_stage", 2)), states))
+        return LAYOUTS.get((int(self.deepspeed.get("zero_stage", 2)), states))
 
 
 _AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
-"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's way of sharing rows."""
+"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
 
 
 def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
-    """The mesh of a `parallelism_config` block, or of the variables that it becomes; None where no axis but those of
-    FSDP and of copies is there, which are layouts of their own.
+    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
+    the axes of FSDP and of copies, which are layouts themselves.
 
     Raises:
-        ConfigError: a size is no whole number from 1 on.
+        ConfigError: a size is not a whole number from 1 on.
     """
     sizes = dict.fromkeys(_AXES.values(), 1)
     for theirs, ours in _AXES.items():
@@ -425,11 +413,11 @@ def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
 
 
 def read_config(path: Path) -> AccelerateConfig:
-    """A file that `accelerate config`, `setup-accelerate` or a person wrote (YAML or accelerate's older JSON).
+    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
 
     Raises:
-        ConfigError: the file is missing, no YAML, no mapping, of an engine that is not run here, or its numbers cannot
-            be meant. Everything that is wrong inside it at once.
+        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
+            contradict each other. All problems inside it at once.
     """
     text = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     name = one_line(str(path))
@@ -455,7 +443,7 @@ class _Reader:
         self._problems: list[str] = []
 
     def config(self) -> AccelerateConfig:
-        """The configuration, or all problems at once."""
+        """The configuration; raises with all problems at once."""
         kind = self._kind()
         machines, rank = self._int("num_machines", 1, least=1) or 1, self._int("machine_rank", 0, least=0) or 0
         total = self._total(kind, machines)
@@ -480,7 +468,13 @@ class _Reader:
             mesh=self._mesh(),
             other=self._left,
         )
-        self._check_gpus(config)
+        each = config.processes_per_machine
+        if config.gpu_ids is not None and each is not None and not config.use_cpu and each > len(config.gpu_ids):
+            listed = ",".join(map(str, config.gpu_ids))
+            self._wrong(
+                f"num_processes: {total} over num_machines: {machines} is {each} on each, and gpu_ids: {listed} names "
+                f"{len(config.gpu_ids)}; one process needs one GPU"
+            )
         if self._problems:
             raise ConfigError("\n".join(f"{one_line(str(self._path))}: {problem}" for problem in self._problems))
         return config
@@ -490,21 +484,15 @@ class _Reader:
         kind = "NO" if given in (None, False) else str(given).upper()
         environment = self._take("compute_environment")
         if environment not in (None, "LOCAL_MACHINE"):
-            self._wrong(f"compute_environment: {_show(environment)} is not run here; only LOCAL_MACHINE is")
-        kinds: dict[str, DistributedType] = {
-            "NO": "NO",
-            "MULTI_GPU": "MULTI_GPU",
-            "MULTI_CPU": "MULTI_CPU",
-            "FSDP": "FSDP",
-            "DEEPSPEED": "DEEPSPEED",
-        }
+            self._wrong(f"compute_environment: {_show(environment)} is not supported; only LOCAL_MACHINE is")
+        kinds: tuple[DistributedType, ...] = get_args(DistributedType)
         if kind not in kinds:
-            self._wrong(f"distributed_type: {_show(given)} is not run here; there are {', '.join(kinds)}")
-        return kinds.get(kind, "NO")
+            self._wrong(f"distributed_type: {_show(given)} is not supported; supported are {', '.join(kinds)}")
+        return next((one for one in kinds if one == kind), "NO")
 
     def _total(self, kind: DistributedType, machines: int) -> int | None:
         given = self._left.get("num_processes")
-        if given == -1:  # accelerate's "to be given when it is launched"
+        if given == -1:  # accelerate's marker for "given at launch"
             self._take("num_processes")
             return None
         total = self._int("num_processes", 1 if kind == "NO" else None, least=1)
@@ -512,13 +500,13 @@ class _Reader:
             return None
         if total < machines:
             self._wrong(
-                f"num_processes: {total} is the total over num_machines: {machines}, so that some would start none; "
-                f"give at least {machines}"
+                f"num_processes: {total} is the total over num_machines: {machines}, so some machines would start "
+                f"none; give at least {machines}"
             )
         elif total % machines:
             each = -(-total // machines)
             self._wrong(
-                f"num_processes: {total} is the total over num_machines: {machines} and does not divide by it; "
+                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it; "
                 f"use {machines * (total // machines)} or {machines * each}"
             )
         return total
@@ -536,17 +524,8 @@ class _Reader:
             self._wrong(f"gpu_ids: {_show(given)} names a GPU twice")
         return tuple(map(int, ids))
 
-    def _check_gpus(self, config: AccelerateConfig) -> None:
-        each = config.processes_per_machine
-        if config.gpu_ids is not None and each is not None and not config.use_cpu and each > len(config.gpu_ids):
-            listed = ",".join(map(str, config.gpu_ids))
-            self._wrong(
-                f"num_processes: {config.num_processes} over num_machines: {config.num_machines} is {each} on each, "
-                f"and gpu_ids: {listed} names {len(config.gpu_ids)}; one process needs one GPU"
-            )
-
     def _precision(self) -> str | None:
-        old = self._take("fp16")  # before accelerate 0.5 a key of its own
+        old = self._take("fp16")  # its own key before accelerate 0.5
         given = self._take("mixed_precision")
         if given is None:
             return "fp16" if old is True else None
@@ -560,7 +539,7 @@ class _Reader:
         if given is None:
             return None
         if not isinstance(given, str) or not is_address(given):
-            self._wrong(f"main_process_ip: {_show(given)} is no host name and no IP address")
+            self._wrong(f"main_process_ip: {_show(given)} is not a host name or an IP address")
         return str(given)
 
     def _deepspeed(self, kind: DistributedType) -> dict[str, Any]:
@@ -583,7 +562,7 @@ class _Reader:
         if given is None:
             return {}
         if not isinstance(given, dict):
-            self._wrong(f"{key}: {_show(given)} is no block of keys")
+            self._wrong(f"{key}: {_show(given)} is not a mapping of keys")
             return {}
         return given
 
@@ -627,18 +606,26 @@ def differences(
     has_gpus: bool = True,
     with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is meant, and where the run YAML or the machine wins over it.
+    """Lines for the log: how the file's process count is read, and where the run YAML or the machine overrides the
+    file.
 
-    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for what `accelerate launch` told a
-    rank, which says nothing of the count.
+    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
+    launch` sets for a rank, which do not include the count.
     """
-    name = accelerate.path.name
-    lines = _count_lines(accelerate, name) if with_count else []
+    name, total, machines = accelerate.path.name, accelerate.num_processes, accelerate.num_machines
+    lines = []
+    if with_count and total is None:
+        lines.append(f"{name} names no num_processes: one process for each GPU of each machine")
+    elif with_count and total is not None:
+        where = f"{machines} machines, {total // machines} on each" if machines > 1 else "one machine"
+        lines.append(f"{name}: num_processes: {total} is accelerate's total over machines ({where})")
     theirs = accelerate.mixed_precision
     if theirs is not None and theirs != mixed_precision:
-        lines.append(f"{name} says mixed_precision: {theirs}, the run YAML means {mixed_precision}: the run YAML wins")
+        lines.append(
+            f"{name} says mixed_precision: {theirs}, the run YAML asks for {mixed_precision}: the run YAML wins"
+        )
     lines += _block_lines(accelerate, name, grad_accum, max_grad_norm)
-    if not has_gpus and accelerate.distributed_type in ("MULTI_GPU",):
+    if not has_gpus and accelerate.distributed_type == "MULTI_GPU":
         lines.append(
             f"{name} says distributed_type: MULTI_GPU and this machine has no GPU: CPU ranks (gloo) are started"
         )
@@ -647,39 +634,22 @@ def differences(
     return lines
 
 
-def _count_lines(accelerate: AccelerateConfig, name: str) -> list[str]:
-    total, machines = accelerate.num_processes, accelerate.num_machines
-    if total is None:
-        return [f"{name} names no num_processes: one process for each GPU of each machine"]
-    where = f"{machines} machines, {total // machines} on each" if machines > 1 else "one machine"
-    return [f"{name}: num_processes: {total} is accelerate's total over machines ({where})"]
-
-
 def _block_lines(
     accelerate: AccelerateConfig, name: str, grad_accum: int | None, max_grad_norm: float | None
 ) -> list[str]:
-    """Numbers of the engine's block that the plan decides."""
+    """Values of the engine's block that the plan decides."""
     lines = []
     if accelerate.distributed_type == "DEEPSPEED":
         compared = {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}
         for key, ours in compared.items():
             theirs = accelerate.deepspeed.get(key)
-            if theirs in (None, "auto") or ours is None or str(theirs) == str(ours) or _equal(theirs, ours):
-                continue
-            lines.append(f"{name} says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins")
+            if theirs not in (None, "auto") and ours is not None and not same_numbers(theirs, ours):
+                lines.append(f"{name} says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins")
     if accelerate.distributed_type == "FSDP" and str(accelerate.fsdp.get("fsdp_version", 1)) != "2":
         lines.append(f"{name} asks for FSDP's first version: FSDP2 (fully_shard) is used")
-    if accelerate.distributed_type == "FSDP" and _is_yes(accelerate.fsdp.get("fsdp_offload_params")):
-        lines.append(f"{name} says fsdp_offload_params: true, which is not run: use zero3_offload for weights in RAM")
+    offloads = str(accelerate.fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
+    if accelerate.distributed_type == "FSDP" and offloads:
+        lines.append(
+            f"{name} says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"
+        )
     return lines
-
-
-def _is_yes(value: Any) -> bool:
-    return str(value).lower() in ("true", "yes", "on")
-
-
-def _equal(one: Any, other: float) -> bool:
-    try:
-        return float(one) == float(other)
-    except (TypeError, ValueError):
-        return False

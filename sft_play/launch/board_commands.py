@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import socket
 import sys
 import webbrowser
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config
@@ -24,11 +23,11 @@ from sft_play.runs import RunFolder
 logger = logging.getLogger(__name__)
 
 EVENT_FILES = "events.out.tfevents.*"
-"""How TensorBoard's writers name their files; nothing else is removed."""
+"""The names of TensorBoard's files; nothing else is removed."""
 
 
 def with_curves(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with TensorBoard among its trackers, said where it was not: the page would stay empty."""
+    """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
     trackers = loaded.config.train.report_to
     if "tensorboard" in trackers or importlib.util.find_spec("tensorboard") is None:
         return loaded
@@ -38,48 +37,6 @@ def with_curves(loaded: LoadedConfig) -> LoadedConfig:
     return load_config(loaded.path, overrides=[*kept, asked])
 
 
-# --- which folder -----------------------------------------------------------------------------------------------------
-
-
-def run_of(base: Path, run: str) -> RunFolder:
-    """The run that RUN names: by its name in `base`, or by its folder.
-
-    Raises:
-        RunFolderError: there is none, or it is not one of ours.
-    """
-    given = Path(run).expanduser()
-    if given.name != run or (given / runs.MANIFEST).is_file():
-        folder = RunFolder(given)
-    else:
-        folder = RunFolder(base / runs.checked_name(run, key="RUN"))
-    if not folder.path.is_dir():
-        there = ", ".join(sorted(other.path.name for other in runs_in(base))[-8:]) or "none"
-        raise RunFolderError(f"there is no run {one_line(run)} in {base}; the runs there: {there}")
-    folder.manifest()
-    return folder
-
-
-def runs_in(base: Path) -> Iterator[RunFolder]:
-    """Every run folder of this project's directly below `base`, those that were moved aside too."""
-    for path in sorted(base.iterdir()) if base.is_dir() else []:
-        folder = RunFolder(path)
-        if path.is_symlink() or not folder.manifest_path.is_file():
-            continue
-        try:
-            folder.manifest()
-        except RunFolderError:
-            continue
-        yield folder
-
-
-def _shown(base: Path, run: str | None) -> tuple[Path, str]:
-    """The folder of logs that is asked for, and the title of its page."""
-    if run is None:
-        return base, base.absolute().name
-    folder = run_of(base, run)
-    return folder.tensorboard, folder.path.absolute().name
-
-
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
@@ -87,46 +44,56 @@ def show(base: Path, run: str | None, environment: Mapping[str, str]) -> Sidecar
     """A TensorBoard over all runs in `base`, or over one, that stays until it is stopped; its address is logged.
 
     Raises:
-        ConfigError: it cannot be started, or TB_PORT is no port.
+        ConfigError: it cannot be started, or TB_PORT is not a port.
         RunFolderError: RUN names no run.
     """
-    logdir, title = _shown(base, run)
+    logdir = _logdir(base, run)
+    title = (logdir.parent if run else logdir).absolute().name
     sidecar, words = tensorboard.start(logdir, title=title, **tensorboard.settings(environment))
     if sidecar is None:
         raise ConfigError(f"TensorBoard over {logdir} does not start: {words}")
     tensorboard.say_started(sidecar, words)
     if not any(logdir.rglob(EVENT_FILES) if run else base.glob(f"*/tb/{EVENT_FILES}")):
         logger.info("There are no curves in %s yet", logdir)
-    else:
+    elif not sidecar.is_of_run:
         logger.info("It shows %s, and stays until make tb-stop", logdir)
     return sidecar
 
 
-def open_page(base: Path, run: str | None, environment: Mapping[str, str]) -> None:
-    """Open the page in a browser where there is a display, else say its address; TensorBoard is started if need be.
+def open_page(base: Path, run: str | None, environment: Mapping[str, str]) -> tuple[Sidecar, bool]:
+    """Open the page in a browser, or log its address where there is no display; starts TensorBoard if need be.
 
-    Without RUN a TensorBoard of one of the runs in `base`, such as that of a `-tb` command, will do.
+    Without RUN, a TensorBoard of one of the runs in `base`, such as that of a `-tb` command, will do.
+
+    Returns:
+        The TensorBoard, and whether a browser was opened.
 
     Raises:
-        ConfigError: it cannot be started, or TB_PORT is no port.
+        ConfigError: it cannot be started, or TB_PORT is not a port.
         RunFolderError: RUN names no run.
     """
-    logdir, _ = _shown(base, run)
-    running = [one for one in tensorboard.recorded() if tensorboard.find(Path(one.record)) is not None]
-    inside = [one for one in running if _is_in(one, logdir)]
+    logdir = _logdir(base, run)
+    inside = [one for one in _boards_in(logdir) if tensorboard.find(Path(one.record)) is not None]
     exact = [one for one in inside if Path(one.logdir) == logdir.absolute().resolve()]
     sidecar = next(iter([*exact, *inside]), None) or show(base, run, environment)
     if _has_display(environment) and webbrowser.open(sidecar.page):
         logger.info("Opened %s in the browser", sidecar.page)
-        return
+        return sidecar, True
     logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
     if environment.get("SSH_CONNECTION"):
         logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then the same address",
                     sidecar.port, sidecar.port, socket.gethostname())  # fmt: skip
+    return sidecar, False
 
 
-def _is_in(sidecar: Sidecar, folder: Path) -> bool:
-    return Path(sidecar.logdir).is_relative_to(folder.absolute().resolve())
+def _logdir(base: Path, run: str | None) -> Path:
+    return base if run is None else runs.run_named(base, run).tensorboard
+
+
+def _boards_in(folder: Path) -> list[Sidecar]:
+    """The boards over a folder and over what is in it."""
+    place = folder.absolute().resolve()
+    return [one for one in tensorboard.recorded() if Path(one.logdir).is_relative_to(place)]
 
 
 def _has_display(environment: Mapping[str, str]) -> bool:
@@ -138,134 +105,110 @@ def _has_display(environment: Mapping[str, str]) -> bool:
     return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
 
 
-def stop(base: Path | None, run: str | None = None) -> bool:
-    """Stop the TensorBoards over a folder and what is in it (None: all of this project's); whether all have ended."""
-    found = tensorboard.recorded()
-    if base is not None:
-        logdir, _ = _shown(base, run)
-        found = [one for one in found if _is_in(one, logdir)]
-    if not found:
-        where = f" over {logdir}" if base is not None else ""
-        logger.info("No TensorBoard of this project is running%s", where)
-    for one in found:
+def stop(base: Path | None, run: str | None = None) -> tuple[list[Sidecar], list[Sidecar]]:
+    """Stop the TensorBoards over a folder and what is in it (None: all of this project).
+
+    Returns:
+        Those that have ended, and those that are still running.
+    """
+    logdir = None if base is None else _logdir(base, run)
+    boards = tensorboard.recorded() if logdir is None else _boards_in(logdir)
+    if not boards:
+        logger.info("No TensorBoard of this project is running%s", "" if logdir is None else f" over {logdir}")
+    for one in boards:
         logger.info("%s: %s, over %s", tensorboard.stop(one), one.url, one.logdir)
-    return not [one for one in found if one in tensorboard.recorded()]
+    running = tensorboard.recorded()
+    return [one for one in boards if one not in running], [one for one in boards if one in running]
 
 
-# --- tb-clean ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Removable:
-    """A finished run and its event files, with what they take."""
-
-    run: RunFolder
-    files: tuple[Path, ...]
-    size_bytes: int
-
-
-def clean(base: Path, run: str | None, *, yes: bool, ask: Callable[[str], str] | None) -> None:
-    """Remove the event files of finished runs in `base`, or of one, after asking; what is kept is said with why.
+def clean(base: Path, run: str | None, *, yes: bool, ask: Callable[[str], str] | None) -> dict[str, Any]:
+    """Remove the event files of finished runs in `base`, or of one, after asking; logs what is kept and why.
 
     Args:
         yes: remove without asking.
-        ask: puts a question to a person and returns the answer; None where there is nobody to ask.
+        ask: puts a question to a person and returns the answer; None where there is no terminal.
+
+    Returns:
+        The paths `removed`, their size as `freed_bytes`, and how many event files were `kept`.
 
     Raises:
-        ConfigError: nobody can be asked, and `yes` was not given.
+        ConfigError: there is no terminal to ask at, and `yes` was not given.
         RunFolderError: RUN names no run, or one that is not finished.
     """
-    chosen = list(runs_in(base)) if run is None else [run_of(base, run)]
-    finished = [folder for folder in chosen if _status(folder) == "finished"]
-    if run is not None and not finished:
-        raise RunFolderError(
-            f"{chosen[0].path} is not finished (its manifest says {_status(chosen[0])}): its curves are kept, since it "
-            "may go on"
-        )
-    found = [removable for folder in finished if (removable := _removable(folder)).files]
-    for one in found:
-        logger.info("%s  %s, %s", _size(one.size_bytes).rjust(11), one.run.tensorboard, _count(len(one.files)))
+    chosen = list(runs.runs_in(base, replaced=True)) if run is None else [runs.run_named(base, run)]
+    files = {folder: sorted(folder.tensorboard.rglob(EVENT_FILES)) for folder in chosen}
+    finished: dict[RunFolder, list[Path]] = {}
     for folder in chosen:
-        if folder not in finished and _removable(folder).files:
-            logger.info("kept: %s is not finished (%s)", folder.path, _status(folder))
-    if not found:
+        # Files behind a link may be another user's.
+        is_link = folder.tensorboard.is_symlink() or (run is None and folder.path.is_symlink())
+        own = [] if is_link else [path for path in files[folder] if path.is_file() and not path.is_symlink()]
+        status = _status(folder)
+        if status != "finished" and run is not None:
+            raise RunFolderError(
+                f"{folder.path} is not finished (its manifest says {status}): its curves are kept, since it can be "
+                "resumed"
+            )
+        if own and status != "finished":
+            logger.info("kept: %s is not finished (%s)", folder.path, status)
+        elif own:
+            logger.info("%s  %s, %s", _size(own).rjust(11), folder.tensorboard, _count(own))
+            finished[folder] = own
+    removed: dict[Path, int] = {}
+    if not finished:
         logger.info("There are no event files of finished runs in %s", base if run is None else chosen[0].path)
-        return
-    total = f"{_count(sum(len(one.files) for one in found))} of {len(found)} finished run{'s' * (len(found) > 1)}, "
-    total += _size(sum(one.size_bytes for one in found))
-    if not yes and ask is None:
+    elif yes or _agrees(finished, ask):
+        for folder, own in finished.items():
+            removed |= _remove(folder, own)
+    kept = sum(map(len, files.values())) - len(removed)
+    return {"removed": [str(path) for path in removed], "freed_bytes": sum(removed.values()), "kept": kept}
+
+
+def _agrees(finished: Mapping[RunFolder, list[Path]], ask: Callable[[str], str] | None) -> bool:
+    """Whether the user agrees to the removal; raises ConfigError where there is no terminal to ask at."""
+    every = [path for files in finished.values() for path in files]
+    total = f"{_count(every)} of {len(finished)} finished run{'s' * (len(finished) > 1)}, {_size(every)}"
+    if ask is None:
         raise ConfigError(
             f"tb-clean would remove {total}; it asks first, and there is no terminal to ask at: YES=1 removes what is "
             "listed"
         )
-    if not yes and ask is not None and not _agrees(ask, f"Remove {total}? [y/N] "):
-        logger.info("Nothing was removed")
-        return
-    count, freed = 0, 0
-    for one in found:
-        removed = _remove(one)
-        count, freed = count + len(removed), freed + sum(removed)
-    logger.info("Removed %s, %s", _count(count), _size(freed))
-
-
-def _agrees(ask: Callable[[str], str], question: str) -> bool:
     try:
-        return ask(question).strip().lower() in ("y", "yes")
+        agreed = ask(f"Remove {total}? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
-        return False
+        agreed = False
+    if not agreed:
+        logger.info("Nothing was removed")
+    return agreed
+
+
+def _remove(folder: RunFolder, files: Sequence[Path]) -> dict[Path, int]:
+    """Remove a finished run's event files, with the run locked; returns the removed ones with their sizes."""
+    removed: dict[Path, int] = {}
+    try:
+        with runs.lock(folder):
+            if _status(folder) != "finished":  # another run may have taken its place since it was listed
+                raise RunFolderError(f"{folder.path} is not finished ({_status(folder)})")
+            words = f"Removed {_count(files)}, {_size(files)}, of {folder.path}"
+            for path in files:
+                size = path.stat().st_size
+                path.unlink()
+                removed[path] = size
+            logger.info("%s", words)
+    except (RunFolderError, OSError) as error:
+        logger.warning("kept: %s", error)
+    return removed
 
 
 def _status(folder: RunFolder) -> str:
     return one_line(str(folder.manifest().get("status", "nothing")))
 
 
-def _removable(folder: RunFolder) -> Removable:
-    """The run's event files, nothing of what a link leads to."""
-    files: list[Path] = []
-    if not folder.tensorboard.is_symlink():
-        for place, _, names in os.walk(folder.tensorboard):
-            here = [Path(place) / name for name in names]
-            files += [path for path in here if path.match(EVENT_FILES) and path.is_file() and not path.is_symlink()]
-    return Removable(folder, tuple(sorted(files)), sum(path.stat().st_size for path in files))
+def _count(files: Sequence[Path]) -> str:
+    return f"{len(files)} event file{'s' * (len(files) != 1)}"
 
 
-def _remove(one: Removable) -> list[int]:
-    """Remove what was listed, unless the run has begun to be written again; the sizes of what is gone."""
-    try:
-        with runs.lock(one.run):
-            return _remove_files(one)
-    except RunFolderError as error:
-        logger.warning("kept: %s", error)
-        return []
-
-
-def _remove_files(one: Removable) -> list[int]:
-    try:
-        status = _status(one.run)
-    except RunFolderError:
-        status = "nothing any more"
-    if status != "finished":  # another run has taken its place since it was listed
-        logger.warning("kept: %s is not finished (%s)", one.run.path, status)
-        return []
-    gone = []
-    for path in one.files:
-        try:
-            size = path.stat().st_size
-            path.unlink()
-        except OSError as error:
-            logger.warning("kept: %s cannot be removed: %s", path, error.strerror)
-            continue
-        gone.append(size)
-    return gone
-
-
-def _count(files: int) -> str:
-    return f"{files} event file{'s' if files != 1 else ''}"
-
-
-def _size(size: float) -> str:
-    if size < 1024:
-        return f"{size:.0f} bytes"
+def _size(files: Iterable[Path]) -> str:
+    size = float(sum(path.stat().st_size for path in files))
     for unit in ("KiB", "MiB"):
         size /= 1024
         if size < 1024:

@@ -1,13 +1,14 @@
-"""The command that starts a run's ranks, with the variables that it sets: what is shown is what is run.
+"""The command that starts a run's ranks, with the variables that it sets: what is shown is what runs.
 
-One word differs: where torch's `torch.distributed.run` is shown, `sft_play.train.agent` is run, which hands the same
-words to the same launcher and says in its place how a rank failed. Typed by hand, the shown command starts the same
+One word differs: where `torch.distributed.run` is shown, `sft_play.training.elastic_agent` runs. It passes the same
+words to the same launcher, and reports in its place how a rank failed. Typed by hand, the shown command starts the same
 ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import shlex
 import socket
@@ -18,12 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.errors import HardwareError
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.failures import RUN_VARIABLE
 from sft_play.log import one_line
 
+logger = logging.getLogger(__name__)
+
 LAUNCHER = "torch.distributed.run"
-AGENT = "sft_play.train.agent"
+AGENT = "sft_play.training.elastic_agent"
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,12 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command and the variables that it sets beside those that are there."""
+    """A command, and the variables that it adds to the environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int | None = None
-    """The port that this node will listen on, where it was fixed because other nodes have to know it."""
+    """The port that this node listens on, where other nodes have to know it."""
 
     @property
     def watched(self) -> tuple[str, ...]:
@@ -78,11 +82,11 @@ def torchrun(
     """`torchrun` with as many processes as this node has ranks, running `sft-play` with the words of `program`.
 
     Args:
-        threads: OMP_NUM_THREADS of CPU ranks; ranks that share cores would otherwise wait for each other, spinning.
+        threads: OMP_NUM_THREADS of CPU ranks, which would otherwise spin on the cores that they share.
         gpus: CUDA_VISIBLE_DEVICES, where some of the GPUs were named.
         folder: the run folder that the ranks are handed.
-        nccl_timeout_s: of GPU ranks, how long they wait for each other.
-        given: the environment that is there, whose own settings of NCCL stand.
+        nccl_timeout_s: how long GPU ranks wait for each other.
+        given: the present environment, whose own NCCL settings win.
     """
     words = [python or sys.executable, "-m", LAUNCHER]
     if nodes.count == 1:
@@ -105,11 +109,11 @@ def torchrun(
 
 
 def nccl_variables(timeout_s: float) -> dict[str, str]:
-    """What GPU ranks are told beside the timeout of their process group, so that waiting ends when it says.
+    """Variables of GPU ranks beside the timeout of their process group, so that waiting ends when that says.
 
-    The names are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process
-    (1 also aborts the communicator; torchrun sets the same). The watchdog that sees to it may itself hang in a call of
-    CUDA's, which a second thread notices after 480 s by default, whatever the collectives' timeout is.
+    The names are those of torch's `ProcessGroupNCCL.hpp` (2.13). A collective that times out ends its process (1 also
+    aborts the communicator; torchrun sets the same). The watchdog that does this may itself hang in a CUDA call, which
+    a second thread notices after 480 s by default, whatever the timeout of the collectives.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -117,12 +121,33 @@ def nccl_variables(timeout_s: float) -> dict[str, str]:
     }
 
 
+def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
+    """Seconds that ranks wait for each other: `distributed.timeout_s`, or NCCL_TIMEOUT where that is set.
+
+    Raises:
+        ConfigError: NCCL_TIMEOUT is not a number of seconds.
+    """
+    given = environment.get("NCCL_TIMEOUT", "").strip()
+    if not given:
+        return config.distributed.timeout_s
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86_400:
+        raise ConfigError(f"NCCL_TIMEOUT={one_line(given)} is not a number of seconds from 1 to 86400")
+    if seconds != config.distributed.timeout_s:
+        logger.info("NCCL_TIMEOUT=%s in the environment: ranks wait %g s for each other instead of %g", one_line(given),
+                    seconds, config.distributed.timeout_s)  # fmt: skip
+    return seconds
+
+
 def require_free_port(launch: Launch) -> None:
-    """Raises HardwareError where this node is to listen on a port that somebody else listens on."""
+    """Raises HardwareError where another process listens on the port that this node needs."""
     if launch.port is None:
         return
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just closed is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         try:
             probe.bind(("", launch.port))
             return
@@ -136,7 +161,7 @@ def require_free_port(launch: Launch) -> None:
 
 
 def _listener(port: int) -> str | None:
-    """Who listens on a port; None where this user may not know."""
+    """Which process listens on a port; None where this user may not see it."""
     with contextlib.suppress(psutil.Error, OSError, RuntimeError):
         for item in psutil.net_connections(kind="tcp"):
             if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:

@@ -1,10 +1,10 @@
-"""DeepSpeed's configuration: read as people write it, put into today's keys, and filled from the plan.
+"""DeepSpeed's configuration: read as people write it, translated to current keys, and filled in from the plan.
 
-`read` gives plain data, `understand` the same in today's keys and what was translated, `layout_of` what it means,
-`with_batch` the run's settings with the batch that it names, `fill` a configuration in which no "auto" is left. The
+`read` gives plain data, `understand` the same in current keys and what was translated, `layout_of` the layout it asks
+for, `with_batch` the run's settings with the batch that it names, `fill` a configuration without any "auto" left. The
 formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
-`src/transformers/integrations/deepspeed.py`), so that a file which works with the Trainer means the same here; what
-they yield is shown.
+`src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the same here; their results
+are shown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sft_play.errors import ConfigError
 from sft_play.launch import deepspeed_keys as keys
 from sft_play.launch.given_file import json_of, looks_like_json, text_of
 from sft_play.log import one_line
-from sft_play.plan.layout import LayoutName
+from sft_play.planner.layout import LayoutName
 
 Config = dict[str, Any]
 """DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
@@ -41,12 +41,21 @@ STAGES: dict[str, tuple[int, bool, bool]] = {
     "zero3_offload": (3, True, True),
 }
 """Layout: ZeRO stage, whether optimizer states are offloaded, whether weights are."""
+LAYOUTS: dict[tuple[int, bool], LayoutName] = {
+    (1, False): "zero1",
+    (1, True): "zero1",
+    (2, False): "zero2",
+    (3, False): "zero3",
+    (2, True): "zero2_offload",
+    (3, True): "zero3_offload",
+}
+"""The layout of a stage, with its optimizer states offloaded or not."""
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
-"""What every run's AdamW has: the defaults of transformers' `TrainingArguments`, which no key changes."""
+"""AdamW's values in every run: the defaults of transformers' `TrainingArguments`, which no key changes."""
 
 SHIPPED_FILES = ("zero2", "zero3", "zero3_offload")
-"""Layouts whose configuration stands in `configs/deepspeed/`, to read and to copy."""
+"""Layouts whose configuration is in `configs/deepspeed/`, to read and to copy."""
 
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
@@ -54,9 +63,9 @@ _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class PlanNumbers:
-    """What a plan says that DeepSpeed asks for. `max_grad_norm` 0: no clipping. `hidden_size` is the model's widest.
+    """What DeepSpeed needs from a plan. `max_grad_norm` 0: no clipping. `hidden_size` is the model's widest.
 
-    The optimizer's numbers are for comparison with a file's own `optimizer` block; None: not compared.
+    The optimizer's values are for comparison with a file's own `optimizer` block; None: not compared.
     """
 
     layout: str
@@ -71,9 +80,9 @@ class PlanNumbers:
     betas: tuple[float, float] | None = None
     eps: float | None = None
     reduce: str | None = None
-    """Dtype in which gradients travel, in DeepSpeed's word; None: as they are made."""
+    """Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed."""
     buffer: str | None = None
-    """Dtype that buffers are cast to; None: as they are."""
+    """Dtype that buffers are cast to; None: unchanged."""
 
     @property
     def effective_batch(self) -> int:
@@ -85,13 +94,13 @@ class PlanNumbers:
 
 
 def shipped(layout: str) -> Config:
-    """The configuration of a ZeRO layout of `STAGES`, its numbers "auto"; `configs/deepspeed/` holds the same.
+    """The configuration of a ZeRO layout of `STAGES`, its values "auto"; `configs/deepspeed/` holds the same.
 
     Raises:
         ConfigError: the layout is not one that DeepSpeed runs.
     """
     if layout not in STAGES:
-        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it runs {', '.join(STAGES)}")
+        raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(STAGES)}")
     stage, states, weights = STAGES[layout]
     zero: Config = {
         "stage": stage,
@@ -124,7 +133,7 @@ def shipped(layout: str) -> Config:
 
 
 def read(path: Path) -> Config:
-    """A person's file as plain data: JSON (comments and trailing commas may stand in it) or YAML.
+    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML.
 
     Raises:
         ConfigError: the file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice.
@@ -146,7 +155,7 @@ def read(path: Path) -> Config:
 
 
 def _refuse_other_kinds(data: Config, name: str) -> None:
-    """A file of another program that is easily named by mistake."""
+    """Raises ConfigError for files of other programs that are easily given by mistake."""
     if {"compute_environment", "distributed_type"} & set(data):
         raise ConfigError(
             f"DEEPSPEED_CONFIG={name} is a configuration of accelerate: give it as ACCELERATE_CONFIG; "
@@ -156,11 +165,11 @@ def _refuse_other_kinds(data: Config, name: str) -> None:
         raise ConfigError(f"DEEPSPEED_CONFIG={name} is a run YAML: give it as CONFIG; DEEPSPEED_CONFIG names {WANTED}")
 
 
-# --- what a file says, in today's keys --------------------------------------------------------------------------------
+# --- what a file says, in current keys --------------------------------------------------------------------------------
 
 
 def understand(raw: Config, *, name: str = "the DeepSpeed configuration") -> tuple[Config, tuple[str, ...]]:
-    """The configuration in the keys that DeepSpeed knows today, and what was translated or left out, to be said.
+    """The configuration in DeepSpeed's current keys, and notes on what was translated or left out.
 
     Raises:
         ConfigError: a key is unknown (the nearest known one is named), was removed while it is switched on, or holds
@@ -180,15 +189,15 @@ def understand(raw: Config, *, name: str = "the DeepSpeed configuration") -> tup
 
 
 def _drop_comments(config: Config, notes: list[str], problems: list[str]) -> None:
-    """Keys such as `_comment`, with which people comment JSON."""
+    """Keys such as `_comment`, which people use for comments in JSON."""
     for path, section in _sections(config):
         for key in [key for key in section if _COMMENT.fullmatch(str(key))]:
             del section[key]
-            notes.append(f"{_join(path, key)} is taken as a comment")
+            notes.append(f"{_join(path, key)} is read as a comment")
 
 
 def _expand_switches(config: Config, notes: list[str], problems: list[str]) -> None:
-    """`"bf16": true` for a section with `enabled`, and `"zero_optimization": true`, ZeRO's first form."""
+    """`"bf16": true` for a section with `enabled`, and `"zero_optimization": true`, ZeRO's first format."""
     for key in ("bf16", "bfloat16", "fp16", "torch_autocast"):
         if isinstance(config.get(key), bool) or config.get(key) == AUTO:
             config[key] = {"enabled": config[key]}
@@ -196,10 +205,10 @@ def _expand_switches(config: Config, notes: list[str], problems: list[str]) -> N
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
         config["zero_optimization"] = {"stage": int(zero)}
-        notes.append(f"zero_optimization: {_show(zero)} is read as stage {int(zero)}, its meaning in ZeRO's first form")
+        notes.append(f"zero_optimization: {_show(zero)} is read as stage {int(zero)}, as in ZeRO's first format")
         if "allgather_size" in config:
             config["zero_optimization"]["allgather_bucket_size"] = config.pop("allgather_size")
-            notes.append("allgather_size is read as zero_optimization.allgather_bucket_size, its name today")
+            notes.append("allgather_size is read as zero_optimization.allgather_bucket_size, its current name")
 
 
 def _rename(config: Config, notes: list[str], problems: list[str]) -> None:
@@ -210,36 +219,33 @@ def _rename(config: Config, notes: list[str], problems: list[str]) -> None:
         value = holder.pop(key)
         meaning = _meaning(old, value, config)
         if meaning is None:
-            notes.append(f"{old}: {_show(value)} is an old key that asks for nothing; left out")
+            notes.append(f"{old}: {_show(value)} is an old key that changes nothing; left out")
             continue
         present = _get(config, new)
-        if present is not None and present != meaning and not _covers(present, meaning):
+        both = isinstance(present, dict) and isinstance(meaning, dict)
+        is_covered = present == meaning or (both and meaning.items() <= present.items())
+        if present is not None and not is_covered:
             problems.append(
-                f"{old}: {_show(value)} (an old key) and {new}: {_show(present)} (its name today) disagree; "
+                f"{old}: {_show(value)} (an old key) and {new}: {_show(present)} (its current name) disagree; "
                 f"keep {new} only"
             )
         elif present is None:
             _put(config, new, meaning)
             notes.append(f"{old}: {_show(value)} is an old key; read as {new}: {_show(meaning)}")
         else:
-            notes.append(f"{old}: {_show(value)} is an old key that says what {new} says; left out")
+            notes.append(f"{old}: {_show(value)} is an old key that repeats {new}; left out")
 
 
 def _meaning(old: str, value: Any, config: Config) -> Any:
-    """The value that an old key's value has under the new key; None where it asks for nothing."""
+    """The new key's value for an old key's value; None where the old one changes nothing."""
     if old.endswith(("cpu_offload", "cpu_offload_param", "cpu_offload_params")):
         return {"device": "cpu"} if value is True else None if value in (False, None) else value
     if old.endswith("cpu_offload_use_pin_memory"):
-        # with nothing offloaded there is nothing to pin; `cpu_offload`, read before it, has become a section
+        # Pins only what is offloaded. `cpu_offload` stands before it in RENAMED, so it is a section by now.
         return value if isinstance(_get(config, "zero_optimization.offload_optimizer"), dict) else None
     if old in ("fp32_allreduce", "allreduce_always_fp32"):
         return "fp32" if value is True else None
     return value
-
-
-def _covers(present: Any, meaning: Any) -> bool:
-    """Whether a section says everything that the old key asked for."""
-    return isinstance(present, dict) and isinstance(meaning, dict) and meaning.items() <= present.items()
 
 
 def _drop_removed(config: Config, notes: list[str], problems: list[str]) -> None:
@@ -253,18 +259,15 @@ def _drop_removed(config: Config, notes: list[str], problems: list[str]) -> None
             del holder[key]
             notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
         else:
-            problems.append(f"{path} was removed from DeepSpeed: {reason}; take the key out")
+            problems.append(f"{path} was removed from DeepSpeed: {reason}; remove the key")
             del holder[key]
 
 
 def _drop_bf16_scaling(config: Config, notes: list[str], problems: list[str]) -> None:
     section = config.get("bf16")
-    if not isinstance(section, dict):
-        return
-    extra = sorted(keys.LOSS_SCALING & set(section))
-    for key in extra:
-        del section[key]
+    extra = sorted(keys.LOSS_SCALING & set(section)) if isinstance(section, dict) else []
     if extra:
+        config["bf16"] = {key: value for key, value in config["bf16"].items() if key not in extra}
         notes.append(
             f"bf16.{{{', '.join(extra)}}} left out: bfloat16 needs no loss scaling, and DeepSpeed refuses them"
         )
@@ -272,18 +275,18 @@ def _drop_bf16_scaling(config: Config, notes: list[str], problems: list[str]) ->
 
 def _unknown(config: Config) -> list[str]:
     known = keys.known()
-    found = []
+    problems = []
     for path, section in _sections(config):
         if path not in known:
             continue
         for key in section:
             if key not in known[path]:
-                found.append(f"{_join(path, key)} is no key of DeepSpeed's; {_nearest(path, str(key), known)}")
-    return found
+                problems.append(f"{_join(path, key)} is not a DeepSpeed key; {_nearest(path, str(key), known)}")
+    return problems
 
 
 def _nearest(path: str, key: str, known: keys.Sections) -> str:
-    """What a key that is unknown at `path` may have meant."""
+    """What an unknown key at `path` may mean."""
     elsewhere = [section for section, names in known.items() if key in names and section != path]
     if elsewhere:
         homes = sorted(elsewhere, key=lambda section: (section.count("."), section not in ("", "zero_optimization")))
@@ -318,7 +321,7 @@ def _number(value: Any) -> bool:
 
 
 def _check_of(path: str) -> tuple[Check, str] | None:
-    """Which values a key takes, and in words; None where this is left to DeepSpeed."""
+    """A test of a key's values, and what it accepts in words; None where DeepSpeed itself checks."""
     section, _, key = path.rpartition(".")
     if path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         return (lambda value: isinstance(value, int) and _whole(value, least=1)), 'a whole number from 1, or "auto"'
@@ -336,36 +339,33 @@ def _check_of(path: str) -> tuple[Check, str] | None:
 
 
 def _wrong_values(config: Config) -> list[str]:
-    found = []
+    problems = []
     known = keys.known()
     for path, value in _leaves(config):
         if value is not None and (path in known or path in ("optimizer.params", "scheduler.params")):
             inside = f" with {', '.join(sorted(known[path]))}" if path in known else ""
-            found.append(f"{path}: {_show(value)} is no section; expected {{…}}{inside}")
+            problems.append(f"{path}: {_show(value)} is not a section; expected {{…}}{inside}")
             continue
         check = _check_of(path)
         if check and value not in (AUTO, None) and not check[0](value):
-            found.append(f"{path}: {_show(value)} cannot be meant; expected {check[1]}")
-    return found + _not_launched(config)
-
-
-def _not_launched(config: Config) -> list[str]:
-    """Settings that change which ranks hold what: they would make another run of the one that was planned."""
-    found = []
+            problems.append(f"{path}: {_show(value)} is not valid; expected {check[1]}")
+    # These change which ranks hold what: the run would not be the planned one.
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
         if _number(size := _get(config, path)) and size > 1:
-            found.append(f"{path}: {size} splits rows or layers over ranks; only ZeRO's data-parallel layouts run here")
+            problems.append(
+                f"{path}: {size} splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
+            )
     for path in ("expert_parallel", "autotuning", "data_efficiency"):
         if _get(config, f"{path}.enabled") is True:
-            found.append(f"{path}.enabled: true is not run here: the plan knows nothing of it; take the section out")
-    return found
+            problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
+    return problems
 
 
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 
 def layout_of(config: Config, *, name: str = "the DeepSpeed configuration", planned: str = "zero2") -> LayoutName:
-    """The layout that an understood configuration means; where its stage is "auto" or absent, that of `planned`.
+    """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of `planned`.
 
     Raises:
         ConfigError: it shards nothing (stage 0), or offloads weights that it does not shard.
@@ -380,16 +380,8 @@ def layout_of(config: Config, *, name: str = "the DeepSpeed configuration", plan
             "set stage 1, 2 or 3, or ask for STRATEGY=ddp"
         )
     if weights and stage < 3:
-        raise ConfigError(f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or take it out")
-    layouts: dict[tuple[int, bool], LayoutName] = {
-        (1, False): "zero1",
-        (1, True): "zero1",
-        (2, False): "zero2",
-        (3, False): "zero3",
-        (2, True): "zero2_offload",
-        (3, True): "zero3_offload",
-    }
-    return layouts[stage, states]
+        raise ConfigError(f"{name}: offload_param needs stage 3 and the stage is {stage}; set stage 3 or remove it")
+    return LAYOUTS[stage, states]
 
 
 def layout_notes(config: Config, *, planned: str = "zero2") -> tuple[str, ...]:
@@ -399,9 +391,9 @@ def layout_notes(config: Config, *, planned: str = "zero2") -> tuple[str, ...]:
     layout = layout_of(config, planned=planned)
     states, weights = _offloaded(zero, "offload_optimizer"), _offloaded(zero, "offload_param")
     if states and layout == "zero1":
-        notes.append("optimizer states go to RAM, while zero1 is planned with them on the GPUs: it needs less there")
+        notes.append("optimizer states go to RAM; the plan for zero1 has them on the GPUs, so it needs less than that")
     if weights and layout == "zero3":
-        notes.append("weights go to RAM, while zero3 is planned with them on the GPUs: it needs less there")
+        notes.append("weights go to RAM; the plan for zero3 has them on the GPUs, so it needs less than that")
     if keeps_params(config, layout):
         notes.append("no offload_param: the weights stay on the GPUs, and are planned there")
     for key in ("offload_optimizer", "offload_param"):
@@ -411,7 +403,7 @@ def layout_notes(config: Config, *, planned: str = "zero2") -> tuple[str, ...]:
 
 
 def keeps_params(config: Config, layout: LayoutName) -> bool:
-    """Whether a file that means `zero3_offload` offloads the optimizer states alone."""
+    """Whether a file that asks for `zero3_offload` offloads only the optimizer states."""
     return layout == "zero3_offload" and not _offloaded(config.get("zero_optimization") or {}, "offload_param")
 
 
@@ -420,21 +412,21 @@ def _offloaded(zero: Config, key: str) -> bool:
     return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")
 
 
-# --- the batch, which is planned with ---------------------------------------------------------------------------------
+# --- the batch, which the plan takes into account ---------------------------------------------------------------------
 
 _BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "batch_size",
     "gradient_accumulation_steps": "grad_accum",
     "train_batch_size": "effective_batch_size",
 }
-"""DeepSpeed's numbers of the batch and the run YAML's fields for the same."""
+"""DeepSpeed's batch keys and the run YAML's."""
 
 
 def with_batch(
     train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
 ) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The run's settings with the batch that an understood configuration names, where the run YAML leaves it open, and
-    a line for each number that was taken from it.
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
+    each value taken from it.
 
     Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set
     one; where both others are known it is their product with the data-parallel `ranks`.
@@ -443,8 +435,8 @@ def with_batch(
         ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
             named, all contradictions at once.
     """
-    said = {key: value for key in _BATCH_KEYS if isinstance(value := config.get(key), int)}
-    if not said:
+    given_batch = {key: value for key in _BATCH_KEYS if isinstance(value := config.get(key), int)}
+    if not given_batch:
         return train, ()
     given = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
     if "effective_batch_size" in train.model_fields_set:
@@ -452,7 +444,7 @@ def with_batch(
     taken: dict[str, int] = {}
     sources = {field: f"train.{field}={value}" for field, value in given.items()}
     lines, problems = [], []
-    for key, value in said.items():
+    for key, value in given_batch.items():
         field = _BATCH_KEYS[key]
         if given.get(field, value) != value:
             problems.append(f'{key}: {value} contradicts train.{field}={given[field]}; keep one of them ("auto" here)')
@@ -473,7 +465,7 @@ def with_batch(
 
 
 def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
-    """What is wrong with numbers that do not multiply to the effective batch."""
+    """What is wrong with values that do not multiply to the effective batch."""
     micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
     effective, unit = train.effective_batch_size, micro * accum * ranks
     both = AUTO not in (train.batch_size, train.grad_accum)
@@ -482,42 +474,41 @@ def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> l
     parts = [sources[field] for field in ("batch_size", "grad_accum") if field in sources]
     wanted = sources.get("effective_batch_size", f"train.effective_batch_size={effective} (its default)")
     product = " × ".join([*parts, f"{ranks} ranks"])
-    verb = "is not" if both else "is no multiple of"
+    verb = "is not" if both else "is not a multiple of"
     near = unit if both else max(unit, round(effective / unit) * unit)
     return [f"{wanted} {verb} {product} = {unit}; an effective batch of {near} is"]
 
 
-# --- dtypes of what travels, which are planned with -------------------------------------------------------------------
+# --- dtypes of communication, which the plan takes into account -------------------------------------------------------
 
 _DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
 """DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SHORT_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
-"""DeepSpeed's words for our dtypes."""
+"""DeepSpeed's names for our dtypes."""
 
 
 def with_dtypes(
     mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
 ) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
-    """The run's dtypes with those that an understood configuration names, where the run YAML says auto, and a line for
-    each.
+    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each.
 
     Raises:
-        ConfigError: a dtype of the file contradicts the run YAML's, or is none.
+        ConfigError: a dtype of the file contradicts the run YAML's, or is not one.
     """
     taken, lines, problems = dict[str, str](), [], []
     for key, field in _DTYPE_KEYS.items():
-        said, path = _get(config, key), f"distributed.mixed_precision.{field}"
-        if said in (None, AUTO):
+        theirs, path = _get(config, key), f"distributed.mixed_precision.{field}"
+        if theirs in (None, AUTO):
             continue
-        ours, given = _DTYPES.get(str(said).lower()), getattr(mixed, field)
+        ours, given = _DTYPES.get(str(theirs).lower()), getattr(mixed, field)
         if ours is None:
-            problems.append(f"{key}: {_show(said)} cannot be meant; expected {', '.join(_DTYPES)}")
+            problems.append(f"{key}: {_show(theirs)} is not valid; expected {', '.join(_DTYPES)}")
         elif given not in (AUTO, ours):
-            problems.append(f"{key}: {said} contradicts {path}={given}; keep one of them")
+            problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
         elif given == AUTO:
             taken[field] = ours
-            lines.append(f"{key}: {said} is the run's {path}, which the run YAML leaves open")
+            lines.append(f"{key}: {theirs} is the run's {path}, which the run YAML leaves open")
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return mixed.model_copy(update=taken), tuple(lines)
@@ -542,34 +533,37 @@ def fill(
     name: str = "the DeepSpeed configuration",
     torch_adam: str | None = None,
 ) -> tuple[Config, tuple[str, ...]]:
-    """An understood configuration with every "auto" resolved, and a line for each value that the plan gave.
+    """A translated configuration with every "auto" resolved, and a line for each value that the plan supplied.
 
-    `torch_adam` is the reason why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`): then torch's AdamW steps on
-    the offloaded states. Optimizer and schedule are the run YAML's: a file's blocks that say nothing else are left out.
+    `torch_adam` is the reason why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`): torch's AdamW then updates
+    the offloaded states. Optimizer and schedule are the run YAML's; a file's blocks that agree with it are left out.
 
     Raises:
         ConfigError: a number of the file contradicts the plan; both are named, all contradictions at once.
     """
     resolved = copy.deepcopy(config)
     shown: list[str] = []
-    problems = _wrong_layout(resolved, numbers, name)
+    problems: list[str] = []
+    layout = layout_of(config, name=name, planned=numbers.layout)
+    if layout != numbers.layout:
+        problems.append(
+            f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out, or name another "
+            "file"
+        )
     for step in (_fill_batch, _fill_precision, _fill_dtypes, _fill_zero, _fill_optimizer, _fill_scheduler):
         problems += step(resolved, numbers, shown)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    _use_untested(resolved, shown)
+    if not resolved.get("zero_allow_untested_optimizer"):  # DeepSpeed stops at optimizer classes that it does not know
+        resolved["zero_allow_untested_optimizer"] = True
+        shown.append("zero_allow_untested_optimizer → true (train.optim is the plan's choice)")
     if torch_adam and _offloaded(resolved["zero_optimization"], "offload_optimizer"):
         resolved["zero_force_ds_cpu_optimizer"] = False
-        shown.append(f"zero_force_ds_cpu_optimizer → false: torch's AdamW steps on the CPU, and slower ({torch_adam})")
+        shown.append(
+            f"zero_force_ds_cpu_optimizer → false: torch's AdamW steps on the CPU instead, more slowly ({torch_adam})"
+        )
     _drop_autos(resolved, shown)
     return resolved, tuple(shown)
-
-
-def _wrong_layout(config: Config, numbers: PlanNumbers, name: str) -> list[str]:
-    means = layout_of(config, name=name, planned=numbers.layout)
-    if means == numbers.layout:
-        return []
-    return [f"the file means {means} and the plan is for {numbers.layout}; leave STRATEGY= out, or name another file"]
 
 
 def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
@@ -578,11 +572,6 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
         "train_batch_size": (numbers.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
         "train_micro_batch_size_per_gpu": (numbers.micro_batch, "the plan's micro-batch"),
         "gradient_accumulation_steps": (numbers.grad_accum, "the plan's accumulation"),
-    }
-    settings = {
-        "train_batch_size": f"train.effective_batch_size={config.get('train_batch_size')}",
-        "train_micro_batch_size_per_gpu": f"train.batch_size={config.get('train_micro_batch_size_per_gpu')}",
-        "gradient_accumulation_steps": f"train.grad_accum={config.get('gradient_accumulation_steps')}",
     }
     problems = []
     for key, (value, why) in wanted.items():
@@ -593,7 +582,7 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
         elif present != value:
             problems.append(
                 f"{key}: {present} contradicts the plan's {value} ({product} = {numbers.effective_batch}); "
-                f'set it to "auto", or run with {settings[key]}'
+                f'set it to "auto", or run with train.{_BATCH_KEYS[key]}={present}'
             )
     norm = config.get("gradient_clipping", AUTO)
     if norm in (AUTO, None):
@@ -608,9 +597,9 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
 
 
 def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """`bf16.enabled` and `fp16.enabled`: what the run computes in, whatever the file says: it was written for another
-    machine, or for another run. Absent means switched off to DeepSpeed."""
-    turned = []
+    """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been written
+    for another machine. To DeepSpeed, absent means disabled."""
+    changed = []
     for key, compute in (("bf16", "bfloat16"), ("fp16", "float16")):
         wanted = numbers.compute == compute
         section = config.get(key)
@@ -624,20 +613,20 @@ def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
             shown.append(f"{key}.enabled → {_show(wanted)} (the run computes in {numbers.compute})")
         elif present is not wanted:
             section["enabled"] = wanted
-            turned.append(f"{key}.enabled: {_show(present)} → {_show(wanted)}")
+            changed.append(f"{key}.enabled: {_show(present)} → {_show(wanted)}")
     autocast = config.get("torch_autocast")
     on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
     if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
         on["enabled"] = False
-        turned.append("torch_autocast.enabled: true → false")
-    if turned:
-        shown.append(f"{', '.join(turned)} (precision is the run's: it computes in {numbers.compute}; train.bf16 and "
-                     "train.fp16 choose)")  # fmt: skip
+        changed.append("torch_autocast.enabled: true → false")
+    if changed:
+        shown.append(f"{', '.join(changed)} (the run computes in {numbers.compute}, as train.bf16 and train.fp16 "
+                     "choose)")  # fmt: skip
     return []
 
 
 def _dtype_name(value: Any) -> str:
-    """A dtype as DeepSpeed's `torch_autocast` names it, whose default is bfloat16, in torch's word."""
+    """A dtype as DeepSpeed's `torch_autocast` names it (default bfloat16), as torch's name."""
     name = str(value).removeprefix("torch.")
     short = {AUTO: "bfloat16", "None": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
     return short.get(name, name)
@@ -659,7 +648,7 @@ def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[s
             zero["stage3_gather_16bit_weights_on_model_save"] = True
             shown.append("zero_optimization.stage3_gather_16bit_weights_on_model_save → true (checkpoints hold whole "
                          "weights)")  # fmt: skip
-    if "reduce_bucket_size" not in zero:  # DeepSpeed's 5e8 elements would be a GiB that nobody asked for
+    if "reduce_bucket_size" not in zero:  # DeepSpeed's default, 5e8 elements, would take another GiB
         zero["reduce_bucket_size"] = AUTO
     for key, (value, how) in formulas.items():
         if zero.get(key) == AUTO:
@@ -669,48 +658,48 @@ def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[s
 
 
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
-"""Parameters with which people choose which AdamW it is; all of them end in the same update."""
+"""Parameters that choose an AdamW implementation; all of them compute the same update."""
 
 
 def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """The run YAML's optimizer is what the plan counted; a block may repeat it, never change it."""
+    """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
     block = config.pop("optimizer", None)
     if block is None:
         return []
     kind = block.get("type", AUTO)
     problems = []
     if str(kind).lower() not in ("adam", "adamw", AUTO):
-        problems.append(f"optimizer.type: {_show(kind)} is not run here; the run YAML's train.optim chooses")
+        problems.append(f"optimizer.type: {_show(kind)} is not supported; train.optim of the run YAML chooses")
     ours = {
         "lr": (numbers.learning_rate, "train.learning_rate"),
         "weight_decay": (numbers.weight_decay, "train.weight_decay"),
         "betas": (numbers.betas, "the run's (train.adam_beta2)"),
         "eps": (numbers.eps, "the run's"),
     }
-    said = []
+    own_values = []
     for key, value in (block.get("params") or {}).items():
-        mine, where = ours.get(key, (None, ""))
+        planned, where = ours.get(key, (None, ""))
         if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
             continue
         if key not in ours:
             problems.append(f"optimizer.params.{key}: {_show(value)} cannot be kept: the optimizer is the run YAML's")
-        elif mine is not None and not _same(value, mine):
+        elif planned is not None and not same_numbers(value, planned):
             problems.append(
-                f"optimizer.params.{key}: {_show(value)} contradicts {where}: {_show(mine)}; "
+                f"optimizer.params.{key}: {_show(value)} contradicts {where}: {_show(planned)}; "
                 'set it to "auto", or change the run YAML'
             )
         else:
-            said.append(f"{key}: {_show(value)}")
+            own_values.append(f"{key}: {_show(value)}")
     if (block.get("params") or {}).get("torch_adam") is True:
         config["zero_force_ds_cpu_optimizer"] = False
         shown.append("zero_force_ds_cpu_optimizer → false (optimizer.params.torch_adam: true asks for torch's AdamW)")
-    repeated = f" ({', '.join(said)})" if said else ""
+    repeated = f" ({', '.join(own_values)})" if own_values else ""
     shown.append(f"optimizer{repeated} left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
     return problems
 
 
 def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """The schedule is the run YAML's: DeepSpeed's own would replace it without a word."""
+    """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
     block = config.pop("scheduler", None)
     if block is None:
         return []
@@ -721,21 +710,14 @@ def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
         listed = ", ".join(f"{key}: {_show(value)}" for key, value in sorted(rest.items()))
         return [
             f"scheduler.params has its own numbers ({listed}) and the run YAML has a schedule too "
-            '(train.lr_scheduler_type, warmup_steps); take the scheduler block out, or set its numbers to "auto"'
+            '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
         ]
     shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
     return []
 
 
-def _use_untested(config: Config, shown: list[str]) -> None:
-    """Without this key DeepSpeed stops at any optimizer that it does not know by class; the plan has chosen one."""
-    if not config.get("zero_allow_untested_optimizer"):
-        config["zero_allow_untested_optimizer"] = True
-        shown.append("zero_allow_untested_optimizer → true (train.optim is the plan's choice)")
-
-
 def _drop_autos(config: Config, shown: list[str]) -> None:
-    """An "auto" that nobody resolves is DeepSpeed's default in some sections and a crash in others: none is left."""
+    """Remove each unresolved "auto": some sections of DeepSpeed read it as the default, others crash."""
     for path, value in list(_leaves(config)):
         if value == AUTO and not path.startswith(keys.AUTO_IS_A_VALUE):
             holder, key = _holder(config, path)
@@ -744,8 +726,8 @@ def _drop_autos(config: Config, shown: list[str]) -> None:
             shown.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two numbers, or lists of numbers, are equal as numbers."""
+def same_numbers(one: Any, other: Any) -> bool:
+    """Whether two numbers, or lists of numbers, are numerically equal."""
     try:
         if isinstance(one, list | tuple) or isinstance(other, list | tuple):
             return [float(item) for item in one] == [float(item) for item in other]
@@ -758,9 +740,9 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def adam_obstacles() -> tuple[str, ...]:
-    """What DeepSpeed would miss to build its CPU Adam at the first start: a C++ compiler, ninja, Python's headers.
+    """What DeepSpeed lacks to build its CPU Adam at the first start: a C++ compiler, ninja, Python's headers.
 
-    Empty where all are there, which promises nothing: the build itself may still fail. Sources: DeepSpeed's
+    Empty where nothing is missing; the build itself may still fail. Sources: DeepSpeed's
     `op_builder/builder.py` (`jit_load`) and torch's `torch/utils/cpp_extension.py`, which reads `CXX`.
     """
     missing = []
@@ -783,7 +765,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _sections(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
-    """Every mapping with its dotted path, from the outside in."""
+    """Every mapping with its dotted path, the outer ones first."""
     yield path, config
     for key, value in list(config.items()):
         if isinstance(value, dict):

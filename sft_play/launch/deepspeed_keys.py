@@ -34,7 +34,7 @@ _STAGE3 = (
     "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
     "use_all_reduce_for_fetch_params allgather_sequential"
 )
-"""Known with `stage3_` before them, and without (pydantic's `populate_by_name`)."""
+"""Known with and without the prefix `stage3_` (pydantic's `populate_by_name`)."""
 
 SHIPPED: Sections = {
     section: frozenset(keys.split())
@@ -108,7 +108,7 @@ SHIPPED: Sections = {
     }.items()
 }
 """`optimizer.params`, `scheduler.params`, `data_efficiency`, `autotuning`, `pipeline`, `expert_parallel`,
-`weight_quantization`, `datastates_ckpt` and `inference` are open: what they may hold depends on their values.
+`weight_quantization`, `datastates_ckpt` and `inference` are open: what they may contain depends on their values.
 `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's ZeRO-3 loading."""
 
 MODELS: dict[str, tuple[str, str]] = {
@@ -151,19 +151,19 @@ RENAMED: dict[str, str] = {
     "activation_checkpointing.partitioned_activations": "activation_checkpointing.partition_activations",
     "optimizer.params.max_grad_norm": "gradient_clipping",
 }
-"""Old keys that guides teach, and what they are called now."""
+"""Old keys that guides teach, and their current names."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are written without it",
     "compression_training": "the compression library is gone",
     "amp": "use bf16 or fp16",
     "quantize_training": "mixture-of-quantization is gone",
-    "sparse_gradients": "gradients of an embedding with sparse=True are reduced sparsely by themselves",
+    "sparse_gradients": "gradients of an embedding with sparse=True are reduced sparsely anyway",
     "eigenvalue": "mixture-of-quantization is gone",
     "sparse_attention": "sparse attention is gone",
     "elasticity": "elastic training is gone",
     "graph_harvesting": "graph harvesting is gone",
-    "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning took its place",
+    "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning replaced it",
     "progressive_layer_drop": "progressive layer dropping is gone",
     "zero_optimization.mics_shard_size": "MiCS is gone; zero_hpz_partition_size shards inside a node",
     "zero_optimization.mics_hierarchical_params_gather": "MiCS is gone",
@@ -179,7 +179,7 @@ https://github.com/deepspeedai/DeepSpeed/issues/8489), `grad_hooks` of `docs/_pa
 of `compile`; today's classes refuse both."""
 
 LOSS_SCALING = SHIPPED["fp16"] - {"enabled", "fp16_master_weights_and_grads"}
-"""Keys of fp16 that old guides put into bf16 too, where they never did anything and are refused today."""
+"""Keys of fp16 that old guides put into bf16 too, where they never had an effect and are rejected today."""
 
 AUTO_IS_A_VALUE = (
     "zero_optimization.zenflow",
@@ -190,7 +190,7 @@ AUTO_IS_A_VALUE = (
     "data_efficiency",
     "inference",
 )
-"""Paths under which DeepSpeed itself gives "auto" a meaning."""
+"""Paths where DeepSpeed itself understands "auto"."""
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def installed_folder() -> Path | None:
 
 
 def fields_of(section: str, folder: Path) -> frozenset[str]:
-    """Field names and aliases of the pydantic class that reads a section, from its source; empty where there is none.
+    """Field names and aliases of the pydantic class that reads a section, from its source; empty if there is none.
 
     Fields that the class marks as deprecated are left out: `RENAMED` has them.
     """
@@ -224,15 +224,15 @@ def fields_of(section: str, folder: Path) -> frozenset[str]:
         tree = ast.parse((folder / file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return frozenset()
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
-            found |= {key for field in node.body if isinstance(field, ast.AnnAssign) for key in _names(field)}
-    return frozenset(found)
+            names |= {key for field in node.body if isinstance(field, ast.AnnAssign) for key in _names(field)}
+    return frozenset(names)
 
 
 def _names(field: ast.AnnAssign) -> set[str]:
-    """The names under which a field may stand in a file."""
+    """The names that a field may have in a file."""
     if not isinstance(field.target, ast.Name):
         return set()
     keywords = {item.arg: item.value for item in field.value.keywords} if isinstance(field.value, ast.Call) else {}

@@ -1,4 +1,4 @@
-"""The device that a run takes: the GPUs that are found, or the CPU where nobody expects a GPU or it is asked for."""
+"""The device that a run uses: the detected GPUs, or the CPU where no GPU is expected or the CPU is asked for."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ _RDNA = re.compile(r"gfx1[12]\d\d")
 logger = logging.getLogger(__name__)
 
 CPU_PARAMS = 1_000_000_000
-"""Parameters above which a model is not trained on a CPU unless that is asked for: such a step takes minutes."""
+"""Parameters above which a model is trained on a CPU only if that is asked for: a step takes minutes."""
 
 
 def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
-    """The machine that `train.device` leaves of this one."""
+    """This machine as `train.device` restricts it."""
     return hardware.without_gpus() if config.train.device == "cpu" else hardware
 
 
 def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """Tells the libraries, before they are imported, and ranks that are started, to see no GPU where the CPU is asked
-    for: by -1, since HIP takes an empty list for none."""
+    """Hide all GPUs from libraries imported later and from ranks, where the CPU is asked for: with -1, because HIP
+    reads an empty list as unset."""
     if config.train.device == "cpu":
-        if environment.get(HIDING[0]) != "-1":  # a rank's parent has said so
-            logger.info("train.device=cpu: no GPU is used, and none is looked for")
+        if environment.get(HIDING[0]) != "-1":  # for a rank, the parent has logged it already
+            logger.info("train.device=cpu: no GPU is used or looked for")
         environment.update(dict.fromkeys(HIDING[:2], "-1"))
 
 
 def allow_fused_attention(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
-    """Lets torch take the attention kernels that the plan counts on, on AMD's RDNA 3 and 4, before it is imported.
+    """Let torch use the attention kernels that the plan counts on, on AMD's RDNA 3 and 4; call it before importing
+    torch.
 
-    It has them and declines them there unless a variable says otherwise, without a word, for its math kernel, whose
-    memory grows with the square of the length (measured on a gfx1200: github.com/unslothai/unsloth/pull/8821).
+    Unless a variable is set, it silently falls back to its math kernel there, whose memory grows with the square of the
+    length (measured on a gfx1200: github.com/unslothai/unsloth/pull/8821).
     """
     is_rdna = any(gpu.architecture is not None and _RDNA.match(gpu.architecture) for gpu in hardware.gpus)
     if is_rdna and AOTRITON not in environment:
         environment[AOTRITON] = "1"
-        logger.info("%s=1: the plan counts on torch's fused attention, which it declines on %s without", AOTRITON,
-                    hardware.gpus[0].architecture)  # fmt: skip
+        logger.info("%s=1: the plan counts on torch's fused attention, which torch uses on %s only with this set",
+                    AOTRITON, hardware.gpus[0].architecture)  # fmt: skip
 
 
 def require_machine(
     config: RunConfig, hardware: Hardware, environment: Mapping[str, str], *, params: Callable[[], int]
 ) -> None:
-    """Looks, before anything loads, whether a run on this machine is what its user expects, and can take a step.
+    """Check, before anything loads, that a run on this machine is what its user expects and can take a step.
 
     Args:
         params: the model's parameters; asked for a run on the CPU only.
@@ -67,12 +68,12 @@ def require_machine(
         return None
     if hardware.shared_gpu:
         raise HardwareError(
-            f"{hardware.shared_gpu} takes one process, and {hardware.cpu_ranks} are asked for: make train uses it; or "
+            f"{hardware.shared_gpu} takes one process, but {hardware.cpu_ranks} were requested: make train uses it; or "
             f"{ON_CPU}"
         )
-    there = unseen(look(environment))
-    if there is not None:
-        raise HardwareError(there.message)
+    accelerator = unseen(look(environment))
+    if accelerator is not None:
+        raise HardwareError(accelerator.message)
     count = params()
     if count > CPU_PARAMS:
         raise HardwareError(too_large(config.model.name, count))
@@ -80,16 +81,16 @@ def require_machine(
 
 
 def say_unseen(config: RunConfig, hardware: Hardware, environment: Mapping[str, str]) -> None:
-    """Says, beside a plan for this machine's CPU, that a run here would not start so."""
+    """Warn, beside a plan for this machine's CPU, that a run here would not start."""
     if not hardware.named and hardware.device == "cpu" and config.train.device == "auto":
-        there = unseen(look(environment))
-        if there is not None:
-            logger.warning("a run here would stop: %s", there.message)
+        accelerator = unseen(look(environment))
+        if accelerator is not None:
+            logger.warning("a run here would stop: %s", accelerator.message)
 
 
 def too_large(name: str, params: int) -> str:
-    """What is said of a model that nobody trains on a CPU by intention."""
+    """The message for a model that is too large to train on a CPU by mistake."""
     return (
-        f"no GPU is seen here, and {one_line(name)} has {params / 1e9:.1f} billion parameters: make gpu-info shows "
-        f"what this machine has; or {ON_CPU}"
+        f"no GPU was detected here, and {one_line(name)} has {params / 1e9:.1f} billion parameters: make gpu-info "
+        f"shows what this machine has; or {ON_CPU}"
     )

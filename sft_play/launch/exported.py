@@ -1,4 +1,4 @@
-"""What schedulers and other launchers export, in the words of this toolkit: ranks, nodes, accelerate's choices.
+"""What schedulers and other launchers export, in this toolkit's terms: ranks, nodes, accelerate's choices.
 
 The names are those of MPI's three families (as accelerate reads them: `accelerate/state.py`, `get_int_from_env`), of
 torchrun (`PET_` before its flags' names, https://docs.pytorch.org/docs/stable/elastic/run.html), of Kubernetes'
@@ -12,13 +12,11 @@ import contextlib
 import re
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate_config import AccelerateConfig, DistributedType, mesh_in, read_config
-from sft_play.launch.accelerate_config import accelerate_place as place_of_accelerate
+from sft_play.launch.accelerate_config import AccelerateConfig, DistributedType, accelerate_place, mesh_in, read_config
 from sft_play.log import one_line
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -36,90 +34,90 @@ _NODE_SYNONYMS = {
 }
 _COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 _ALL_GPUS = ("gpu", "auto", "cuda")
-"""Words of torchrun's `--nproc-per-node` for as many ranks as GPUs."""
+"""Values of torchrun's `--nproc-per-node` that mean one rank per GPU."""
 _SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""Set by every start of `accelerate launch`, whichever launcher it takes."""
+"""Set by every start of `accelerate launch`, whichever launcher it uses."""
 _ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-"""Variables by which accelerate turns an engine on inside a process, whatever its Trainer was told."""
+"""Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` of a process that a launcher started as a rank.
 
-    Empty where none did: `RANK` and `WORLD_SIZE` without a local rank name a node (`node_variables`).
+    Empty otherwise: `RANK` and `WORLD_SIZE` without a local rank name a node (`node_variables`).
     """
-    found = {name: environment[name] for name in RANK_NAMES if name in environment}
-    if "LOCAL_WORLD_SIZE" not in found and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
-        found["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
+    variables = {name: environment[name] for name in RANK_NAMES if name in environment}
+    if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
+        variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
     for names in _MPI:
         theirs = [environment.get(name, "") for name in names]
         if all(text.isdigit() for text in theirs[:3]) and int(theirs[1]) > 1:
             of_mpi = dict(zip(RANK_NAMES, theirs, strict=True))
-            found = {**{name: text for name, text in of_mpi.items() if text}, **found}
-    return found if "LOCAL_RANK" in found else {}
+            variables = {**{name: text for name, text in of_mpi.items() if text}, **variables}
+    return variables if "LOCAL_RANK" in variables else {}
 
 
 def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
-    """`MASTER_ADDR` and `MASTER_PORT` of ranks that were told none: MPI's launchers export neither.
+    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither.
 
     Raises:
-        ConfigError: the ranks are on several nodes, of which one has to be named.
+        ConfigError: the ranks are on several nodes, so the address has to be given.
     """
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing and nodes > 1:
         raise ConfigError(
-            f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; name the "
-            "machine of rank 0 and a free port to all of them (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
+            f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; give all "
+            "of them the machine of rank 0 and a free port (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
         )
     return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}[name] for name in missing}
 
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment says them in other words, and
-    lines that say so.
+    """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
+    log lines about them.
 
     Raises:
-        ConfigError: a range of nodes, of which none is the run's.
+        ConfigError: the number of nodes is a range.
     """
     if rank_variables(environment):
         return {}, ()
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     lines: list[str] = []
     is_named = any(environment.get(name, "").strip() for name in ("NNODES", "NODE_RANK"))
     for name, theirs in _NODE_SYNONYMS.items():
         text = environment.get(theirs, "").strip()
         if text and not environment.get(name, "").strip() and (name.startswith("MASTER") or not is_named):
-            found[name] = text
-    if ":" in found.get("NNODES", ""):
+            given[name] = text
+    if ":" in given.get("NNODES", ""):
         raise ConfigError(
-            f"PET_NNODES={one_line(found['NNODES'])} is a range, and a run has one number of nodes: give NNODES="
+            f"PET_NNODES={one_line(given['NNODES'])} is a range, but a run has a fixed number of nodes: give NNODES="
         )
-    if found.get("NNODES", "1") != "1":
-        lines.append(f"PET_NNODES={one_line(found['NNODES'])} in the environment: one run over so many nodes")
+    if given.get("NNODES", "1") != "1":
+        lines.append(f"PET_NNODES={one_line(given['NNODES'])} in the environment: one run over that many nodes")
     rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
-    if not is_named and "NNODES" not in found and rank and world:
-        found |= {"NODE_RANK": rank, "NNODES": world}
+    if not is_named and "NNODES" not in given and rank and world:
+        given |= {"NODE_RANK": rank, "NNODES": world}
         lines += [
             f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this is "
             f"node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
         ] * (world != "1")
     for name in _COUNTS:
         text = environment.get(name, "").strip()
-        if text and text not in _ALL_GPUS and not environment.get("NPROC", "").strip() and "NPROC" not in found:
-            found["NPROC"] = text
+        if text and text not in _ALL_GPUS and not environment.get("NPROC", "").strip() and "NPROC" not in given:
+            given["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
-    return found, tuple(lines)
+    return given, tuple(lines)
 
 
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
-    """Raises ConfigError where Slurm started this command several times, each of which would be a run of its own."""
+    """Raises ConfigError where Slurm started this command several times, each of which would be a separate run."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
     if nodes > 1 or rank_variables(environment) or "SLURM_PROCID" not in environment:
         return
     if not tasks.isdigit() or int(tasks) < 2:
         return
     raise ConfigError(
-        f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a run of its own: "
+        f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a separate run: "
         "take sbatch scripts/train_slurm.sbatch my.yaml, or srun with one task per node and NNODES=, NODE_RANK=, "
         "MASTER_ADDR= (make train-distributed)"
     )
@@ -134,9 +132,9 @@ def is_of_accelerate(environment: Mapping[str, str]) -> bool:
 
 
 def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
-    """What `accelerate launch` told its ranks, as a configuration of one machine; None where it did not start them.
+    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
 
-    Its flags and its file are one here: both reach a rank as variables.
+    Its flags and its file look the same here: both reach a rank as variables.
     """
     if not is_of_accelerate(environment):
         return None
@@ -145,20 +143,7 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
         kind = "FSDP"
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         kind = "DEEPSPEED"
-    return AccelerateConfig(
-        path=Path("accelerate launch"),
-        distributed_type=kind,
-        num_processes=None,
-        mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],
-        fsdp={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
-        deepspeed=_deepspeed_block(environment),
-        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
-    )
-
-
-def _deepspeed_block(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The block `deepspeed_config` of accelerate's file, from the variables that it becomes."""
-    names = {
+    deepspeed_keys = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
         "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
@@ -166,19 +151,29 @@ def _deepspeed_block(environment: Mapping[str, str]) -> dict[str, Any]:
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
     }
-    return {key: environment[name] for name, key in names.items() if environment.get(name, "none") != "none"}
+    return AccelerateConfig(
+        path=Path("accelerate launch"),
+        distributed_type=kind,
+        num_processes=None,
+        mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],
+        fsdp={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
+        deepspeed={
+            key: environment[name] for name, key in deepspeed_keys.items() if environment.get(name, "none") != "none"
+        },
+        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
+    )
 
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> None:
-    """Take away what accelerate would act on beside the Trainer's arguments, through which every engine is reached."""
+    """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
     for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
         del environment[name]
 
 
 def refuse_too_few(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where `accelerate launch` was asked for several processes and started one.
+    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
 
-    On a CPU it starts several through MPI alone, and says nothing; a single process is not told how many were meant.
+    On a CPU it starts several only through MPI, silently one otherwise, and does not pass on how many were asked for.
     """
     if not is_of_accelerate(environment) or "MASTER_ADDR" not in environment or rank_variables(environment):
         return
@@ -187,14 +182,14 @@ def refuse_too_few(environment: Mapping[str, str]) -> None:
         return
     wanted = asked or "several"
     raise ConfigError(
-        f"accelerate launch was asked for {wanted} processes, and this is 1: without a GPU it starts several through "
-        f"MPI only. Start them so: make train-distributed NPROC={asked or 2} (ACCELERATE_CONFIG=FILE reads the same "
-        f"file), or torchrun --standalone --nproc-per-node {asked or 2} scripts/train.py with the same words"
+        f"accelerate launch was asked for {wanted} processes and started 1: without a GPU it starts several only "
+        f"through MPI. Use make train-distributed NPROC={asked or 2} (ACCELERATE_CONFIG=FILE reads the same file), or "
+        f"torchrun --standalone --nproc-per-node {asked or 2} scripts/train.py with the same arguments"
     )
 
 
 def _asked_of_accelerate() -> int | None:
-    """The number of processes by the words of the `accelerate launch` above this process, or by its file."""
+    """The number of processes in the command line of the `accelerate launch` above this process, or in its file."""
     words: list[str] = []
     with contextlib.suppress(psutil.Error, OSError):
         for parent in psutil.Process().parents():
@@ -206,21 +201,16 @@ def _asked_of_accelerate() -> int | None:
         return int(text) if text.isdigit() else None
     file = _value_of(words, "config_file")
     with contextlib.suppress(ConfigError):
-        found = read_config(Path(file)) if file else _default_of_accelerate()
-        return found.num_processes if found else None
+        path = Path(file) if file else accelerate_place()
+        return read_config(path).num_processes if file or path.is_file() else None
     return None
-
-
-def _default_of_accelerate() -> AccelerateConfig | None:
-    place = place_of_accelerate()
-    return read_config(place) if place.is_file() else None
 
 
 def _value_of(words: list[str], *names: str) -> str | None:
     """The value of a flag, in any of argparse's spellings."""
     pattern = re.compile("|".join(f"--?{re.escape(name).replace('_', '[-_]')}" for name in names))
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if pattern.fullmatch(flag):
-            return value if equals else next(iter(words[place + 1 :]), None)
+            return value if equals else next(iter(words[index + 1 :]), None)
     return None

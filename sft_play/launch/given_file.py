@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
 MAX_BYTES = 4 * 2**20
-"""More than any such file has; a model's weights or a log named by mistake end here."""
+"""More than any such file has; weights or a log named by mistake stop here."""
 
 _NOT_DATA = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)|(?P<open>/\*)""", re.DOTALL
@@ -20,11 +21,11 @@ _TRAILING_COMMA = re.compile(r""""(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])""")
 
 
 def text_of(path: Path, *, variable: str, wanted: str) -> str:
-    """The file's text in UTF-8, without a byte order mark. `variable` and `wanted` (`DEEPSPEED_CONFIG`, `a DeepSpeed
-    configuration in JSON or YAML`) say in messages what was asked.
+    """The file's text in UTF-8, without a byte order mark. Messages name `variable` and `wanted` (`DEEPSPEED_CONFIG`,
+    `a DeepSpeed configuration in JSON or YAML`).
 
     Raises:
-        ConfigError: the file is missing, a folder, no text, too large, or may not be read.
+        ConfigError: the file is missing, a folder, not text, too large, or may not be read.
     """
     shown = f"{variable}={one_line(str(path))}"
     try:
@@ -49,7 +50,7 @@ def text_of(path: Path, *, variable: str, wanted: str) -> str:
 
 
 def _those_of(folder: Path) -> str:
-    """What the folder has to offer, for a message."""
+    """Candidates in the folder, for a message."""
     try:
         names = sorted(item.name for item in folder.iterdir() if item.suffix in (".json", ".yaml", ".yml"))
     except OSError:
@@ -58,21 +59,31 @@ def _those_of(folder: Path) -> str:
 
 
 def looks_like_json(text: str) -> bool:
-    """Whether the first thing in the text that is no comment is a brace or a bracket."""
+    """Whether the first character outside comments is a brace or a bracket."""
     return _without_comments(text, name="").lstrip()[:1] in ("{", "[")
 
 
 def json_of(text: str, *, name: str) -> Any:
-    """The value of a JSON text in which `//`, `#` and `/* */` comments and trailing commas may stand.
+    """The value of a JSON text that may have `//`, `#` and `/* */` comments and trailing commas.
 
     Raises:
-        ConfigError: it is not JSON (with line and column), or a key stands twice.
+        ConfigError: it is not JSON (with line and column), or a key appears twice.
     """
+
+    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        if twice:
+            raise ConfigError(f"{name}: the key {one_line(', '.join(twice))} appears twice; keep one of them")
+        return dict(pairs)
+
+    def refuse_constant(word: str) -> Any:
+        raise ConfigError(f"{name}: {word} is not a JSON value; give a number")
+
     clean = _TRAILING_COMMA.sub(
-        lambda found: " " if found.group() == "," else found.group(), _without_comments(text, name=name)
+        lambda match: " " if match.group() == "," else match.group(), _without_comments(text, name=name)
     )
     try:
-        return json.loads(clean, object_pairs_hook=_once(name), parse_constant=_no_number(name))
+        return json.loads(clean, object_pairs_hook=mapping, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         near = clean.splitlines()[error.lineno - 1].strip() if clean.strip() else ""
         what = f"{error.msg}, at `{one_line(near, limit=60)}`" if near else "the file is empty"
@@ -82,30 +93,13 @@ def json_of(text: str, *, name: str) -> Any:
 
 
 def _without_comments(text: str, *, name: str) -> str:
-    """The text with comments blanked out: every other character keeps its line and column."""
+    """The text with comments blanked out: all other characters keep their line and column."""
 
-    def blank(found: re.Match[str]) -> str:
-        if found.group("open") is not None and name:
-            line = text.count("\n", 0, found.start()) + 1
-            raise ConfigError(f"{name}:{line}: the comment that begins with /* never ends; close it with */")
-        comment = found.group("comment")
-        return found.group() if comment is None else re.sub(r"[^\n]", " ", comment)
+    def blank(match: re.Match[str]) -> str:
+        if match.group("open") is not None and name:
+            line = text.count("\n", 0, match.start()) + 1
+            raise ConfigError(f"{name}:{line}: the comment that starts with /* never ends; close it with */")
+        comment = match.group("comment")
+        return match.group() if comment is None else re.sub(r"[^\n]", " ", comment)
 
     return _NOT_DATA.sub(blank, text)
-
-
-def _once(name: str) -> Any:
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = sorted({key for key, _ in pairs if [other for other, _ in pairs].count(key) > 1})
-        if twice:
-            raise ConfigError(f"{name}: the key {one_line(', '.join(twice))} stands twice; keep one of them")
-        return dict(pairs)
-
-    return mapping
-
-
-def _no_number(name: str) -> Any:
-    def refuse(word: str) -> Any:
-        raise ConfigError(f"{name}: {word} is not a value of JSON; give a number")
-
-    return refuse

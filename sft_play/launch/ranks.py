@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, as launchers say it: torchrun, accelerate, deepspeed and MPI."""
+"""Which rank of how many this process is, by the variables of torchrun, accelerate, deepspeed and MPI."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from sft_play.failures import RUN_VARIABLE
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 
+RESUMED_VARIABLE = "SFT_PLAY_RESUMED"
+"""The name of the run that our ranks resume. A flag `--run` would not do: torchrun's argparse also reads the flags of
+the ranks, and takes it for its own `--run-path`."""
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -31,7 +34,7 @@ class Ranks:
 
     @property
     def nodes(self) -> int:
-        """Machines, taking it that each has as many ranks."""
+        """Machines, assuming the same number of ranks on each."""
         return max(1, self.world_size // max(1, self.local_world_size))
 
 
@@ -41,17 +44,15 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     `RANK` and `WORLD_SIZE` without `LOCAL_RANK` say which node this is, not which rank (`exported.node_variables`).
 
     Raises:
-        ConfigError: the variables contradict each other or are no numbers.
+        ConfigError: the variables contradict each other or are not numbers.
     """
-    found = rank_variables(environment)
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **found}]
+    given = rank_variables(environment)
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in {**environment, **given}]
     if len(missing) == 1:
-        raise ConfigError(
-            f"the environment sets {_shown(environment)} but not {', '.join(missing)}; a launcher sets all"
-        )
-    if missing or not found:
+        raise ConfigError(f"the environment sets {_shown(environment)} but not {missing[0]}; a launcher sets all")
+    if missing or not given:
         return None
-    environment = {**environment, **found}
+    environment = {**environment, **given}
     rank = _number(environment, "RANK")
     world = _number(environment, "WORLD_SIZE")
     local = _number(environment, "LOCAL_RANK")
@@ -61,7 +62,8 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     nodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else None
     if nodes is not None and nodes * on_node != world:
         raise ConfigError(
-            f"this node has {on_node} of {world} ranks on {nodes} nodes: start as many on each (--nproc-per-node)"
+            f"this node has {on_node} of {world} ranks on {nodes} nodes: start the same number on each "
+            "(--nproc-per-node)"
         )
     folder = environment.get(RUN_VARIABLE)
     return Ranks(rank, local, world, on_node, Path(folder) if folder else None)
@@ -70,7 +72,9 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not text.strip().isdigit():
-        raise ConfigError(f"{name}={one_line(text)} in the environment is no number; launchers set it, or unset it")
+        raise ConfigError(
+            f"{name}={one_line(text)} in the environment is not a number; a launcher sets it, else unset it"
+        )
     return int(text)
 
 

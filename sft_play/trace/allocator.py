@@ -2,7 +2,7 @@
 
 Rules and constants follow `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.13
 (github.com/pytorch/pytorch). Each stream has pools of its own: what was freed on one is never given to another. A block
-that another stream used (`record_stream`) waits, once freed, until the host knows that the use is over. Left out,
+that another stream used (`record_stream`) waits, once freed, until the host knows that the use has ended. Left out,
 because training with default settings never meets them: `max_split_size_mb`, `roundup_power2_divisions`, garbage
 collection thresholds and graph pools. Torch-free; all sizes are bytes.
 """
@@ -20,18 +20,14 @@ SMALL_BUFFER = 2 << 20
 LARGE_BUFFER = 20 << 20
 """kLargeBuffer: a segment for large requests below MIN_LARGE_ALLOC, and the large pool's page."""
 MIN_LARGE_ALLOC = 10 << 20
-"""kMinLargeAlloc: requests from here on get a segment of their own size."""
+"""kMinLargeAlloc: requests from this size on get their own segment."""
 ROUND_LARGE = 2 << 20
 """kRoundLarge: such a segment is rounded up to a multiple of it."""
 _ADDRESS_SPACE = 1 << 48
 
 
 class SimulatedOutOfMemory(MemoryError):
-    """The simulated GPU has no room for a segment, even after its cache was given back."""
-
-
-class _NoRoom(Exception):
-    """The capacity does not hold so many bytes more; the cache may not have been given back yet."""
+    """The simulated GPU has no room for a segment, even after its cache was freed."""
 
 
 def rounded(nbytes: int) -> int:
@@ -49,7 +45,7 @@ def segment_size(size: int) -> int:
 
 
 class _Block:
-    """A stretch of one segment: in use, free, or (expandable segments) address space without memory."""
+    """A range of one segment: in use, free, or (expandable segments) address space without memory."""
 
     __slots__ = ("address", "mapped", "next", "pool", "previous", "size", "used")
 
@@ -125,7 +121,12 @@ class CachingAllocator:
         pool = self._pool(size <= SMALL_SIZE, stream)
         block = self._cached(pool, size)
         if block is None:
-            block = self._made(pool, size)
+            try:
+                block = self._new_block(pool, size)
+            except SimulatedOutOfMemory:  # free the cache and try again, as malloc_retry does
+                self.retries += 1
+                self.empty_cache()
+                block = self._new_block(pool, size)
         self._split(block, size)
         block.used = True
         self._used[key] = (block, nbytes)
@@ -134,8 +135,8 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Take the block of `key` back into the cache, at once or when other streams are done with it; keys without a
-        block are passed over."""
+        """Return the block of `key` to the cache, at once or when other streams are done with it; keys without a block
+        are ignored."""
         entry = self._used.pop(key, None)
         if entry is None:
             return
@@ -149,7 +150,7 @@ class CachingAllocator:
             self._release(block)
 
     def record_stream(self, key: object, stream: int) -> None:
-        """`Tensor.record_stream`: once freed, the block of `key` waits for this stream too; its own needs none."""
+        """`Tensor.record_stream`: once freed, the block of `key` also waits for this stream; its own needs no wait."""
         entry = self._used.get(key)
         if entry is not None and stream != entry[0].pool.stream:
             self._uses.setdefault(key, set()).add(stream)
@@ -159,7 +160,7 @@ class CachingAllocator:
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
-        """The host knows that all work up to this moment is done (None: all that was given so far).
+        """The host knows that all work up to this moment is done (None: all work submitted so far).
 
         What was freed by then and waited for another stream is free at the next request.
         """
@@ -209,13 +210,14 @@ class CachingAllocator:
         at = bisect.bisect_left(pool.free, (size,))
         if at == len(pool.free):
             return None
+        # an expandable segment is chosen by the size that the free block could grow to, as upstream does
         if self.expandable:
             while at + 1 < len(pool.free) and _could_be(pool.free[at + 1][2]) < _could_be(pool.free[at][2]):
                 at += 1
         return pool.free.pop(at)[2]
 
     def _split(self, block: _Block, size: int) -> None:
-        """Cut the rest off where it is worth keeping: 512 bytes, in the large pool more than 1 MiB."""
+        """Split off the remainder where it is worth keeping: 512 bytes, in the large pool more than 1 MiB."""
         rest = block.size - size
         if rest < MIN_BLOCK or (rest <= SMALL_SIZE and not (block.pool.is_small or self.expandable)):
             return
@@ -225,7 +227,7 @@ class CachingAllocator:
         block.pool.insert(tail)
 
     def _merged(self, block: _Block) -> _Block:
-        """`block` joined with free neighbours of the same kind; those leave their list."""
+        """`block` merged with free neighbours of the same kind; those leave their list."""
         before, after = block.previous, block.next
         if before is not None and not before.used and before.mapped == block.mapped:
             block.pool.remove(before)
@@ -239,18 +241,6 @@ class CachingAllocator:
                 block.next.previous = block
         return block
 
-    def _made(self, pool: _Pool, size: int) -> _Block:
-        """A block from the driver; where there is no room, the cache is given back and it is tried once more."""
-        try:
-            return self._new_block(pool, size)
-        except _NoRoom:
-            self.retries += 1
-            self.empty_cache()
-        try:
-            return self._new_block(pool, size)
-        except _NoRoom as why:
-            raise SimulatedOutOfMemory(str(why)) from None
-
     def _new_block(self, pool: _Pool, size: int) -> _Block:
         if self.expandable:
             return self._expanded(pool, size)
@@ -262,7 +252,7 @@ class CachingAllocator:
 
     def _reserve(self, nbytes: int) -> None:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            raise _NoRoom(
+            raise SimulatedOutOfMemory(
                 f"{self.reserved} bytes are reserved ({self.allocated} in use); {nbytes} more do not fit into "
                 f"{self.capacity}"
             )
@@ -299,7 +289,7 @@ class CachingAllocator:
         return space
 
     def _map(self, block: _Block, size: int) -> _Block:
-        """Memory behind the first `size` bytes of an unmapped block, in whole pages; returns the free block there."""
+        """Memory for the first `size` bytes of an unmapped block, in whole pages; returns the free block there."""
         pool = block.pool
         size = min(block.size, -(-size // pool.page) * pool.page)
         self._reserve(size)
@@ -315,9 +305,9 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: _Block) -> None:
-        """Give the whole pages inside a free block back; the ends that share a page stay."""
+        """Return the whole pages inside a free block; the ends that share a page stay."""
         pool = block.pool
-        origin = _segment_start(block)
+        origin = block.address // _ADDRESS_SPACE * _ADDRESS_SPACE  # the segment's start
         start = origin + -(-(block.address - origin) // pool.page) * pool.page
         stop = origin + (block.address + block.size - origin) // pool.page * pool.page
         if stop <= start:
@@ -345,7 +335,3 @@ def _could_be(block: _Block) -> int:
     """The size that a free block of an expandable segment can reach."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
-
-
-def _segment_start(block: _Block) -> int:
-    return block.address // _ADDRESS_SPACE * _ADDRESS_SPACE

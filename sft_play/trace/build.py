@@ -1,4 +1,4 @@
-"""The model of a step, from its config alone: the real class, quantised by twins, with real adapters."""
+"""The model of a step, from its config only: the real class, quantised by fakes, with real adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.trace import kernels, older, twins
+from sft_play.trace import fakes, kernels, older
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -26,7 +26,22 @@ def skeleton(settings: StepSettings) -> Any:
     Raises:
         TraceUnavailable: the config names no causal language model that the libraries know.
     """
-    model = _on_meta(settings)
+    from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config, attention = config_of(settings), str(settings.attention)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+    _require_attention(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], attention)
+    if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
+        attention = kernels.FLASH
+        AttentionInterface.register(attention, flash_attention_forward)
+        masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, settings.weights), attn_implementation=attention
+        )
     if settings.experts == "loop":
         older.loop_over_experts(model)
     if settings.mode == "qlora":
@@ -38,18 +53,20 @@ def skeleton(settings: StepSettings) -> Any:
 
 
 def furnish(model: Any, settings: StepSettings) -> Any:
-    """The skeleton as the trainer would step it: loaded, adapted, checkpointed, in training mode.
+    """The skeleton as the trainer would step it: loaded, with adapters and checkpointing, in training mode.
 
     Storages are uninitialised and in module order, the base model's first; tied ones stay tied.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    _materialise(model, made, adapters=False)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    _materialise(model, replaced, adapters=False)
     if settings.fp32_rest:
         _upcast_rest(model)
-    if settings.fp32_norms:
-        _upcast_norms(model)
+    if settings.fp32_norms:  # by class and name, as TRL's `peft_module_casting_to_bf16` did
+        norms = [one for name, one in model.named_modules() if isinstance(one, nn.LayerNorm) or "norm" in name]
+        for parameter in (one for norm in norms for one in norm.parameters(recurse=False) if not one.is_meta):
+            parameter.data = parameter.data.to(torch.float32)
     if _is_lora(settings):
-        _materialise(model, made, adapters=True)
+        _materialise(model, replaced, adapters=True)
     elif settings.peft is not None:
         model = _with_adapters(model, settings)
     _prepare_step(model, settings)
@@ -77,34 +94,16 @@ def config_of(settings: StepSettings) -> Any:
     plain = json.loads(json.dumps(dict(settings.model)))
     kind = plain.get("model_type")
     if kind not in CONFIG_MAPPING:
-        raise TraceUnavailable(f"this version of transformers knows no model type {kind!r}")
+        raise TraceUnavailable(f"this version of transformers does not know model type {kind!r}")
     plain.pop("quantization_config", None)
     config = CONFIG_MAPPING[kind].from_dict(plain).get_text_config()
+    # a cache would keep the keys and values of every layer
     config.use_cache = False
     return config
 
 
-def _on_meta(settings: StepSettings) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = config_of(settings)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
-    _require_attention(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], settings.attention)
-    if settings.attention == "flash_attention_2":
-        _register_flash()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=getattr(torch, settings.weights),
-            attn_implementation=kernels.FLASH if settings.attention == "flash_attention_2" else settings.attention,
-        )
-    return model
-
-
 def _require_attention(model_class: Any, attention: str) -> None:
-    """Raises TraceUnavailable for attention code that the class does not have: no run of it starts either."""
+    """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
     instead = "take eager or auto, as a run must"
     if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", False):
         raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {instead}")
@@ -114,17 +113,8 @@ def _require_attention(model_class: Any, attention: str) -> None:
             raise TraceUnavailable(f"{model_class.__name__} has no flash_attention_2: {instead}")
 
 
-def _register_flash() -> None:
-    """transformers' own way to flash attention and its masks, under a name that asks for no package."""
-    from transformers import AttentionInterface, masking_utils
-    from transformers.integrations.flash_attention import flash_attention_forward
-
-    AttentionInterface.register(kernels.FLASH, flash_attention_forward)
-    masking_utils.AttentionMaskInterface.register(kernels.FLASH, masking_utils.flash_attention_mask)
-
-
 def _quantise(model: Any, settings: StepSettings) -> None:
-    """NF4 twins where transformers would put bitsandbytes' layers, chosen by its own functions."""
+    """NF4 fakes where transformers would put bitsandbytes' layers, chosen by its own functions."""
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -140,45 +130,37 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):
-            model.set_submodule(name, twins.nf4_twin(layer, settings))
+            model.set_submodule(name, fakes.fake_nf4(layer, settings))
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
 
 
-def _materialise(model: nn.Module, made: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
-    """Storages for what is on the meta device: one per tensor, in module order, ties kept (`made`: by old tensor).
+def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
+    """Storages for what is on the meta device: one per tensor, in module order, ties kept (`replaced`: by old tensor).
 
     The base model's, or those that PEFT added; a PEFT layer's own tensors are the ones outside its `base_layer`.
     """
     for path, module in model.named_modules():
-        if _is_adapter(path) != adapters:
+        is_adapter = any(part.startswith("lora_") or part == "modules_to_save" for part in path.split("."))
+        if is_adapter != adapters:
             continue
         for name, old in list(module._parameters.items()):
-            if old is not None:
-                module._parameters[name] = made[old] if old in made else _storage_of(old, made)
+            if old is None:
+                continue
+            if old not in replaced:
+                new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
+                new.__dict__.update({key: old.__dict__[key] for key in fakes.PARAMETER_FIELDS if key in old.__dict__})
+                replaced[old] = new
+            module._parameters[name] = replaced[old]
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _is_adapter(path: str) -> bool:
-    """True for modules that PEFT added, by the names that its LoRA layers and saved modules have."""
-    return any(part.startswith("lora_") or part == "modules_to_save" for part in path.split("."))
-
-
-def _storage_of(old: nn.Parameter, made: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
-    new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
-    for field in twins.PARAMETER_FIELDS:
-        if field in old.__dict__:
-            setattr(new, field, old.__dict__[field])
-    made[old] = new
-    return new
-
-
 def _upcast_rest(model: Any) -> None:
-    """The casts of PEFT's `prepare_model_for_kbit_training`: every unquantised half parameter in fp32, all frozen.
+    """The casts of PEFT's `prepare_model_for_kbit_training`: every unquantised half parameter to fp32, all frozen.
 
-    Not called itself: it tells packed weights by their class, which twins do not have.
+    Not called itself: it recognises packed weights by their class, which fakes do not have.
     """
     for parameter in model.parameters():
         if parameter.is_meta:
@@ -186,14 +168,6 @@ def _upcast_rest(model: Any) -> None:
         parameter.requires_grad = False
         if parameter.dtype in (torch.float16, torch.bfloat16) and not hasattr(parameter, "quant_type"):
             parameter.data = parameter.data.to(torch.float32)
-
-
-def _upcast_norms(model: Any) -> None:
-    """Norms in fp32, told by class and name as TRL's `peft_module_casting_to_bf16` did."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) or "norm" in name:
-            for parameter in (one for one in module.parameters(recurse=False) if not one.is_meta):
-                parameter.data = parameter.data.to(torch.float32)
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -213,7 +187,7 @@ def peft_config_of(plain: Mapping[str, Any]) -> Any:
         kind, given["use_dora"] = "LORA", True
     kinds = {str(getattr(key, "value", key)): value for key, value in mapping.items()}
     if kind not in kinds:
-        raise TraceUnavailable(f"this version of PEFT knows no method {kind}")
+        raise TraceUnavailable(f"this version of PEFT does not know method {kind}")
     names = set(inspect.signature(kinds[kind].__init__).parameters)
     options = {key: value for key, value in given.items() if key in names and key not in _NOT_SETTINGS}
     if "task_type" in names and "task_type" not in given:
@@ -238,7 +212,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
 
 
 def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The type that trained tensors are cast to after PEFT made them; None: as PEFT made them.
+    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged.
 
     TRL 1.16 (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts
     them to fp32 where the run computes in another type.
@@ -266,7 +240,8 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:
-    """Gradient checkpointing on, in the words of the installed transformers; of the first layers only, if so wanted."""
+    """Gradient checkpointing on, with the keywords of the installed transformers; of the first layers only, if
+    asked."""
     word = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
     options = {f"{word}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
     getattr(base, f"{word}_checkpointing_enable")(**options)
@@ -281,7 +256,7 @@ def _checkpoint(base: Any, settings: StepSettings) -> None:
 def decoder_layers(base: Any) -> list[Any]:
     """The repeated layers of a transformers model: the longest module list of one class."""
     lists = [list(module) for module in base.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    blocks = [found for found in lists if hasattr(found[0], "gradient_checkpointing")] or lists
+    blocks = [blocks for blocks in lists if hasattr(blocks[0], "gradient_checkpointing")] or lists
     if not blocks:
         raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
     return max(blocks, key=len)

@@ -1,4 +1,4 @@
-"""From a plan's candidate to the step that is traced, and back: the plan's second opinion."""
+"""From a plan's candidate to the step that is traced, and back: a second prediction for the plan."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
-from sft_play.plan.candidates import Candidate
-from sft_play.plan.gradients import adapter_dtype, gradients_of
-from sft_play.plan.moments import is_padded
-from sft_play.plan.plan import Traced
-from sft_play.plan.precision import Precision
-from sft_play.plan.structure import repeats_kv
+from sft_play.planner.candidates import Candidate
+from sft_play.planner.gradients import adapter_dtype, gradients_of
+from sft_play.planner.memory.step_memory import is_padded
+from sft_play.planner.memory.structure import repeats_kv
+from sft_play.planner.plan import Traced
+from sft_play.planner.precision import Precision
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ OPTIMIZERS = {
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> Traced:
-    """What a trace of the candidate's step finds; `unavailable` says why there is none."""
+    """What a trace of the candidate's step measures; `unavailable` says why there is none."""
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:
-        return Traced(unavailable="a trace follows a GPU's rules, and this run is on the CPU")
+        return Traced(unavailable="a trace simulates a GPU, and this run is on the CPU")
     if candidate.layout.name not in STRATEGIES:
         return Traced(unavailable=f"the trace runs one GPU, DDP and FSDP2; {candidate.layout.name} rests on formulas")
     if candidate.step.offloads:
@@ -45,11 +45,11 @@ def trace_candidate(
     from sft_play.trace.step import cached_trace
 
     try:
-        found = cached_trace(settings_of(config, model, shape, precision, candidate))
+        peak = cached_trace(settings_of(config, model, shape, precision, candidate))
     except TraceUnavailable as error:
         return Traced(unavailable=str(error))
-    logger.debug("traced in %.1f s", found.seconds)
-    return Traced(found.allocated, found.reserved_either)
+    logger.debug("traced in %.1f s", peak.seconds)
+    return Traced(peak.allocated, peak.reserved_either)
 
 
 def settings_of(
@@ -66,7 +66,7 @@ def settings_of(
         peft=None if mode == "full" else _adapter(config, shape),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
-        grad_accum=min(step.grad_accum, 2),  # a third pass meets what the second met
+        grad_accum=min(step.grad_accum, 2),  # a third pass meets the same as the second
         weights=precision.load,
         autocast=precision.compute if half else None,
         adapters=adapters,
@@ -93,7 +93,7 @@ def settings_of(
 
 
 def _mask(config: RunConfig, *, padded: bool) -> Literal["ones", "padded", "packed"]:
-    """How the collator tells rows apart; text in full blocks is never packed."""
+    """How the collator separates rows; text in full blocks is never packed."""
     if config.data.packing != "none" and config.task_mode != "cpt":
         return "packed"
     return "padded" if padded else "ones"

@@ -1,4 +1,4 @@
-"""What CUDA does where a CPU does something else: which attention kernel runs, and what kernels take inside.
+"""What CUDA does differently from a CPU: which attention kernel runs, and what kernels allocate inside.
 
 Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is named.
 """
@@ -11,23 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sft_play.planner.memory.block import up
+from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE
 from sft_play.trace.settings import StepSettings
 
 aten = torch.ops.aten
-
-
-def cublas_workspace(capability: tuple[int, int]) -> int:
-    """Bytes of a thread's cuBLAS workspace, from the caching allocator; cuBLASLt shares it.
-
-    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on compute capability 9, 10 and 12, else
-    `:4096:2:16:8` in KiB.
-    """
-    return 32 << 20 if capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
-
-
-def up(number: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-number // multiple) * multiple
 
 
 # --- buffers inside kernels -------------------------------------------------------------------------------------------
@@ -57,7 +45,7 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same for rows one after the other: 128 more places a row (flash_api.cpp, mha_varlen_bwd).
+    """The same for rows one after the other: 128 more positions per row (flash_api.cpp, mha_varlen_bwd).
 
     Layout of the arguments: all tokens, heads, head size; the seventh holds the rows' borders.
     """
@@ -111,7 +99,7 @@ class CudaAttention:
     """
 
     def __init__(self, settings: StepSettings) -> None:
-        self._has_flash = settings.device.capability >= (8, 0)
+        self._has_flash = settings.device.capability >= FLASH_SINCE
         self._expands = settings.expand_kv
 
     def __call__(
@@ -134,18 +122,22 @@ class CudaAttention:
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
         is_half = query.dtype in (torch.float16, torch.bfloat16)
         same = query.shape[-1] == value.shape[-1]
-        if self._has_flash and attn_mask is None and is_half and same and query.shape[-1] <= 256:
+        if self._has_flash and attn_mask is None and is_half and same and query.shape[-1] <= FLASH_HEAD:
             return flash(query, key, value, dropout_p, is_causal, scale)
         if enable_gqa and key.shape[1] != query.shape[1]:
             return _composite(query, key, value, attn_mask, is_causal, scale)
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
+def _padded(*tensors: Any) -> Any:
+    """The tensors with head sizes padded to a multiple of 8."""
+    rest = -tensors[0].shape[-1] % 8
+    return [F.pad(tensor, (0, rest)) for tensor in tensors] if rest else tensors
+
+
 def flash(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
     """The flash kernel; head sizes are padded to a multiple of 8 first."""
-    size = query.shape[-1]
-    if size % 8:
-        query, key, value = (F.pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
+    size, (query, key, value) = query.shape[-1], _padded(query, key, value)
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
 
 
@@ -191,7 +183,7 @@ def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, sca
 FLASH = "sft_play_flash_attention_2"
 """The name under which transformers' own flash attention is registered, with the functions below as its package.
 
-"flash" is part of it, since model classes ask for that; `flash_attention_2` itself wants the package installed."""
+"flash" is part of it, because model classes check for that; `flash_attention_2` itself requires the package."""
 
 
 def flash_attn_func(
@@ -230,9 +222,7 @@ def flash_attn_varlen_func(
     PyTorch's operator is built from the same kernel, and holds what flash-attn holds: q, k, v, the output, an fp32
     logsumexp a head and token, the borders. Head sizes are padded to a multiple of 8 first (flash_attn_interface.py).
     """
-    size = q.shape[-1]
-    if size % 8:
-        q, k, v = (F.pad(tensor, (0, 8 - size % 8)) for tensor in (q, k, v))
+    size, (q, k, v) = q.shape[-1], _padded(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import refuse_remote_code
-from sft_play.facts.config_fields import refuse_absurd_sizes, refuse_what_is_none
+from sft_play.facts.config_fields import refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
 
@@ -30,22 +30,22 @@ _KINDS: dict[str, AttentionKind] = {
     "local": "sliding",
     "chunked_attention": "chunked",
 }
-"""transformers' `layer_types`; others that are no attention (mamba, conv) or a linear one have no softmax attention."""
+"""transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
+attention."""
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
-"""What the MLP's last linear layer is called."""
+"""Names of the MLP's last linear layer."""
 
 
 def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of the language model that a config.json means, measured on its class without weights.
+    """The shapes of the language model that a config.json describes, measured on its class without weights.
 
-    Takes seconds and imports torch and transformers. With `trust_remote_code` only code that `name`, a folder,
-    brings along is run.
+    Takes seconds and imports torch and transformers. With `trust_remote_code` only code in the folder `name` is run.
 
     Raises:
         ModelError: transformers has no causal language model of this type, or its class refuses the config.
     """
-    refuse_what_is_none(config, name=name)
+    refuse_other_models(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
     hf_config = _hf_config(config, name, trust_remote_code)
@@ -81,14 +81,14 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
 
 
 def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
-    """The shapes of a causal language model (on any device) by looking at its modules.
+    """The shapes of a causal language model (on any device), from its modules.
 
     Raises:
-        ModelError: it has no embedding or no repeated blocks, so it is no decoder that can be described.
+        ModelError: it has no token embedding or no repeated blocks.
     """
-    embedding, head = _embedding(model), _head(model)
+    embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
     path, blocks = _blocks(model)
-    if embedding is None or blocks is None:
+    if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or blocks is None:
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
@@ -96,11 +96,15 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
     measured = [_measure_block(block, kind) for block, kind in zip(blocks, types, strict=True)]
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
-    outer = _outer_linears(model, path, head)
     heads = _number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _number(hf_config, "hidden_size") or width
-    positions = _position_rows(model, hidden)
+    positions = sum(  # rows of a learned position embedding
+        module.weight.shape[0]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.weight.shape[1] == hidden
+        and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+    )  # fmt: skip
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
@@ -121,30 +125,30 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         gated_mlp=bool(common.num_experts) or any("gate" in linear.name for linear in common.linears),
         activation=_activation(hf_config),
         head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=_norms(blocks[measured.index(common)], hidden),
+        norms_per_layer=sum(
+            any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
+            for part in blocks[measured.index(common)].children()
+            if _is_norm(part)
+        ),
         embedding_width=0 if width == hidden else width,
-        learned_positions=positions > 0,
         position_rows=positions,
-        outer_linears=outer,
+        outer_linears=tuple(
+            _linear(place.rpartition(".")[2], module)
+            for place, module in model.named_modules()
+            if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
+        ),
         note=f"the shapes of {type(model).__name__} were measured on its class: parameters are exact, activations "
         "are estimated as those of a plain decoder",
     )
     return replace(shape, outer_params=_count(model) - shape.params)
 
 
-def _embedding(model: nn.Module) -> Any:
-    getter = getattr(model, "get_input_embeddings", None)
-    found = getter() if getter is not None else None
-    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
-
-
-def _head(model: nn.Module) -> Any:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if getter is not None else None
+def _answer(model: nn.Module, getter: str) -> Any:
+    return getattr(model, getter)() if hasattr(model, getter) else None
 
 
 def _blocks(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
-    """The list of blocks and its path: of the outermost lists of modules the one with the most parameters."""
+    """The list of blocks and its path: among the outermost lists of modules the one with the most parameters."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
         path: module
@@ -176,23 +180,23 @@ def _window(hf_config: Any, types: list[AttentionKind]) -> int | None:
     if not {"sliding", "chunked"} & set(types):
         return None
     names = ("sliding_window", "attention_chunk_size", "window_size")
-    return next((found for found in (_number(hf_config, name) for name in names) if found), None)
+    return next((value for value in (_number(hf_config, name) for name in names) if value), None)
 
 
 def _activation(hf_config: Any) -> str:
     names = ("hidden_activation", "activation_function", "activation", "hidden_act")
-    return next((str(found) for found in (_field(hf_config, name) for name in names) if found), "gelu")
+    return next((str(value) for value in (_field(hf_config, name) for name in names) if value), "gelu")
 
 
 def _field(hf_config: Any, name: str) -> Any:
     try:
         return getattr(hf_config, name, None)
-    except Exception:  # a field that differs by layer refuses to be read as one: take what the file says
+    except Exception:  # a field that differs by layer cannot be read as one: take what the file says
         return hf_config.to_dict().get(name)
 
 
 def _number(hf_config: Any, name: str) -> int | None:
-    """A size of the config; the first where it differs by layer."""
+    """A size from the config; the first one where it differs by layer."""
     value = _field(hf_config, name)
     value = value[0] if isinstance(value, list | tuple) and value else value
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
@@ -209,10 +213,15 @@ def _linear(path: str, module: nn.Module) -> Linear:
 
 
 def _measure_block(block: nn.Module, attention: AttentionKind) -> LayerKind:
-    """One block as a kind of its own (count 0, so that equal blocks compare equal)."""
+    """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
     linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
-    experts = [tensor for path, tensor in block.named_parameters() if _is_expert(path, tensor)]
+    # one tensor per projection holds all experts of a block, and one per bias
+    experts = [
+        tensor
+        for path, tensor in block.named_parameters()
+        if "experts." in path and "shared" not in path and (tensor.dim() == 3 or path.endswith("_bias"))
+    ]
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
@@ -229,13 +238,8 @@ def _measure_block(block: nn.Module, attention: AttentionKind) -> LayerKind:
     return replace(kind, other_params=_count(block) - kind.params)
 
 
-def _is_expert(path: str, tensor: torch.Tensor) -> bool:
-    """Whether a parameter holds all experts of a block: one tensor per projection, and one per bias."""
-    return "experts." in path and "shared" not in path and (tensor.dim() == 3 or path.endswith("_bias"))
-
-
 def _expert_width(block: nn.Module) -> int:
-    """Inner width of one expert: the down projection's side that is not the hidden width twice over."""
+    """Inner width of one expert: the side of the down projection that is not the hidden width."""
     tensors = {path.rpartition(".")[2]: tensor for path, tensor in block.named_parameters() if tensor.dim() == 3}
     if not {"gate_up_proj", "down_proj"} <= set(tensors):
         return 0
@@ -248,34 +252,8 @@ def _is_router(path: str, module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm itself, not a list or block of them."""
+    """Whether it is a norm itself, not a list or block of norms."""
     return "norm" in type(module).__name__.lower() and bool(list(module.parameters(recurse=False)))
-
-
-def _norms(block: nn.Module, hidden: int) -> int:
-    """Norms over the hidden width in one block."""
-    own = [module for path, module in block.named_modules() if _is_norm(module) and "." not in path]
-    return sum(any(tensor.numel() == hidden for tensor in module.parameters(recurse=False)) for module in own)
-
-
-def _position_rows(model: nn.Module, hidden: int) -> int:
-    """Rows of a learned position embedding."""
-    found = [
-        module.weight.shape[0]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.weight.shape[1] == hidden
-        and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
-    ]  # fmt: skip
-    return sum(found)
-
-
-def _outer_linears(model: nn.Module, blocks: str, head: nn.Module | None) -> tuple[Linear, ...]:
-    """Linear layers outside the blocks, the output head left out."""
-    return tuple(
-        _linear(path.rpartition(".")[2], module)
-        for path, module in model.named_modules()
-        if _is_linear(module) and module is not head and not path.startswith(f"{blocks}.")
-    )
 
 
 def _count(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""What older transformers did otherwise than the installed one, where published runs are described with it."""
+"""What older transformers did differently from the installed one, for describing published runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 class ExpertLoop(nn.Module):
     """Experts as transformers before 5.0 ran them: a list of MLPs with linear layers of their own, one after another.
 
-    Quantisation sees those layers, as it did then; the stacked weights of today's classes it passes by. Routing is
-    even: every expert gets the same share of tokens, rounded up.
+    Quantisation sees those layers, as it did then; it skips the stacked weights of today's classes. Routing is even:
+    every expert gets the same share of tokens, rounded up.
     """
 
     def __init__(self, stacked: Any) -> None:

@@ -1,4 +1,4 @@
-"""Several GPUs seen from one of them: DDP's gradient buckets, and both real FSDPs in a group that is not there."""
+"""Several GPUs seen from one of them: DDP's gradient buckets, and both real FSDPs in a group of one real rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.trace import build, twins
+from sft_play.trace import build, fakes
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
@@ -21,7 +21,7 @@ BROADCAST_BUCKET = 250 << 20
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 class Buckets:
-    """DDP's second copy of all gradients: one flat bucket per dtype, cut anew after the first backward pass.
+    """DDP's second copy of all gradients: one flat bucket per dtype, cut again after the first backward pass.
 
     The reducer is C++ and reads tensors' data, so its buckets are made here, by PyTorch's own assignment. With
     `gradient_as_bucket_view` the gradients live in them and nothing is added.
@@ -33,6 +33,7 @@ class Buckets:
         log.passing((min(BROADCAST_BUCKET, sum(_nbytes(one) for one in model.parameters())),))
         self._buckets: list[tuple[int, int]] = []
         self._rebuilt = False
+        # the order of gradients is unknown before the first backward pass: one bucket per dtype, without a limit
         if not settings.gradient_as_bucket_view:
             self._make([1 << 62])
 
@@ -70,7 +71,7 @@ def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(tensor.numel()) * int(tensor.element_size())
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
@@ -100,12 +101,12 @@ def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
     """The model in the units that accelerate's `fsdp2_prepare_model` makes of it, by that function itself.
 
     Under mixed precision it keeps what is trained in fp32. 4-bit weights packed as uint8 stay whole on every rank, and
-    nothing is upcast beside them, as that function does for a Params4bit (which a twin is not).
+    nothing is upcast beside them, as that function does for a Params4bit (which a fake is not).
     """
     from accelerate.utils import fsdp_utils
 
     is_4bit = settings.mode == "qlora"
-    whole = [one for one in model.modules() if isinstance(one, twins.nf4_class())] if is_4bit else []
+    whole = [one for one in model.modules() if isinstance(one, fakes.nf4_class())] if is_4bit else []
     if settings.quant_storage != "uint8":
         whole = []
     accelerator = SimpleNamespace(
@@ -121,7 +122,8 @@ def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
 
 # --- FSDP1 ------------------------------------------------------------------------------------------------------------
 def flat_sharded(model: Any, settings: StepSettings) -> Any:
-    """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters alone, and the rest.
+    """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters separately, and the
+    rest.
 
     BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original parameters.
     """
@@ -146,8 +148,12 @@ def flat_sharded(model: Any, settings: StepSettings) -> Any:
         use_orig_params=True,
         limit_all_gathers=True,
     )
-    if low is not None:
-        _keep_in_fp32(wrapped)
+    if low is not None:  # accelerate's upcast of trained flat parameters (`Accelerator.prepare_model`)
+        for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
+            flat = getattr(unit, "_flat_param", None)
+            if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
+                flat.data = flat.data.to(torch.float32)
+                unit._handle._orig_param_dtype = torch.float32
     if settings.checkpointing and settings.checkpoints_wrappers:
         limit = settings.checkpointed_layers
         for layer in build.decoder_layers(wrapped)[:limit]:
@@ -158,9 +164,10 @@ def flat_sharded(model: Any, settings: StepSettings) -> Any:
 def _is_flat_unit(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
 ) -> bool:
-    """FSDP's wrap policy: go down everywhere; a decoder layer, or a trained leaf with a weight, is a unit.
+    """FSDP's wrap policy: descend everywhere; a decoder layer, or a trained leaf with a weight, is a unit.
 
-    PEFT's `fsdp_auto_wrap_policy` (peft/utils/other.py) adds the leaves, since a flat parameter is trained as a whole.
+    PEFT's `fsdp_auto_wrap_policy` (peft/utils/other.py) adds the leaves, because a flat parameter is trained as a
+    whole.
     """
     if recurse:
         return True
@@ -168,15 +175,6 @@ def _is_flat_unit(
     is_leaf = not any(True for _ in module.children())
     is_adapter = has_adapters and is_leaf and weight is not None and weight.requires_grad
     return isinstance(module, layer_class) or is_adapter
-
-
-def _keep_in_fp32(wrapped: Any) -> None:
-    """accelerate's upcast of trained flat parameters under mixed precision (`Accelerator.prepare_model`)."""
-    for unit in type(wrapped).fsdp_modules(wrapped):
-        flat = getattr(unit, "_flat_param", None)
-        if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
-            flat.data = flat.data.to(torch.float32)
-            unit._handle._orig_param_dtype = torch.float32
 
 
 def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
@@ -198,19 +196,22 @@ def shards(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def largest_unit(model: Any, settings: StepSettings) -> int:
-    """Bytes of the largest unit before it is cut: each passes through the GPU whole once (`fully_shard`)."""
+    """Bytes of the largest unit before it is sharded: each passes through the GPU in full once (`fully_shard`)."""
     base = build.base_of(model)
     units = [*build.decoder_layers(base), base.get_input_embeddings(), base.get_output_embeddings()]
     upcasts = settings.mixed_precision is not None and settings.mode != "qlora"
     return max(
-        sum(one.numel() * (4 if upcasts and one.requires_grad else one.element_size()) for one in unit.parameters())
+        sum(
+            int(one.numel()) * (4 if upcasts and one.requires_grad else int(one.element_size()))
+            for one in unit.parameters()
+        )
         for unit in units
         if unit is not None
     )
 
 
 def _plugin(model: Any, settings: StepSettings, whole: list[Any]) -> Any:
-    """What `fsdp2_prepare_model` reads of its plugin: units are the model's own undividable layers."""
+    """What `fsdp2_prepare_model` reads of its plugin: units are the model's own no-split layers."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 

@@ -9,12 +9,12 @@ from typing import Literal
 from sft_play.trace.allocator import CachingAllocator
 
 BIRTH, DEATH, MARK, EMPTY_CACHE, USED, WAIT = 0, 1, 2, 3, 4, 5
-"""Kinds of events: a storage is born (key, bytes, stream) or dies (key), a phase begins (name, step), the cache is
-emptied, another stream uses a storage (key, stream), the host waits until the work that was given by then is done (an
+"""Kinds of events: a storage is allocated (key, bytes, stream) or freed (key), a phase starts (name, step), the cache
+is emptied, another stream uses a storage (key, stream), the host waits until the work submitted by then is done (an
 event's index, or -1: all work)."""
 
 Event = tuple[int, object, int, int]
-"""(kind, key or phase's name, bytes or step or an event's index, stream); 0 is the stream of the model's own work."""
+"""(kind, key or phase's name, bytes or step or an event's index, stream); 0 is the model's own stream."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ def replay(
     peaks, phase, counts = Peaks(), "build", count_from == "start"
     malloc, free = allocator.malloc, allocator.free
     events = list(events)
+    # moments that a later WAIT refers to by the event's index
     awaited = {number for kind, _, number, _ in events if kind == WAIT}
     moments: dict[int, int | None] = {-1: None}
     for index, (kind, key, number, stream) in enumerate(events):
@@ -70,7 +71,7 @@ def replay(
 
 
 def _close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -> None:
-    """End a phase: its highest bytes enter the table, and the counters where they run."""
+    """End a phase: its highest bytes enter the table, and the counters where they are on."""
     old = peaks.phases.get(phase, (0, 0))
     peaks.phases[phase] = (max(old[0], allocator.peak_allocated), max(old[1], allocator.peak_reserved))
     peaks.after.setdefault(phase, allocator.allocated)

@@ -1,4 +1,4 @@
-"""What a trace runs: a frozen description of one training step, whoever wrote the script it stands for.
+"""What a trace runs: a frozen description of one training step, whoever wrote the script that it describes.
 
 Torch-free, hashable by its JSON, and the key of the cache. Dtypes are torch's names (`bfloat16`).
 """
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-DtypeName = Literal["bfloat16", "float16", "float32"]
+from sft_play.planner.precision import DtypeName
 
 
 class TraceUnavailable(Exception):
-    """These settings cannot be traced with these libraries; the text says why. A plan then goes without."""
+    """These settings cannot be traced with these libraries; the text says why. The plan then does without a trace."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepSettings:
     micro_batch: int = 1
     seq_len: int = 2048
     lengths: tuple[int, ...] = ()
-    """Tokens of a row in each micro-batch in turn, from the first again after the last; empty: always `seq_len`."""
+    """Tokens of a row in each micro-batch in turn, repeating; empty: always `seq_len`."""
     grad_accum: int = 1
     optimizer_steps: int = 2
     # --- dtypes -----------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class StepSettings:
     autocast: DtypeName | None = "bfloat16"
     """None: the script runs without autocast."""
     adapters: DtypeName | None = None
-    """None: what PEFT and TRL make of the mode (fp32 on unquantised bases, bf16 on NF4)."""
+    """None: what PEFT and TRL do in the mode (fp32 on unquantised bases, bf16 on NF4)."""
     fp32_rest: bool = False
     """`prepare_model_for_kbit_training`: norms, embedding and head in fp32."""
     fp32_norms: bool = False
@@ -60,15 +60,15 @@ class StepSettings:
     # --- the step ---------------------------------------------------------------------------------------------------
     checkpointing: bool = True
     checkpointed_layers: int | None = None
-    """None: all of them; a number: the first so many layers, the rest keep their activations."""
+    """None: all of them; a number: the first this many layers, the rest keep their activations."""
     reentrant: bool = False
     loss: Literal[
         "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
     ] = "chunked"  # fmt: skip
     """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_float: the same where fp32
-    logits replace the half ones before the loss; logits_shifted: transformers
-    before 4.50, which copied the shifted fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the
-    half logits by fp32 ones; logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
+    logits replace the half ones before the loss; logits_shifted: transformers before 4.50, which copied the shifted
+    fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the half logits by fp32 ones;
+    logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     mask: Literal["none", "ones", "padded", "packed"] = "ones"
@@ -77,15 +77,15 @@ class StepSettings:
     """The script repeats K and V to all heads before attention."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
-    attention does not run (train/repeated_keys.py)."""
+    attention does not run (training/repeated_keys.py)."""
     optimizer: str = "adamw_fused"
     """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
 
-    lora_fa: AdamW (foreach) with every LoRA A frozen once the optimizer is made.
+    lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
     """
     clip: bool = True
     experts: Literal["stacked", "loop"] = "stacked"
-    """stacked: as the installed class has them; loop: linear layers of their own, as before transformers 5.0."""
+    """stacked: as the installed class has them; loop: separate linear layers, as before transformers 5.0."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs (its logits) through backward and step."""
     holds_until_next: bool = False
@@ -94,28 +94,28 @@ class StepSettings:
     empty_cache_every_step: bool = False
     """The loop calls `torch.cuda.empty_cache` after each optimizer step."""
     sync_each_batch: bool = False
-    """Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else whole ones are kept
+    """Sharded gradients are reduced after every micro-batch (accelerate's `sync_each_batch`); else full ones are kept
     until the last."""
     zero_grad_late: bool = False
-    """The loop clears the gradients when the next step begins, not when a step ends."""
+    """The loop clears the gradients when the next step starts, not when a step ends."""
     peak_from: Literal["loaded", "start", "second_step"] = "loaded"
     """When the script resets its counters: after loading, never, or after a first step."""
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
     eval_mask: Literal["none", "ones", "padded", "packed"] | None = None
-    """The evaluation's mask where it is not the training's."""
+    """The evaluation's mask, where it differs from the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
     """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
-    DeepSpeed, which no trace runs and the closed form knows."""
+    DeepSpeed, which is never traced and which the closed form covers."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
     gathers_in: DtypeName | None = None
     """FSDP2's param_dtype, where it is not `mixed_precision`."""
     reduces_in: DtypeName | None = None
-    """FSDP2's reduce_dtype, where gradients do not travel as they are made."""
+    """FSDP2's reduce_dtype, where gradients are not sent as computed."""
     checkpoints_wrappers: bool = False
     """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper inside, as transformers did before its
     layers checkpointed themselves; a recomputed layer then gathers its weights once more."""
@@ -130,7 +130,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class TracedPeak:
-    """What a trace found: highest bytes of one rank, in tensors' blocks and in the allocator's segments."""
+    """What a trace measured: highest bytes of one rank, in tensors' blocks and in the allocator's segments."""
 
     allocated: int
     reserved: int
@@ -141,8 +141,8 @@ class TracedPeak:
     params: int
     trained_params: int
     reserved_either: int = 0
-    """The larger reserved peak of the allocator's two ways, segments of fixed size and expandable ones; `reserved` is
-    that of the device's own."""
+    """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments; `reserved` is that of
+    the device's own."""
     notes: tuple[str, ...] = ()
     """What the trace cannot see of this step (expert routing, kernels' own buffers)."""
     seconds: float = 0.0

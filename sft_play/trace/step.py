@@ -1,7 +1,7 @@
-"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its highest.
+"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak.
 
-`trace_step` builds the model from its config, runs optimizer steps under FakeTensorMode, and replays every storage's
-birth and death through the simulated allocator.
+`trace_step` builds the model from its config, runs optimizer steps under FakeTensorMode, and replays the allocation and
+freeing of every storage through the simulated allocator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.cache import cache_dir
-from sft_play.trace import build, kernels, shims, twins
+from sft_play.planner.memory.step_memory import cublas_workspace
+from sft_play.trace import build, fakes, kernels, patches
 from sft_play.trace.replay import replay
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -34,7 +35,7 @@ from sft_play.trace.storages import StorageLog
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 9
-"""Part of the cache's key: raised whenever this room would give another number for the same settings."""
+"""Part of the cache's key: raised whenever this package would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
 
@@ -43,7 +44,7 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights.
 
     Raises:
-        TraceUnavailable: the libraries cannot run this step on fake tensors, or moved on from what a shim knows.
+        TraceUnavailable: the libraries cannot run this step on fake tensors, or differ from what a patch expects.
         SimulatedOutOfMemory: the device's capacity does not hold it.
     """
     start = time.perf_counter()
@@ -79,36 +80,32 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
     """
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
+    from sft_play.training import repeated_keys
+
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
         stack.enter_context(_library_faults())
-        situation = shims.Situation(settings, log)
-        stack.enter_context(shims.installed(situation))
-        stack.enter_context(_sdpa_of(settings))
+        situation = patches.Situation(settings, log)
+        stack.enter_context(patches.installed(situation))
+        stack.enter_context(repeated_keys.using(repeated=settings.repeats_kv))
         model = build.skeleton(settings)
         if settings.strategy in SHARDED and mesh is None:
             from sft_play.trace import ranks
 
             mesh = stack.enter_context(ranks.fake_group(settings.world))
+        # the log is entered last: it must see operators before the fake mode does
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
         return log, _Run(situation, mesh).whole(model)
 
 
-def _sdpa_of(settings: StepSettings) -> contextlib.AbstractContextManager[None]:
-    """transformers' sdpa, or the one that repeats keys and values."""
-    from sft_play.train import repeated_keys
-
-    return repeated_keys.using(repeated=settings.repeats_kv)
-
-
 class _Run:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
-    def __init__(self, situation: shims.Situation, mesh: Any) -> None:
+    def __init__(self, situation: patches.Situation, mesh: Any) -> None:
         self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
         self._held: Any = None
         self._passes = 0
@@ -121,7 +118,7 @@ class _Run:
             log.empty_cache()
         log.mark("prepare")
         buckets = self._buckets(model)
-        log.born(kernels.cublas_workspace(settings.device.capability))  # the thread that runs forward
+        log.born(cublas_workspace(settings.device.capability))  # the thread that runs forward
         optimizer = make_optimizer(settings, model, log)
         for step in range(settings.optimizer_steps):
             if settings.zero_grad_late:
@@ -131,7 +128,7 @@ class _Run:
                 with self._synchronised(model, micro == settings.grad_accum - 1):
                     self._micro_batch(model, step)
                 if step == micro == 0:
-                    log.born(kernels.cublas_workspace(settings.device.capability))  # autograd's own thread
+                    log.born(cublas_workspace(settings.device.capability))  # autograd's own thread
                 buckets()
             log.mark("optimizer", step)
             self._update(model, optimizer)
@@ -174,14 +171,8 @@ class _Run:
 
         return ranks.Buckets(model, self.settings, self.log).after_backward
 
-    def _length(self) -> int:
-        """Tokens of a row in this micro-batch."""
-        lengths = self.settings.lengths or (self.settings.seq_len,)
-        self._passes += 1
-        return lengths[(self._passes - 1) % len(lengths)]
-
     def _batch(self, rows: int, length: int) -> dict[str, Any]:
-        """The collator's tensors: packs without a mask, for flash attention in one row with their borders told."""
+        """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
         is_packed = self.situation.mask == "packed"
         is_flat = is_packed and self.settings.attention == "flash_attention_2"
         shape = (1, rows * length) if is_flat else (rows, length)
@@ -195,13 +186,10 @@ class _Run:
             batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
         return batch
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        kind = self.settings.autocast
-        return torch.autocast("cpu", dtype=getattr(torch, kind)) if kind else contextlib.nullcontext()
-
     def _loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss of a batch as the script computes it, and what it keeps of the outputs."""
-        with self._autocast():
+        dtype = self.settings.autocast
+        with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
             if self.settings.loss == "chunked":
                 out = model(**batch, use_cache=False, fused_lm_head=True)
                 loss = (-out.log_probs).sum() / out.label_mask.sum().clamp(min=1)
@@ -223,7 +211,10 @@ class _Run:
             model.set_requires_gradient_sync(True)
 
     def _micro_batch(self, model: Any, step: int) -> None:
-        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch, self._length()))
+        lengths = self.settings.lengths or (self.settings.seq_len,)
+        length = lengths[self._passes % len(lengths)]
+        self._passes += 1
+        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch, length))
         if self.settings.grad_accum > 1:
             loss = loss / self.settings.grad_accum
         self.log.mark("backward", step)
@@ -257,81 +248,68 @@ def _counts(model: Any) -> dict[str, int]:
 
 
 def _elements(parameter: Any) -> int:
-    """Weights that a parameter stands for, packed ones counted whole."""
+    """Weights that a parameter stands for; packed ones count in full."""
     if hasattr(parameter, "quant_type"):
-        return int(parameter.numel()) * parameter.element_size() * 2
+        return int(parameter.numel()) * int(parameter.element_size()) * 2
     return int(parameter.numel())
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
-    """The optimizer of that name: PyTorch's and transformers' own, or a twin with bitsandbytes' states.
+    """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states.
 
     Raises:
         TraceUnavailable: the name is unknown.
     """
-    if settings.optimizer == "lora_fa":
+    if settings.optimizer == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 parameter.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states = {
-        "adamw_8bit": twins.adam_8bit_states,
-        "paged_adamw_8bit": twins.paged_adam_8bit_states,
-        "adamw_32bit_bnb": twins.adam_32bit_states,
-        "none": twins.no_states,
+        "adamw_8bit": fakes.adam_8bit_states,
+        "paged_adamw_8bit": fakes.paged_adam_8bit_states,
+        "adamw_32bit_bnb": fakes.adam_32bit_states,
+        "none": fakes.no_states,
     }
     if settings.optimizer in states:
-        return twins.StateOptimizer(trained, states[settings.optimizer], log)
+        return fakes.StateOptimizer(trained, states[settings.optimizer], log)
     if settings.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
         return Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False)
-    if settings.optimizer == "lora_fa":
-        return _lora_fa(model)
     if settings.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=1e-3, foreach=True)
     if settings.optimizer == "adamw_fused":
         return torch.optim.AdamW(trained, lr=1e-4, fused=True)
     if settings.optimizer in ("adamw_foreach", "lora_fa"):
-        return torch.optim.AdamW(trained, lr=1e-4, foreach=True)
+        return torch.optim.AdamW(trained, lr=1e-4, foreach=settings.optimizer == "adamw_foreach")
     raise TraceUnavailable(f"no optimizer {settings.optimizer!r} is known to the trace")
-
-
-def _lora_fa(model: Any) -> Any:
-    """PEFT's LoRA-FA: every `lora_A` is frozen when the optimizer is made (peft/optimizers/lorafa.py)."""
-    trained = []
-    for name, parameter in model.named_parameters():
-        if "lora_A" in name:
-            parameter.requires_grad_(False)
-        elif parameter.requires_grad:
-            trained.append(parameter)
-    return torch.optim.AdamW(trained, lr=1e-4, foreach=False)
 
 
 def notes(settings: StepSettings) -> tuple[str, ...]:
     """What a trace cannot see of this step."""
     config = settings.model
     text = config.get("text_config") or {}
-    found = []
+    unseen = []
     if any("expert" in key for key in (*config, *text)):
-        found.append("expert routing is assumed even; a rank whose experts get more tokens needs more")
+        unseen.append("expert routing is assumed even; a rank whose experts get more tokens needs more")
     if settings.mode == "qlora":
-        found.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
+        unseen.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
     if settings.strategy != "single":
-        found.append("communication buffers of NCCL are outside the allocator")
-    return tuple(found)
+        unseen.append("communication buffers of NCCL are outside the allocator")
+    return tuple(unseen)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _library_faults() -> Iterator[None]:
-    """An exception that starts inside a library says that it cannot be traced; our own keep their traceback."""
+    """Turn an exception from inside a library into TraceUnavailable; our own keep their traceback."""
     try:
         yield
     except (TraceUnavailable, MemoryError, KeyboardInterrupt):
         raise
     except ImportError as error:
-        raise TraceUnavailable(f"a library, or a part of it that the trace uses, is not there: {error}") from error
+        raise TraceUnavailable(f"a library, or a part of it that the trace uses, is missing: {error}") from error
     except Exception as error:
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
         if Path(innermost).resolve().parent == Path(__file__).resolve().parent:
@@ -344,7 +322,7 @@ def _library_faults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collected() -> Iterator[None]:
-    """No garbage collection on the way: when it comes depends on what this process did before, and so would peaks."""
+    """No garbage collection in between: its timing depends on what this process did before, and so would peaks."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -357,9 +335,9 @@ def _collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The libraries' advice to users of models off: nobody trains here."""
+    """Turn off the libraries' advice to users of models: nothing trains here."""
     importlib.import_module("transformers.utils.logging").get_logger()  # sets its level when it is first used
-    names = [name for name in ("transformers", "peft", "trl", "accelerate", "torch.distributed") if name]
+    names = ("transformers", "peft", "trl", "accelerate", "torch.distributed")
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -382,28 +360,24 @@ def cached_trace(settings: StepSettings, *, folder: Path | None = None) -> Trace
     folder = cache_dir() / "traces" if folder is None else folder
     path = folder / f"{_key(settings)}.json"
     try:
-        return _from_json(path.read_text(encoding="utf-8"))
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain["phases"] = {name: tuple(pair) for name, pair in plain["phases"].items()}
+        return TracedPeak(**{**plain, "notes": tuple(plain["notes"])})
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent or broken: made again
+        pass  # absent or broken: traced again
     peak = trace_step(settings)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # another process may read the trace while it is written
         aside = path.with_suffix(f".{os.getpid()}.part")
         aside.write_text(json.dumps(dataclasses.asdict(peak)), encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        logger.debug("The trace is not kept: %s", error)
+        logger.debug("the trace cannot be cached: %s", error)
     return peak
 
 
 def _key(settings: StepSettings) -> str:
-    versions = {name: shims.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
+    versions = {name: patches.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
     text = json.dumps({"settings": settings.as_json(), "versions": versions, "trace": TRACE_VERSION}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _from_json(text: str) -> TracedPeak:
-    plain = json.loads(text)
-    plain["phases"] = {name: tuple(pair) for name, pair in plain["phases"].items()}
-    plain["notes"] = tuple(plain["notes"])
-    return TracedPeak(**plain)

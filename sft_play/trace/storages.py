@@ -1,7 +1,7 @@
-"""Births and deaths of tensors' storages while real code runs, on fake tensors or on real ones.
+"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones.
 
-A dispatch mode sees every operator's outputs; a finalizer on each storage sees its end. What a CUDA kernel takes from
-the allocator and gives back before it returns is added by `kernels.workspace`.
+A dispatch mode sees every operator's outputs; a finalizer on each storage sees its end. What a CUDA kernel allocates
+and frees before it returns is added by `kernels.workspace`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, ...
 
 _HELD_BY_ENGINE_ALONE = 4
 """`_use_count()` of a gradient that only the engine's buffer holds, as a dispatch mode sees it (torch 2.11 to 2.13);
-more means that somebody else keeps it and the engine must not add in place."""
+more means that something else keeps it and the engine must not add in place."""
 _DEVICE_OF = torch.ops.prim.device.default
 _ENGINE = "_engine_run_backward"
 _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
@@ -53,7 +53,7 @@ class StorageLog(TorchDispatchMode):
 
     # --- what happened ------------------------------------------------------------------------------------------------
     def mark(self, phase: str, step: int = 0) -> None:
-        """A phase begins, in the step of this number."""
+        """A phase starts, in the step of this number."""
         self.events.append((MARK, phase, step, 0))
 
     def empty_cache(self) -> None:
@@ -62,7 +62,7 @@ class StorageLog(TorchDispatchMode):
 
     @contextmanager
     def on(self, stream: object) -> Iterator[None]:
-        """Storages that are born inside belong to this stream: any object; None is that of the model's own work."""
+        """Storages allocated inside belong to this stream: any object; None is the model's own stream."""
         before, self._stream = self._stream, self._number(stream)
         try:
             yield
@@ -70,23 +70,23 @@ class StorageLog(TorchDispatchMode):
             self._stream = before
 
     def _number(self, stream: object) -> int:
-        """A stream's number, in the order in which they are met."""
+        """A stream's number, in the order of first use."""
         if stream not in self._streams:
             self._streams.append(stream)
         return self._streams.index(stream)
 
     def used(self, tensor: torch.Tensor, stream: object) -> None:
         """`tensor.record_stream(stream)`."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if known is not None:
-            self.events.append((USED, known[0], 0, self._number(stream)))
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        if entry is not None:
+            self.events.append((USED, entry[0], 0, self._number(stream)))
 
     def wait(self, until: int = -1) -> None:
-        """The host waits for the work that was given before the event of this index (-1: for all of it)."""
+        """The host waits for the work submitted before the event of this index (-1: all of it)."""
         self.events.append((WAIT, None, until, 0))
 
     def born(self, nbytes: int) -> int:
-        """A buffer of the run that is no tensor here; returns its key for `dies`."""
+        """A buffer of the run that is not a tensor here; returns its key for `dies`."""
         key = self._next_key
         self._next_key += 1
         self.events.append((BIRTH, key, nbytes, self._stream))
@@ -95,45 +95,46 @@ class StorageLog(TorchDispatchMode):
         return key
 
     def dies(self, key: int, nbytes: int) -> None:
-        """The end of what `born` began."""
+        """The end of what `born` started."""
         if nbytes:
             self.events.append((DEATH, key, 0, 0))
             self.current -= nbytes
 
     def passing(self, sizes: tuple[int, ...]) -> None:
-        """Buffers that are all alive at once inside one call, and gone after it."""
+        """Buffers that are all live at once inside one call, and freed after it."""
         keys = [(self.born(nbytes), nbytes) for nbytes in sizes if nbytes]
         for key, nbytes in reversed(keys):
             self.dies(key, nbytes)
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor that exists now; storages that are known stay as they are.
+        """A tensor that exists now; known storages stay as they are.
 
-        Its device is not asked for: a fake tensor answers through the dispatcher, as slowly as any operator runs.
+        Its device is not queried: a fake tensor answers through the dispatcher, as slowly as any operator runs.
         """
         if self._hidden or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
-        if known is None:
+        entry = self._live.get(storage._cdata)
+        if entry is None:
             nbytes = storage.nbytes()
             self._live[storage._cdata] = (self.born(nbytes), nbytes)
+            # not at exit: storages that outlive the trace say nothing about it
             weakref.finalize(storage, self._died, storage._cdata).atexit = False
-        elif known[1] != storage.nbytes():
+        elif entry[1] != storage.nbytes():
             self.resized(storage)
 
     def resized(self, storage: Any) -> None:
-        """`storage.resize_` is no operator; FSDP empties and refills its gathered parameters with it."""
-        known = self._live.get(storage._cdata)
+        """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters with it."""
+        entry = self._live.get(storage._cdata)
         nbytes = storage.nbytes()
-        if known is None or known[1] == nbytes:
+        if entry is None or entry[1] == nbytes:
             return
-        self.dies(*known)
+        self.dies(*entry)
         self._live[storage._cdata] = (self.born(nbytes) if nbytes else -1, nbytes)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Tensors made inside do not exist in a real run."""
+        """Tensors created inside do not exist in a real run."""
         self._hidden += 1
         try:
             yield
@@ -141,19 +142,19 @@ class StorageLog(TorchDispatchMode):
             self._hidden -= 1
 
     def _died(self, cdata: int) -> None:
-        known = self._live.pop(cdata, None)
-        if known is not None:
-            self.dies(*known)
+        entry = self._live.pop(cdata, None)
+        if entry is not None:
+            self.dies(*entry)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: nothing is compiled here, and the guard around every operator costs a tenth of a trace."""
+        """No: nothing is compiled here, and the guard around every operator takes a tenth of a trace."""
         return False
 
     # --- operators ----------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # as fake tensors answer it, two calls of three, at a tenth of the time
+            return args[0].fake_device  # as fake tensors answer it, two calls of three, in a tenth of the time
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # DTensor unwraps itself; its wrapper's storage of global size does not exist
@@ -175,18 +176,19 @@ class StorageLog(TorchDispatchMode):
         return out
 
     def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """`new` lives where `old` lived."""
+        """Record that `new` is stored where `old` was."""
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         entry = self._live.get(old_storage._cdata)
         if entry is None or new_storage._cdata in self._live or entry[1] != new_storage.nbytes():
             return
+        # no death and no birth: the engine would have summed into the older gradient's memory
         del self._live[old_storage._cdata]
         self._live[new_storage._cdata] = entry
         weakref.finalize(new_storage, self._died, new_storage._cdata).atexit = False
 
     def chosen(self, mask: torch.Tensor) -> int:
-        """How many positions of a boolean mask count as true on fake tensors."""
-        return max(1, round(self._labelled * mask.numel()))
+        """True positions of a mask; on fake tensors, which have no values, the share of labelled tokens."""
+        return max(1, round(self._labelled * int(mask.numel()))) if isinstance(mask, FakeTensor) else int(mask.sum())
 
 
 def _engine_adds_in_place(args: Any) -> bool:
@@ -213,20 +215,15 @@ def _engine_adds_in_place(args: Any) -> bool:
 
 
 # --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
-def _count(log: StorageLog, mask: torch.Tensor) -> int:
-    """True positions of a mask; on fake tensors, the share of labelled tokens."""
-    return log.chosen(mask) if isinstance(mask, FakeTensor) else int(mask.sum())
-
-
 def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     """`x[mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
     indices = args[1]
     if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
         return func(*args, **kwargs)
     mask = indices[0]
-    log.passing((8 * _count(log, mask) * mask.dim(),))
+    log.passing((8 * log.chosen(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
-        positions = [torch.empty(_count(log, mask), dtype=torch.int64) for _ in range(mask.dim())]
+        positions = [torch.empty(log.chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
         args = (args[0], positions, *args[2:])
     return func(*args, **kwargs)
 
@@ -235,7 +232,7 @@ def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     """`masked_select`: a vector of the chosen values."""
     if not isinstance(args[1], FakeTensor):
         return func(*args, **kwargs)
-    return torch.empty(_count(log, args[1]), dtype=args[0].dtype)
+    return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
 
 
 _CHOOSING: dict[Any, Callable[[StorageLog, Any, Any, Any], Any]] = {

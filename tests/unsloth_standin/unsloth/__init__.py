@@ -93,7 +93,7 @@ class FastLanguageModel:
         if getattr(model, "is_loaded_in_4bit", False):
             model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         if use_gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
         set_seed(random_state)
         made = get_peft_model(

@@ -1,0 +1,1 @@
+"""Measurements of this toolkit, and scores against what others measured and published."""

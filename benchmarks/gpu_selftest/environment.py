@@ -1,0 +1,146 @@
+"""The parts about the environment: what the libraries find on this machine before anything trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu_selftest.checks import attention_problems, memory_counter_problems, nf4_problems
+from benchmarks.gpu_selftest.material import LARGE
+from benchmarks.gpu_selftest.part import Part
+from benchmarks.gpu_selftest.trials import Bench, run
+from sft_play.facts import compiler, unseen
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Hardware
+from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
+from sft_play.planner.memory.structure import kernel_of
+
+PREFIX = "environment/"
+CASES = (("grouped heads", 2), ("equal heads", 8))
+QUERY_HEADS, HEAD_DIM = 8, 64
+"""As in the probe of attention."""
+
+
+def device(hardware: Hardware) -> Part:
+    """The device that everything below runs on; fails if there is an accelerator that is not detected."""
+    name = f"{PREFIX}device"
+    if hardware.gpus:
+        kinds = [f"{len(group)} x {group[0].name}" for group in hardware.alike]
+        return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
+    there = unseen.unseen(unseen.look(os.environ))
+    if there is not None:
+        return Part(name, "fail", f"{there.message}; what follows ran on the CPU")
+    return Part(
+        name, "skipped", f"there is no GPU: all of it runs on the CPU ({hardware.cpu_name}), with a small model"
+    )
+
+
+def toolchain(_: Bench) -> Part:
+    """A C compiler and Python's headers, which Triton needs."""
+    name, there = f"{PREFIX}compiler", compiler.look(os.environ)
+    measured = {"compiler": there.compiler, "failed": there.failed, "triton": there.triton, "built": there.built}
+    if there.compiler is None or there.failed is not None:
+        missing, remedy = compiler.obstacle(dataclasses.replace(there, triton=True, built=False)) or ("none", "")
+        if not there.triton:
+            return Part(name, "skipped", f"there is {missing}, and no Triton that needs one", measured=measured)
+        if not there.built:
+            return Part(name, "fail", f"there is {missing}: {remedy}", measured=measured)
+        return Part(name, "pass", f"there is {missing}; what Triton needs was built earlier", measured=measured)
+    return Part(name, "pass", f"{there.compiler} compiles against {there.headers}", measured=measured)
+
+
+def triton(bench: Bench) -> Part:
+    """A Triton kernel, compiled and run."""
+
+    def judge(measured: dict[str, Any]) -> list[str]:
+        wrong = measured["wrong_elements"]
+        return [f"{wrong} elements of a sum are wrong"] if wrong else []
+
+    return _probe(
+        bench, "triton", judge, words=lambda measured: f"a kernel compiled and ran in {measured['seconds']:.1f} s"
+    )
+
+
+def nf4(bench: Bench) -> Part:
+    """NF4 and back, and a layer of it."""
+    return _probe(
+        bench,
+        "nf4",
+        nf4_problems,
+        words=lambda measured: f"relative error {measured['relative_error']:.3f} there and back",
+    )
+
+
+def nvml(bench: Bench) -> Part:
+    """The driver's count of free memory, which a plan reads, against CUDA's."""
+
+    def words(measured: dict[str, int]) -> str:
+        apart = abs(measured["free_by_driver"] - measured["free_by_cuda"])
+        return f"free memory {apart / 2**20:.0f} MiB apart; a context takes {measured['context'] / 2**20:.0f} MiB"
+
+    return _probe(
+        bench,
+        "nvml",
+        lambda measured: memory_counter_problems(measured, context_bytes=CUDA_CONTEXT_BYTES),
+        words=words,
+        predicted={"context": CUDA_CONTEXT_BYTES},
+    )
+
+
+def attention(bench: Bench, hardware: Hardware) -> Part:
+    """Which kernel runs, for mask x grouped heads x dtype, compared with what the plan counts on."""
+    predicted = kernels_of(hardware) if bench.on_gpu else {}
+
+    def judge(measured: dict[str, Any]) -> list[str]:
+        asked = {case: kernel for case, kernel in predicted.items() if case in measured["kernels"]}
+        return attention_problems(asked, measured["kernels"])
+
+    def words(measured: dict[str, Any]) -> str:
+        kinds = ", ".join(sorted(set(measured["kernels"].values())))
+        counted = "as the plan counts" if predicted else "no kernel is predicted for a CPU"
+        return f"{len(measured['kernels'])} cases: {kinds}; {counted}"
+
+    return _probe(bench, "attention", judge, words=words, predicted=dict(predicted) or None)
+
+
+def kernels_of(hardware: Hardware) -> dict[str, str]:
+    """The kernel that the plan counts on, by case, on the first GPU."""
+    shape = shape_of(LARGE)
+    kernels = {}
+    for dtype in ("bf16", "fp16", "fp32"):
+        for heads, count in CASES:
+            one = dataclasses.replace(shape, num_heads=QUERY_HEADS, num_kv_heads=count, head_dim=HEAD_DIM)
+            for mask in ("causal", "padding mask"):
+                kernels[f"{dtype}, {heads}, {mask}"] = str(
+                    kernel_of(
+                        one.layers[0], one, attention="sdpa", masked=mask != "causal", half=dtype != "fp32",
+                        capability=hardware.gpus[0].capability, on_gpu=True,
+                    )
+                )  # fmt: skip
+    return kernels
+
+
+def _probe(
+    bench: Bench,
+    name: str,
+    judge: Callable[[Any], list[str]],
+    *,
+    words: Callable[[Any], str],
+    predicted: dict[str, Any] | None = None,
+) -> Part:
+    """Run a probe in its own process, and check its result."""
+    out, log = bench.folder / f"{name}.json", bench.logs / f"environment-{name}.log"
+    out.unlink(missing_ok=True)
+    ended = run(["benchmarks.gpu_selftest.probes", name, str(out)], log, bench)
+    part = f"{PREFIX}{name}"
+    kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
+    if ended.code != 0 or not out.is_file():
+        return Part(part, "fail", ended.words, predicted, **kept)
+    measured = json.loads(out.read_text(encoding="utf-8"))
+    problems = judge(measured)
+    return Part(
+        part, "fail" if problems else "pass", "; ".join(problems) or words(measured), predicted, measured, **kept
+    )

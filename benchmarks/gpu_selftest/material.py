@@ -1,0 +1,90 @@
+"""What the trials train: a model with random weights, its tokenizer, and rows of three kinds. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.starter import language
+
+LARGE = "Qwen/Qwen2.5-0.5B"
+"""The model's shape on a GPU."""
+SEED = 11
+KINDS = ("packed", "equal", "unequal")
+HELD_OUT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """Tokens of a row, rows of a micro-batch, micro-batches and optimizer steps of a trial."""
+
+    seq_len: int
+    micro_batch: int
+    grad_accum: int
+    steps: int = 20
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows of an optimizer step of one rank."""
+        return self.micro_batch * self.grad_accum
+
+
+ON_GPU = Size(seq_len=512, micro_batch=4, grad_accum=2)
+ON_CPU = Size(seq_len=128, micro_batch=2, grad_accum=2)
+
+
+def write_model(folder: Path, *, large: bool) -> None:
+    """Tokenizer and random weights in bf16: Qwen2.5-0.5B's shape if `large`, else one of 0.4 million."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from sft_play.training.starter_base import make_tokenizer
+
+    transformers_logging.disable_progress_bar()
+    tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:200])
+    tokenizer.save_pretrained(folder)
+    shape = dict(KNOWN_MODELS[LARGE].config)
+    if not large:
+        shape |= {
+            "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": len(tokenizer), "max_position_embeddings": 2048,
+        }  # fmt: skip
+    shape |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    torch.manual_seed(SEED)
+    with torch.device("cuda" if large else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def write_rows(folder: Path, size: Size, *, largest_batch: int = 0) -> None:
+    """Rows of every kind for `size`, held-out rows, and `largest_batch` full ones for a step that cannot fit."""
+    draw = random.Random(SEED)
+    words = [word for word in " ".join(language.corpus_documents(seed=SEED)[:50]).split() if word.isalpha()]
+    needed, full = size.effective_batch * size.steps, 2 * size.seq_len  # a word is a token and more: cut to the length
+
+    def rows(count: int, least: int, most: int) -> list[dict[str, object]]:
+        return [_chat(draw, words, draw.randint(least, most)) for _ in range(count)]
+
+    short = max(4, size.seq_len // 8)
+    kinds = {
+        "equal": rows(needed, full, full),
+        "unequal": rows(needed - needed // 4, 2, size.seq_len // 2) + rows(needed // 4, full, full),
+        "packed": rows(needed * 6, short // 2, short),
+        "held-out": rows(HELD_OUT_ROWS, short // 2, short),
+        "out-of-memory": rows(min(8, largest_batch), full, full) * -(-largest_batch // 8),
+    }
+    draw.shuffle(kinds["unequal"])
+    for name, kind_rows in kinds.items():
+        text = "".join(json.dumps(row) + "\n" for row in kind_rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def _chat(draw: random.Random, words: list[str], count: int) -> dict[str, object]:
+    """A short question, and an answer of this many words."""
+    question, answer = (" ".join(draw.choices(words, k=length)) for length in (4, count))
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

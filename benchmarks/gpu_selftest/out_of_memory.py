@@ -1,0 +1,75 @@
+"""A run that is made to run out of memory: what it then reports must be true."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_selftest.checks import FREE_APART, out_of_memory_problems
+from benchmarks.gpu_selftest.material import write_rows
+from benchmarks.gpu_selftest.part import Part
+from benchmarks.gpu_selftest.trials import Bench, micro_batch_that_cannot_fit, planned, train
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.planner.plan import Plan
+
+NAME = "out-of-memory"
+SETTLES_S = 10.0
+"""A driver reclaims the memory of a process a moment after it ends."""
+
+
+def make(bench: Bench, hardware: Hardware) -> Part:
+    """Give a run a micro-batch that its plan says cannot fit, let it run out of memory, and compare its message with
+    the figures of the plan and the driver."""
+    bench.clean()
+    plans: dict[int, Plan] = {}
+
+    def required(micro: int) -> int:
+        plans[micro] = planned(_config(bench, micro))
+        return plans[micro].memory.required
+
+    micro = micro_batch_that_cannot_fit(required, hardware.gpus[0].total_bytes)
+    if micro is None:
+        return Part(NAME, "skipped", "no micro-batch up to 4,096 needs more than this GPU has")
+    write_rows(bench.folder, bench.size, largest_batch=micro)
+    free_before = _free()
+    log = bench.logs / f"{NAME}.log"
+    ended = train(bench, _config(bench, micro), log)
+    free_after = _settled(free_before)
+    plan = plans[micro]
+    predicted: dict[str, Any] = {"required": plan.memory.required, "budget": plan.budget_bytes, "micro_batch": micro}
+    measured = {"exit_code": ended.code, "said": ended.words, "free_before": free_before, "free_after": free_after}
+    kept: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(log)}
+    if ended.code is None:
+        return Part(NAME, "fail", ended.words, predicted, measured, **kept)
+    problems = out_of_memory_problems(
+        ended.words, exit_code=ended.code, required=plan.memory.required, budget=plan.budget_bytes, micro_batch=micro,
+        free_before=free_before, free_after=free_after,
+    )  # fmt: skip
+    words = f"micro-batch {micro} ran out as planned ({plan.memory.required / 2**30:.1f} GiB), and the message is true"
+    return Part(NAME, "fail" if problems else "pass", "; ".join(problems) or words, predicted, measured, **kept)
+
+
+def _config(bench: Bench, micro: int) -> Path:
+    return bench.config(
+        "full",
+        NAME,
+        data={"val_path": None},
+        train={
+            "batch_size": micro, "effective_batch_size": micro, "max_steps": 2, "gradient_checkpointing": False,
+        },
+        eval={"steps": 0},
+    )  # fmt: skip
+
+
+def _free() -> int:
+    free = detect().gpus[0].free_bytes
+    return free if free is not None else 0
+
+
+def _settled(wanted: int) -> int:
+    """Bytes that are free once the driver has reclaimed a process's memory."""
+    until = time.monotonic() + SETTLES_S
+    while (free := _free()) < wanted - FREE_APART and time.monotonic() < until:
+        time.sleep(0.5)
+    return free

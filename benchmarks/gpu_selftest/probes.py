@@ -1,0 +1,189 @@
+"""What the libraries do on this machine, each in its own process: `python -m benchmarks.gpu_selftest.probes NAME OUT`.
+
+A probe measures and does not judge: it writes its figures as JSON. A crash ends only its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.endings import leave_with_starter
+from sft_play.facts.hardware import detect
+
+MASKS = ("causal", "padding mask")
+HEADS = {"grouped heads": 2, "equal heads": 8}
+"""Key and value heads beside eight of the query."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
+
+
+def device() -> str:
+    """torch's name of the device where a probe computes."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def triton() -> dict[str, Any]:
+    """A Triton kernel, compiled and run: its wrong elements, and the seconds of both."""
+    from benchmarks.gpu_selftest.triton_kernel import wrong_elements
+
+    began = time.perf_counter()
+    wrong = wrong_elements(100_000, device())
+    return {"wrong_elements": wrong, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def nf4() -> dict[str, float]:
+    """NF4 and back, and a 4-bit layer against the product with its own weights: relative errors (2-norms) and bytes."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    from sft_play.training.model import keep_4bit_trainable
+
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512, device=device(), dtype=torch.bfloat16)
+    packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    back = dequantize_4bit(packed, state)
+    layer = bnb.nn.Linear4bit(512, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.weight = bnb.nn.Params4bit(weight.float().cpu(), requires_grad=False, quant_type="nf4")
+    layer = layer.to(device())
+    keep_4bit_trainable(layer)
+    kept = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    inputs = torch.randn(16, 512, device=device(), requires_grad=True)
+    outputs = layer(inputs)
+    outputs.sum().backward()
+    return {
+        "elements": float(weight.numel()),
+        "packed_bytes": float(packed.numel() * packed.element_size()),
+        "relative_error": _apart(back.float(), weight.float()),
+        "layer_error": _apart(outputs, inputs @ kept.T),
+        "gradient_error": _apart(inputs.grad, kept.sum(0).expand_as(inputs)),
+    }
+
+
+def _apart(value: Any, wanted: torch.Tensor) -> float:
+    return float((value.detach() - wanted.detach()).norm() / wanted.detach().norm())
+
+
+def attention() -> dict[str, Any]:
+    """Which kernel computes sdpa as a run calls it, by the profiler's names: mask x heads x dtype, with its backward.
+
+    `kernels` has the kind of each case, `names` the kernels that show it.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from sft_play.planner.memory.structure import flash_runs
+    from sft_play.training.repeated_keys import attend
+
+    capability = torch.cuda.get_device_capability() if device() == "cuda" else None
+
+    kernels: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
+    for short, dtype in DTYPES.items():
+        if short == "bf16" and capability is not None and capability < (8, 0):
+            continue
+        repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
+        forward = attend if repeats else sdpa_attention_forward
+        for heads, count in HEADS.items():
+            for mask in MASKS:
+                case = f"{short}, {heads}, {mask}"
+                names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
+                kernels[case] = kind_of(names[case])
+    return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
+
+
+def _profiled(forward: Callable[..., Any], dtype: torch.dtype, heads: int, *, masked: bool) -> list[str]:
+    """Names of all kernels (on a CPU: operators) of one attention, forward and backward."""
+    from torch.profiler import ProfilerActivity, profile
+
+    class Module(torch.nn.Module):
+        num_key_value_groups = QUERY_HEADS // heads
+        is_causal = True
+
+    def tensor(count: int) -> torch.Tensor:
+        return torch.randn(2, count, TOKENS, HEAD_DIM, dtype=dtype, device=device(), requires_grad=True)
+
+    query, key, value = tensor(QUERY_HEADS), tensor(heads), tensor(heads)
+    mask = None
+    if masked:  # the second row is padded at its end
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=device()).tril().expand(2, 1, TOKENS, TOKENS).clone()
+        mask[1, :, :, TOKENS // 2 :] = False
+
+    def once() -> None:
+        forward(Module(), query, key, value, mask)[0].float().sum().backward()
+
+    once()  # what is chosen and compiled at the first call is not an attention kernel
+    on_gpu = device() == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as traced:
+        once()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return [str(event.key) for event in traced.key_averages()]
+
+
+_KINDS = (
+    ("cudnn", ("cudnn",)),
+    ("flash", ("flash",)),
+    ("efficient", ("efficient_attention", "fmha_cutlass", "fmha", "attention_kernel_batched")),
+    ("math", ("attention_math", "softmax")),
+)
+"""Kinds of attention by parts of kernels' and operators' names, the first that one has: flash attention's names hold
+"fmha" in some builds, and only the math kernel runs a softmax by itself."""
+
+
+def kind_of(names: Sequence[str]) -> str:
+    """The kind of attention with kernels of these names."""
+    lowered = [name.lower() for name in names]
+    return next((kind for kind, parts in _KINDS if any(part in name for part in parts for name in lowered)), "unknown")
+
+
+def _telling(names: Sequence[str]) -> list[str]:
+    """A few of the names that indicate attention."""
+    parts = [part for _, known in _KINDS for part in known]
+    return [name[:160] for name in names if any(part in name.lower() for part in parts)][:6]
+
+
+def nvml() -> dict[str, int]:
+    """Bytes that are free by the driver, which a plan reads, and by CUDA; and what this process's context takes."""
+    before = _free_by_driver()
+    torch.zeros(1, device="cuda")  # makes the context
+    free, total = torch.cuda.mem_get_info()
+    by_driver = _free_by_driver()
+    return {
+        "free_by_driver": by_driver,
+        "free_by_cuda": free,
+        "total_by_cuda": total,
+        "total_by_driver": detect().gpus[0].total_bytes,
+        "context": before - by_driver - torch.cuda.memory_reserved(),
+    }
+
+
+def _free_by_driver() -> int:
+    free = detect().gpus[0].free_bytes
+    assert free is not None, "the driver does not say what is free"
+    return free
+
+
+PROBES: dict[str, Callable[[], Any]] = {"triton": triton, "nf4": nf4, "attention": attention, "nvml": nvml}
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a probe and write its result; `model FOLDER` creates the trials' model instead."""
+    leave_with_starter()
+    name, out = words
+    if name == "model":
+        from benchmarks.gpu_selftest.material import write_model
+
+        write_model(Path(out), large=torch.cuda.is_available())
+        return 0
+    Path(out).write_text(json.dumps(PROBES[name]()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

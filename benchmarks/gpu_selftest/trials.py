@@ -1,0 +1,325 @@
+"""The training trials: the toolkit's own runs, started as a user starts them, each in its own process."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_selftest.checks import Peak, moment_problems, peak_problems, speed_problems
+from benchmarks.gpu_selftest.material import KINDS, ON_CPU, ON_GPU, Size
+from benchmarks.gpu_selftest.part import Part
+from sft_play.config.load import load_config
+from sft_play.endings import ends_with_me
+from sft_play.environment import for_another_run
+from sft_play.facts.hardware import detect
+from sft_play.facts.unseen import HIDING
+from sft_play.log import one_line, redact
+from sft_play.planner.calibration import FILE as RECORD
+from sft_play.planner.plan import Plan, PlanRequest, make_plan
+from sft_play.starting.plan_run import has_eval, shape_for
+
+MODES = ("qlora", "lora", "full")
+JUDGED = ("evaluate", "generate")
+LIMIT_S = 300.0
+"""A trial that takes longer hangs: on one H100 they are estimated at 15 to 25 s, most of it imports and loading."""
+MOMENTS = {"save": "saving", "evaluate": "evaluation"}
+"""What is measured apart from the training."""
+WARM_UP = 3
+"""Steps whose speed does not count."""
+ANSWER_TOKENS = {"cuda": 32, "cpu": 8}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cell of the table: twenty steps of a run."""
+
+    mode: str
+    checkpointing: bool
+    rows: str
+    judged: str
+
+    @property
+    def name(self) -> str:
+        """Its name as a part."""
+        how = "checkpointed" if self.checkpointing else "plain"
+        return f"train/{self.mode}/{how}/{self.rows}/{self.judged}"
+
+
+def trials() -> list[Trial]:
+    """All 36, first those that together cover every pair of settings (an orthogonal array of nine)."""
+    every = [Trial(*cell) for cell in itertools.product(MODES, (True, False), KINDS, JUDGED)]
+    return sorted(every, key=lambda trial: trial not in core())
+
+
+def core() -> list[Trial]:
+    """Nine trials in which every pair of two settings' values occurs."""
+    checkpointing = {0: (True, True, False), 1: (True, False, True), 2: (False, True, True)}
+    judged = {0: (0, 1, 1), 1: (1, 1, 0), 2: (0, 0, 1)}
+    return [
+        Trial(mode, checkpointing[m][k], kind, JUDGED[judged[m][k]])
+        for m, mode in enumerate(MODES)
+        for k, kind in enumerate(KINDS)
+    ]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where trials run: a folder with the model and the rows, the logs beside the result, the device."""
+
+    folder: Path
+    logs: Path
+    on_gpu: bool
+
+    @property
+    def size(self) -> Size:
+        """The size of a trial on this device."""
+        return ON_GPU if self.on_gpu else ON_CPU
+
+    @property
+    def cache(self) -> Path:
+        """The trials' own cache, so that no earlier run corrects their predictions."""
+        return self.folder / "cache"
+
+    @property
+    def record(self) -> Path:
+        """What the trials' runs measured."""
+        return self.cache / RECORD
+
+    def config(self, mode: str, rows: str, **more: Any) -> Path:
+        """Write the run YAML of a trial; `more` are settings by section (`train={...}`)."""
+        size, device = self.size, "cuda" if self.on_gpu else "cpu"
+        train: dict[str, Any] = {
+            "batch_size": size.micro_batch, "effective_batch_size": size.effective_batch, "max_steps": size.steps,
+            "report_to": [], "save_steps": 1000, "logging_steps": 1, "device": "auto" if self.on_gpu else "cpu",
+        }  # fmt: skip
+        settings: dict[str, Any] = {
+            "model": {"name": str(self.folder / "model"), "max_seq_len": size.seq_len},
+            "tuning": {"mode": mode},
+            "data": {
+                "train_path": str(self.folder / f"{rows}.jsonl"),
+                "val_path": str(self.folder / "held-out.jsonl"),
+                "max_lost_fraction": 1.0,
+                "packing": "best_fit" if rows == "packed" else "none",
+                "workers": 1,
+            },
+            "train": train,
+            "eval": {"steps": size.steps // 2, "before_training": False, "max_new_tokens": ANSWER_TOKENS[device]},
+            "output": {"dir": str(self.folder / "outputs"), "name": "run", "if_exists": "replace"},
+        }
+        for section, values in more.items():
+            settings[section] |= values
+        path = self.folder / "run.yaml"
+        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")  # JSON is YAML
+        return path
+
+    def of(self, trial: Trial) -> Path:
+        """The run YAML of a trial."""
+        return self.config(
+            trial.mode,
+            trial.rows,
+            train={"gradient_checkpointing": trial.checkpointing},
+            eval={"generate_rows": 8 if trial.judged == "generate" else 0},
+        )
+
+    @property
+    def run_folder(self) -> Path:
+        """Where a trial's run is written."""
+        return self.folder / "outputs" / "run"
+
+    def clean(self) -> None:
+        """Remove what earlier trials have written and measured: nothing corrects the next prediction."""
+        shutil.rmtree(self.folder / "outputs", ignore_errors=True)
+        self.record.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit code (None: it exceeded its time), its output, its log, its seconds."""
+
+    code: int | None
+    text: str
+    log: Path
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """Its error message, or the last line of its traceback, or of its output."""
+        lines = [line.strip() for line in self.text.splitlines() if line.strip()]
+        errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
+        last = errors[-1] if errors else lines[-1] if lines else "no output"
+        how = f"not done after {self.seconds:.0f} s" if self.code is None else f"exit code {self.code}"
+        return one_line(redact(f"{last} ({how})"), limit=1200)
+
+
+def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT_S) -> Ended:
+    """Run `python -m WORDS` to its end, its output in `log`; whatever it started ends with it."""
+    environment = ends_with_me(for_another_run(os.environ))
+    environment |= {"SFT_PLAY_CACHE": str(bench.cache), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment.setdefault(
+        "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+    )  # the first GPU of the driver's list is the first here too
+    if not bench.on_gpu:
+        environment |= dict.fromkeys(HIDING[:2], "-1")
+    began = time.monotonic()
+    code: int | None
+    with log.open("ab") as sink:
+        start = sink.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], env=environment, stdin=subprocess.DEVNULL, stdout=sink,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    with log.open("rb") as source:
+        source.seek(start)
+        text = source.read().decode("utf-8", "replace")
+    return Ended(code, text, log, time.monotonic() - began)
+
+
+def train(bench: Bench, config: Path, log: Path, *words: str, command: str = "train") -> Ended:
+    """One run of a run YAML."""
+    return run(["sft_play", command, "--config", str(config), *words], log, bench)
+
+
+def make(trial: Trial, bench: Bench) -> Part:
+    """Run a trial and check its peak and its speed; one that does not fit by its plan is skipped."""
+    bench.clean()
+    config = bench.of(trial)
+    plan = planned(config) if bench.on_gpu else None
+    if plan is not None and not plan.fits:
+        return Part(trial.name, "skipped", f"the plan says that it {plan.choice.verdict}")
+    log = bench.logs / f"{trial.name.removeprefix('train/').replace('/', '-')}.log"
+    return judged(trial.name, bench.run_folder, train(bench, config, log), rows=trial.rows)
+
+
+def planned(config: Path) -> Plan:
+    """The plan of a run YAML on the first GPU, without earlier runs."""
+    read = load_config(config).config
+    return make_plan(PlanRequest(read, shape_for(read), detect().first(1), only=("single",), has_eval=has_eval(read)))
+
+
+def judged(name: str, folder: Path, ended: Ended, *, rows: str) -> Part:
+    """The part that a run yields, from its plan and its summary."""
+    common: dict[str, Any] = {"seconds": round(ended.seconds, 1), "log": str(ended.log)}
+    if ended.code != 0 or not (folder / "summary.json").is_file():
+        return Part(name, "fail", ended.words, **common)
+    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    predicted, measured = _predicted(plan), _measured(summary) | {"tokens_per_s": steady_speed(folder)}
+    problems = problems_of(predicted, measured, rows=rows)
+    return Part(name, "fail" if problems else "pass", "; ".join(problems) or _words(predicted, measured),
+                predicted, measured, **common)  # fmt: skip
+
+
+def _predicted(plan: dict[str, Any]) -> dict[str, Any]:
+    peak = plan["peak_bytes"]
+    return {
+        **{name: peak[name] for name in ("allocated", "reserved", "margin", "load")},
+        **{name: peak["moments"].get(moment) for name, moment in MOMENTS.items()},
+        "tokens_per_s": plan["tokens_per_s"],
+        "confirmed_by_trace": plan["confirmed_by_trace"],
+        "precision": plan["precision"]["compute"],
+        "micro_batch": plan["micro_batch"],
+        "grad_accum": plan["grad_accum"],
+        "fits": plan["fits"],
+    }
+
+
+def _measured(summary: dict[str, Any]) -> dict[str, Any]:
+    peak, by_moment = summary["peak_bytes"], summary["peak_bytes_by_moment"]
+    return {
+        "allocated": peak["measured_allocated"],
+        "reserved": peak["measured_reserved"] if "measured_rss" not in peak else peak["measured_rss"],
+        "load": None if "measured_rss" in peak else max(summary["loading"]["device_by_rank"]),
+        **{name: by_moment.get(moment, {}).get("measured_allocated") for name, moment in MOMENTS.items()},
+        "updates": summary["updates"],
+        "evaluations": len(summary["evaluations"]),
+    }
+
+
+def steady_speed(folder: Path) -> float:
+    """Median tokens per second of a run's steps, without the first, in which kernels are compiled and libraries
+    start."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [line for line in map(json.loads, lines) if "tokens_per_s" in line]
+    return float(statistics.median(line["tokens_per_s"] for line in steps[WARM_UP:] or steps))
+
+
+def problems_of(predicted: dict[str, Any], measured: dict[str, Any], *, rows: str) -> list[str]:
+    """What is wrong with a run of rows of a kind: its peak and, where the device's rates are known and the rows are
+    full, as a plan assumes them, its speed."""
+    full = rows != "unequal"
+    peak = Peak(
+        predicted["allocated"], predicted["reserved"], predicted["margin"], measured["allocated"],
+        measured["reserved"], exact=full,
+    )  # fmt: skip
+    problems = peak_problems(peak)
+    if full and predicted["tokens_per_s"]:
+        problems += speed_problems(predicted["tokens_per_s"], measured["tokens_per_s"])
+    return problems
+
+
+def _words(predicted: dict[str, Any], measured: dict[str, Any]) -> str:
+    def gib(size: int | None) -> str:
+        return "-" if size is None else f"{size / 2**30:.2f}"
+
+    speed = f"{predicted['tokens_per_s']:,.0f}" if predicted["tokens_per_s"] else "none"
+    return (
+        f"reserved {gib(measured['reserved'])} GiB measured, {gib(predicted['reserved'])} predicted (margin "
+        f"{gib(predicted['margin'])}); {measured['tokens_per_s']:,.0f} tokens/s, {speed} predicted"
+    )
+
+
+def moments(parts: Iterable[Part], *, load_margin: float, margin_bytes: int) -> list[Part]:
+    """`load/MODE`, `save/MODE` and so on: the most that a moment besides training held in any trial of a mode."""
+    parts, results = list(parts), []
+    for mode, name in itertools.product(MODES, ("load", *MOMENTS)):
+        of_mode = [part for part in parts if part.name.startswith(f"train/{mode}/") and part.measured]
+        held = [
+            (part, part.predicted[name], part.measured[name])
+            for part in of_mode
+            if part.predicted and part.measured
+            and part.predicted.get(name) is not None and part.measured.get(name) is not None
+        ]  # fmt: skip
+        if not held:
+            needs = "resident memory, all that a CPU shows, has one peak for the whole run: needs a GPU"
+            why = needs if of_mode else "no trial of this mode completed"
+            results.append(Part(f"{name}/{mode}", "skipped", why))
+            continue
+        worst, promised, saw = max(held, key=lambda one: one[2] - one[1])
+        margin = int(promised * (load_margin if name == "load" else 0.0)) + margin_bytes
+        problems = moment_problems(name, predicted=promised, margin=margin, measured=saw)
+        words = f"{saw / 2**30:.2f} GiB measured, {promised / 2**30:.2f} predicted (margin {margin / 2**30:.2f})"
+        results.append(Part(f"{name}/{mode}", "fail" if problems else "pass", "; ".join(problems) or words,
+                          {name: promised, "margin": margin}, {name: saw}, log=worst.log))  # fmt: skip
+    return results
+
+
+def micro_batch_that_cannot_fit(required: Callable[[int], int], budget: int, *, most: int = 4096) -> int | None:
+    """The smallest power of two whose step needs a quarter more than `budget` bytes; None up to `most`.
+
+    Args:
+        required: bytes that a micro-batch needs.
+    """
+    size = 1
+    while size <= most:
+        if required(size) > 1.25 * budget:
+            return size
+        size *= 2
+    return None

@@ -1,0 +1,284 @@
+"""How exact the loss masks are: every chat template of a folder, on eight kinds of conversation, judged independently.
+
+The judge (`exact.py`) shares no code with what makes the masks: every message has words that stand nowhere else, and
+the characters that are trained are held against what transformers renders of the case and of its variations.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.mask_score.exact import NOTHING_ENDS, Case, Mask, Renderings, problem
+from sft_play.config.schema import DataConfig
+from sft_play.data.masks.render import Encoder, Renderer, TokenizerParts
+from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.formats import Chat
+from sft_play.errors import ConfigError, TokenizerError
+from sft_play.log import one_line
+
+Verdict = Literal["exact", "refused", "wrong", "cannot_render"]
+SUFFIXES = frozenset({".jinja", ".jinja2", ".j2"})
+_NO_LIMIT = 1 << 30
+_OPTIONS = DataConfig(on_missing_end="train")
+"""The templates' ends need not be tokens of the one tokenizer that all of them are scored with."""
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Look the weather up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "Name of the city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city"],
+        },
+    },
+}
+_CALL = {
+    "type": "function",
+    "id": "Ab3dE6gH9",
+    "function": {"name": "get_weather", "arguments": {"city": "Brambleforth", "days": 3}},
+}
+
+
+def _case(name: str, *said: tuple[dict[str, Any], str], optional: str = "", tools: tuple[Any, ...] = ()) -> Case:
+    """A case of messages, each with the words that it alone has; `optional` ones need not be written."""
+    words = tuple(tuple(own.split()) for _, own in said)
+    needed = tuple(word for own in words for word in own if word not in optional.split())
+    return Case(name, tuple(message for message, _ in said), words, needed, tools)
+
+
+_RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "Ab3dE6gH9", "content": '{"forecast": "vexlumpish"}'}
+
+CASES = (
+    _case(
+        "single_turn",
+        (_user("What is a quoskat?"), "quoskat"),
+        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
+    ),
+    _case(
+        "multi_turn",
+        (_user("What is a quoskat?"), "quoskat"),
+        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
+        (_user("Does it bitulate?"), "bitulate"),
+        (_answer("Seldomly, unless kornvered"), "Seldomly kornvered"),
+        (_user("And swimmery?"), "swimmery"),
+        (_answer("Barevolin"), "Barevolin"),
+    ),
+    _case(
+        "system",
+        ({"role": "system", "content": "Speak like a zoolorigist."}, "zoolorigist"),
+        (_user("What is a quoskat?"), "quoskat"),
+        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
+        (_user("Does it bitulate?"), "bitulate"),
+        (_answer("Seldomly, unless kornvered"), "Seldomly kornvered"),
+    ),
+    _case(
+        "tool_calls",
+        (_user("Will it rain, dear orakulon?"), "orakulon"),
+        ({"role": "assistant", "content": "", "tool_calls": [_CALL]}, "Brambleforth"),
+        (_RESULT, "vexlumpish"),
+        (_answer("Yes, take an umbrellowick"), "umbrellowick"),
+        (_user("Splendorak, many thanks."), "Splendorak"),
+        (_answer("Gladdenfro"), "Gladdenfro"),
+        tools=(_TOOL,),
+    ),
+    _case(
+        "think_text",
+        (_user("What is a quoskat?"), "quoskat"),
+        (
+            _answer("<think>\nThey mean the makropodel.\n</think>\n\nA marsilune from Rottmoor"),
+            "makropodel marsilune Rottmoor",
+        ),
+        (_user("Does it bitulate?"), "bitulate"),
+        (
+            _answer("<think>\nTeeth, inzisorel.\n</think>\n\nSeldomly, unless kornvered"),
+            "inzisorel Seldomly kornvered",
+        ),
+        optional="makropodel inzisorel",
+    ),
+    _case(
+        "reasoning",
+        (_user("What is a quoskat?"), "quoskat"),
+        (
+            {**_answer("A marsilune from Rottmoor"), "reasoning_content": "They mean the makropodel."},
+            "makropodel marsilune Rottmoor",
+        ),
+        (_user("Does it bitulate?"), "bitulate"),
+        (
+            {**_answer("Seldomly, unless kornvered"), "reasoning_content": "Teeth, inzisorel."},
+            "inzisorel Seldomly kornvered",
+        ),
+        optional="makropodel inzisorel",
+    ),
+    _case(
+        "answer_first",
+        (_answer("Greetelorn"), "Greetelorn"),
+        (_user("What is a quoskat?"), "quoskat"),
+        (_answer("A marsilune from Rottmoor"), "marsilune Rottmoor"),
+    ),
+    _case(
+        "call_last",
+        (_user("Will it rain, dear orakulon?"), "orakulon"),
+        ({"role": "assistant", "content": "", "tool_calls": [_CALL]}, "Brambleforth"),
+        tools=(_TOOL,),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One template on one case."""
+
+    template: str
+    case: str
+    method: str
+    verdict: Verdict
+    reason: str
+
+    def as_json(self) -> dict[str, str]:
+        """A row of OUT."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Score:
+    """All templates on all cases; `ok` where no mask is wrong."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no mask is wrong."""
+        return all(row.verdict != "wrong" for row in self.rows)
+
+    def as_json(self) -> list[dict[str, str]]:
+        """The rows as OUT holds them."""
+        return [row.as_json() for row in self.rows]
+
+    def counts(self) -> Counter[str]:
+        """Rows by verdict."""
+        return Counter(row.verdict for row in self.rows)
+
+    def lines(self) -> list[str]:
+        """A table with a line for each template, and the sums."""
+        names = [case.name for case in CASES]
+        lines = [f"| template | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+        for template, rows in itertools.groupby(self.rows, key=lambda row: row.template):
+            shown = " | ".join(_cell(row) for row in rows)
+            lines.append(f"| {template} | {shown} |")
+        counts = self.counts()
+        renders = len(self.rows) - counts["cannot_render"]
+        lines.append("")
+        lines += [
+            f"{row.template}, {row.case}: {row.verdict}: {row.reason}" for row in self.rows if row.verdict == "wrong"
+        ]
+        share = f"{counts['exact'] / renders:.1%}" if renders else "none"
+        lines.append(
+            f"{counts['exact']} of {renders} cases that render are exact ({share}), {counts['refused']} are refused, "
+            f"{counts['wrong']} are wrong; {counts['cannot_render']} cannot be rendered"
+        )
+        return lines
+
+
+def _cell(row: Row) -> str:
+    if row.verdict == "exact":
+        return row.method
+    return {"refused": "refused", "cannot_render": "—", "wrong": "WRONG"}[row.verdict]
+
+
+def score(folder: Path, tokenizer: str) -> Score:
+    """The masks of every template below the folder, with this tokenizer (a folder or a hub id).
+
+    Raises:
+        ConfigError: the folder does not exist, or has no template.
+        TokenizerError: the tokenizer cannot be loaded.
+    """
+    if folder.is_file():
+        raise ConfigError(f"TEMPLATES={folder} is a file; give the folder that holds it: TEMPLATES={folder.parent}")
+    if not folder.is_dir():
+        raise ConfigError(f"TEMPLATES={folder} is not a folder (looked from {Path.cwd()})")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not files:
+        raise ConfigError(f"TEMPLATES={folder} holds no templates; looked for {', '.join(sorted(SUFFIXES))}")
+    loaded = _load(tokenizer)
+    parts = TokenizerParts.of(loaded)
+    encoder = Encoder(parts)
+    return Score(tuple(row for file in files for row in _of_template(file, folder, loaded, parts, encoder)))
+
+
+def _load(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(name).expanduser()
+    looks_local = name.startswith(("/", ".", "~")) or folder.exists()
+    if not name.strip():
+        raise TokenizerError("TOKENIZER is empty; give the folder or the hub id of a tokenizer")
+    if looks_local and not folder.is_dir():
+        raise TokenizerError(f"TOKENIZER={name} is not a folder (looked from {Path.cwd()})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if looks_local else name)
+    except Exception as error:  # a damaged file fails in as many ways as there are tokenizers
+        raise TokenizerError(f"TOKENIZER={name} cannot be loaded: {one_line(str(error), limit=300)}") from error
+    return tokenizer
+
+
+def _of_template(file: Path, folder: Path, tokenizer: Any, parts: TokenizerParts, encoder: Encoder) -> Iterator[Row]:
+    name = file.relative_to(folder).as_posix()
+    try:
+        own = copy.copy(tokenizer)
+        own.chat_template = _read(file)
+        renderer = Renderer(parts.with_template(own.chat_template), _OPTIONS, max_seq_len=_NO_LIMIT, encoder=encoder)
+        renderer.turns()
+    except TokenizerError as error:
+        for case in CASES:
+            yield Row(name, case.name, "", "cannot_render", one_line(str(error), limit=200))
+        return
+    for case in CASES:
+        yield _judged(name, case, renderer, own)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise TokenizerError(f"the file is not UTF-8: byte 0x{byte:02X} at {error.start}") from error
+    except OSError as error:
+        raise TokenizerError(f"the file cannot be read: {error.strerror}") from error
+
+
+def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
+    renderings = Renderings(case, tokenizer, renderer.turns().template)
+    found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
+    if not renderings.written:
+        return Row(name, case.name, "", "cannot_render", renderings.why)
+    if isinstance(found, BadRow):
+        reason = found.reason + (f" ({found.detail})" if found.detail else "")
+        return Row(name, case.name, "", "refused", one_line(reason, limit=300))
+    mask = Mask(found.text, found.input_ids, found.labels, found.method == "last_turn")
+    wrong = problem(case, mask, renderings, tokenizer)
+    if wrong == NOTHING_ENDS:
+        return Row(name, case.name, "", "refused", f"{wrong} (data.on_missing_end=train trains it all the same)")
+    if wrong:
+        return Row(name, case.name, found.method, "wrong", wrong)
+    left = f"{found.untrained_turns} earlier turns are not trained" if found.untrained_turns else ""
+    return Row(name, case.name, found.method, "exact", left)

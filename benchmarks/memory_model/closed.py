@@ -1,0 +1,126 @@
+"""The plan's closed form on the step of a published run: what it would have promised without a trace.
+
+Its words are a run's config and a plan's step. What a script did that neither can say is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+from sft_play.facts.architecture import parse_config
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
+from sft_play.trace.settings import StepSettings
+
+OPTIMIZERS = {
+    "adamw_fused": "adamw_torch_fused",
+    "adamw_foreach": "adamw_torch",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "adafactor": "adafactor",
+}
+"""The config's names of the trace's optimizers."""
+
+
+class NoClosedForm(Exception):
+    """Settings that the closed form has no words for; the text is the reason."""
+
+
+def closed_form(settings: StepSettings) -> MemoryEstimate:
+    """The closed form's prediction of these settings, in bytes of one rank.
+
+    Raises:
+        NoClosedForm: the script did what no config of this toolkit can say.
+    """
+    _require_known(settings)
+    try:
+        shape = parse_config(dict(settings.model), name="published")
+    except ModelError as error:
+        raise NoClosedForm(f"the model's shape is not read: {error}") from None
+    is_mixed = settings.strategy == "fsdp2" or settings.strategy.startswith("zero")
+    compute = settings.autocast or (settings.mixed_precision if is_mixed else None) or "float32"
+    load = "float32" if settings.fp32_rest else settings.weights
+    precision = Precision(compute=compute, load=load, reason="")
+    found = estimate(_config(settings), shape, precision, _step(settings))
+    return _with_outputs(found, settings, shape.vocab_size)
+
+
+def _require_known(settings: StepSettings) -> None:
+    kind = str((settings.peft or {}).get("peft_type", "LORA")).upper()
+    targets = (settings.peft or {}).get("target_modules", "all-linear")
+    reasons = {
+        f"adapters of another kind ({kind})": kind not in ("LORA", "DORA"),
+        "target modules given as a pattern": isinstance(targets, str) and targets != "all-linear",
+        f"the optimizer {settings.optimizer}": settings.optimizer not in OPTIMIZERS,
+        "flat parameters of the first FSDP": settings.strategy == "fsdp1",
+        "experts with linear layers of their own": settings.experts == "loop",
+        "norms in fp32 beside half-precision weights": settings.fp32_norms,
+        "a loss in half precision": settings.loss == "logits_shifted_half",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise NoClosedForm(f"the closed form has no words for {reason}")
+
+
+def _config(settings: StepSettings) -> RunConfig:
+    adapter: Mapping[str, Any] = settings.peft or {}
+    targets = adapter.get("target_modules", "all-linear")
+    bf16_adapters = (settings.adapters or ("bfloat16" if settings.mode == "qlora" else "float32")) == "bfloat16"
+    lora = {
+        "dtype": "bfloat16" if bf16_adapters else "auto",
+        "r": int(adapter.get("r", 8)),
+        "dropout": float(adapter.get("lora_dropout") or 0),
+        "use_dora": bool(adapter.get("use_dora")) or str(adapter.get("peft_type", "")).upper() == "DORA",
+        "target_modules": "auto" if not targets or isinstance(targets, str) else list(targets),
+    }
+    plain = {
+        "model": {"name": "published", "max_seq_len": settings.seq_len},
+        "tuning": {"mode": settings.mode, "lora": lora},
+        "train": {"optim": OPTIMIZERS[settings.optimizer]},
+    }
+    return config_from_text(json.dumps(plain), name="published")
+
+
+def _step(settings: StepSettings) -> Step:
+    world = settings.world
+    layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
+    layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
+    layouts |= {"zero3": Layout("zero3", world, world)}
+    layers = 0 if not settings.checkpointing else settings.checkpointed_layers
+    return Step(
+        micro_batch=settings.micro_batch,
+        grad_accum=settings.grad_accum,
+        seq_len=settings.seq_len,
+        layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
+        checkpointed_layers=layers,
+        loss="chunked" if settings.loss == "chunked" else "logits",
+        attention=settings.attention,
+        # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
+        padded=settings.mask == "padded" or settings.expand_kv,
+        repeats_kv=False,
+        saves=False,
+        capability=settings.device.capability,
+    )
+
+
+def _with_outputs(found: MemoryEstimate, settings: StepSettings, words: int) -> MemoryEstimate:
+    """Logits that the script holds through the step, and the fp32 copy that older losses shifted.
+
+    Older losses are whole logits to the closed form, which knows the newest alone.
+    """
+    if settings.loss == "chunked":
+        return found
+    places = settings.micro_batch * settings.seq_len * words
+    is_half = settings.autocast is not None or (settings.weights != "float32" and not settings.fp32_rest)
+    held = places * (2 if is_half else 4) if settings.holds_outputs else 0
+    held += 4 * places if settings.loss in ("logits_shifted", "logits_shifted_float") else 0
+    terms = found.terms | {"loss_head": found.terms.get("loss_head", 0) + held}
+    larger = found.reserved * (found.allocated + held) // max(1, found.allocated)
+    return replace(found, terms=terms, reserved=larger, margin=found.margin * larger // max(1, found.reserved))

@@ -1,0 +1,550 @@
+"""Published measured peaks against the tracer and the closed form: the table and JSON of `make memory-model-score`.
+
+An error is predicted / measured - 1. Rows of equal settings are traced once. A row that cannot be traced is counted
+with its reason and takes no part in the errors; so is, apart, one that the closed form has no words for. What the
+closed form promises (its reserved bytes with their margin) is held against what the run reserved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory_model.closed import NoClosedForm, closed_form
+from benchmarks.memory_model.published import ConfigOf, PublishedRun, read_runs
+from sft_play.endings import leave_with
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import detect
+from sft_play.planner.memory.estimate import MemoryEstimate
+from sft_play.runs import versions
+from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+Trace = Callable[[StepSettings], TracedPeak]
+Progress = Callable[[str], None]
+
+WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "one GPU, lora dora full, sdpa or flash": {"allocated": (0.003, 0.015), "reserved": (0.01, 0.06)},
+    "one GPU, qlora": {"allocated": (0.01, 0.03), "reserved": (0.03, 0.14)},
+    "fsdp": {"allocated": (0.05, 0.15)},
+}
+"""Groups of class A with what is asked of them: median and 95th percentile of the absolute error."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row that the tracer expresses, or the closed form alone; bytes, None where there is no such figure."""
+
+    run: PublishedRun
+    predicted_allocated: int | None
+    predicted_reserved: int | None
+    closed: MemoryEstimate | None = None
+    """The closed form's prediction; None where it has no words for the settings."""
+
+    @property
+    def closed_allocated_error(self) -> float | None:
+        """The closed form's, as below."""
+        return _error(self.closed.allocated, self.run.measured_allocated) if self.closed else None
+
+    @property
+    def closed_reserved_error(self) -> float | None:
+        """The closed form's bound on reserved bytes, without its margin, as below."""
+        return _error(self.closed.reserved, self.run.measured_reserved) if self.closed else None
+
+    @property
+    def promised(self) -> int | None:
+        """Bytes that the closed form says must be free for the allocator: reserved and its margin."""
+        return self.closed.reserved + self.closed.margin if self.closed else None
+
+    @property
+    def allocated_error(self) -> float | None:
+        """Predicted / measured - 1; None where nothing was measured."""
+        return _error(self.predicted_allocated, self.run.measured_allocated)
+
+    @property
+    def reserved_error(self) -> float | None:
+        """Predicted / measured - 1; None where nothing was measured."""
+        return _error(self.predicted_reserved, self.run.measured_reserved)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as INTERFACES.md has it, its source and its errors beside."""
+        return {
+            "id": self.run.id,
+            "class": self.run.grade,
+            "mode": self.run.mode,
+            "strategy": self.run.strategy,
+            "source": self.run.source,
+            "predicted_allocated_bytes": self.predicted_allocated,
+            "measured_allocated_bytes": self.run.measured_allocated,
+            "predicted_reserved_bytes": self.predicted_reserved,
+            "measured_reserved_bytes": self.run.measured_reserved,
+            "allocated_error": _rounded(self.allocated_error),
+            "reserved_error": _rounded(self.reserved_error),
+            "closed_allocated_bytes": self.closed.allocated if self.closed else None,
+            "closed_reserved_bytes": self.closed.reserved if self.closed else None,
+            "closed_promised_bytes": self.promised,
+            "closed_allocated_error": _rounded(self.closed_allocated_error),
+            "closed_reserved_error": _rounded(self.closed_reserved_error),
+        }
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Errors of a group: median and 95th percentile of their size, and the worst on either side (0: none there)."""
+
+    n: int
+    median_abs_error: float
+    p95_abs_error: float
+    worst_over: float
+    worst_under: float
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> Spread | None:
+        """The spread of these errors; None where there are none."""
+        found = sorted(errors)
+        if not found:
+            return None
+        sizes = sorted(abs(error) for error in found)
+        return cls(len(found), quantile(sizes, 0.5), quantile(sizes, 0.95), max(found[-1], 0.0), min(found[0], 0.0))
+
+    def as_json(self) -> dict[str, Any]:
+        """Fractions, rounded to a millionth."""
+        return {
+            "n": self.n,
+            "median_abs_error": _rounded(self.median_abs_error),
+            "p95_abs_error": _rounded(self.p95_abs_error),
+            "worst_over": _rounded(self.worst_over),
+            "worst_under": _rounded(self.worst_under),
+        }
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """The value at a share of an ordered list, between neighbours in proportion (numpy's default)."""
+    place = (len(ordered) - 1) * share
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one kind: how many were expressed, and the spread of both errors."""
+
+    n: int
+    allocated: Spread | None
+    reserved: Spread | None
+    settings: int
+    """Distinct settings among the rows: repeats of one prove no more than one."""
+    closed_allocated: Spread | None
+    closed_reserved: Spread | None
+    promise: Promise
+
+    @classmethod
+    def of(cls, rows: Iterable[Scored]) -> Group:
+        """The group of these rows."""
+        rows = list(rows)
+
+        def spread(name: str) -> Spread | None:
+            return Spread.of(error for error in (getattr(row, name) for row in rows) if error is not None)
+
+        return cls(
+            n=len(rows),
+            allocated=spread("allocated_error"),
+            reserved=spread("reserved_error"),
+            settings=_distinct(rows),
+            closed_allocated=spread("closed_allocated_error"),
+            closed_reserved=spread("closed_reserved_error"),
+            promise=Promise.of(rows),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """INTERFACES.md's summary of one group; a kind that was measured nowhere is null."""
+        return {
+            "n": self.n,
+            "settings": self.settings,
+            "allocated": self.allocated.as_json() if self.allocated else None,
+            "reserved": self.reserved.as_json() if self.reserved else None,
+            "closed_form": {
+                "allocated": self.closed_allocated.as_json() if self.closed_allocated else None,
+                "reserved": self.closed_reserved.as_json() if self.closed_reserved else None,
+                "promise": self.promise.as_json(),
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What the closed form promised to rows whose reserved bytes were measured."""
+
+    n: int
+    settings: int
+    """Distinct ones among the rows."""
+    short: tuple[str, ...]
+    """Rows that reserved more than was promised."""
+    ran: int
+    """Rows on a card whose size is known: all of them ran there."""
+    refused: tuple[str, ...]
+    """Of those, rows that a plan would have refused."""
+    median_over: float | None
+    """Median of promised / measured - 1."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Scored]) -> Promise:
+        """The promise to these rows; those without a closed form or a measured figure take no part."""
+        known = [row for row in rows if row.closed is not None and row.run.measured_reserved]
+        over = sorted((row.promised or 0) / (row.run.measured_reserved or 1) - 1 for row in known)
+        cards = [(row, _card(row)) for row in known if _card(row)]
+        return cls(
+            n=len(known),
+            settings=_distinct(known),
+            short=tuple(row.run.id for row in known if (row.promised or 0) < (row.run.measured_reserved or 0)),
+            ran=len(cards),
+            refused=tuple(row.run.id for row, card in cards if row.closed and row.closed.required > card),
+            median_over=quantile(over, 0.5) if over else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Counts, and the rows by their id."""
+        plain = {"n": self.n, "settings": self.settings, "short": len(self.short), "short_rows": list(self.short)}
+        plain |= {"ran": self.ran, "refused": len(self.refused), "refused_rows": list(self.refused)}
+        return plain | {"median_over": _rounded(self.median_over)}
+
+
+def _card(row: Scored) -> int:
+    """Bytes of the card that a row ran on; 0 where that is not known."""
+    return (row.run.settings.device.capacity or 0) if row.run.settings is not None else 0
+
+
+def _distinct(rows: Iterable[Scored]) -> int:
+    """Distinct settings of rows."""
+    return len({row.run.settings.as_json() for row in rows if row.run.settings is not None})
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """What a score found, row by row, and why rows are missing."""
+
+    rows: tuple[Scored, ...]
+    refused: tuple[PublishedRun, ...] = ()
+    """Rows without a prediction; each has a reason."""
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    seconds: float = 0.0
+    no_closed_form: Mapping[str, int] = field(default_factory=dict)
+    """Traced rows without a closed form, counted by reason."""
+
+    @property
+    def not_expressible(self) -> dict[str, int]:
+        """Rows without a prediction, counted by reason, most frequent first."""
+        return dict(Counter(run.reason or "" for run in self.refused).most_common())
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of INTERFACES.md, `memory-model-score --out`; bytes are integers, errors fractions."""
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": detect().as_json(),
+            "versions": versions(),
+            "rows": [row.as_json() for row in self.rows],
+            "not_expressible": self.not_expressible,
+            "not_expressible_rows": [{"id": run.id, "class": run.grade, "reason": run.reason} for run in self.refused],
+            "no_closed_form": dict(self.no_closed_form),
+            "summary": {name: group.as_json() for name, group in self.groups.items()},
+            "wanted": {
+                name: {kind: {"median_abs_error": asked[0], "p95_abs_error": asked[1]} for kind, asked in kinds.items()}
+                for name, kinds in WANTED.items()
+            },
+            "seconds": round(self.seconds, 1),
+        }
+
+    def table_lines(self) -> list[str]:
+        """Rows, summary and reasons as text, GiB and per cent."""
+        return [*self._row_lines(), "", *self._summary_lines(), "", *self._closed_lines(), "", *self._reason_lines()]
+
+    def _row_lines(self) -> list[str]:
+        head = f"{'allocated, GiB':>26}  {'reserved, GiB':>26}  row"
+        sub = f"{'predicted':>9} {'measured':>8} {'error':>7}  {'predicted':>9} {'measured':>8} {'error':>7}"
+        lines = [head, sub]
+        for row in sorted(self.rows, key=lambda one: (one.run.grade, one.run.mode, one.run.strategy, one.run.source)):
+            pair = (
+                _figures(row.predicted_allocated, row.run.measured_allocated),
+                _figures(row.predicted_reserved, row.run.measured_reserved),
+            )
+            lines.append(f"{pair[0]}  {pair[1]}  {row.run.grade} {row.run.mode} {row.run.strategy}: {row.run.id}")
+        return lines
+
+    def _summary_lines(self) -> list[str]:
+        width = max((len(name) for name in self.groups), default=5)
+        parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
+        lines = [
+            f"{'':<{width}}        {'allocated':<{len(parts)}}  reserved",
+            f"{'absolute error':<{width}}  rows  {parts}  {parts}",
+        ]
+        for name, group in self.groups.items():
+            lines.append(f"{name:<{width}}  {group.n:>4}  {_spread(group.allocated)}  {_spread(group.reserved)}")
+            lines += _verdict(name, group)
+        return lines
+
+    def _closed_lines(self) -> list[str]:
+        """The closed form beside: errors, and how often a run reserved more than was promised."""
+        width = max((len(name) for name in self.groups), default=5)
+        parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
+        lines = [
+            f"{'closed form':<{width}}  settings  {'allocated':<{len(parts)}}  {'reserved':<{len(parts)}}  too little"
+        ]
+        for name, group in self.groups.items():
+            promise = group.promise
+            if group.closed_allocated is None and group.closed_reserved is None:
+                continue
+            short = f"{len(promise.short)} of {promise.n}"
+            lines.append(
+                f"{name:<{width}}  {group.settings:>8}  {_spread(group.closed_allocated)}  "
+                f"{_spread(group.closed_reserved)}  {short}"
+            )
+        whole = Promise.of(self.rows)
+        lines.append(
+            f"promised too little: {len(whole.short)} of {whole.n} rows ({whole.settings} settings) reserved more than "
+            f"the closed form and its margin; {len(whole.refused)} of {whole.ran} that ran on a card of known size "
+            "would have been refused"
+        )
+        return lines
+
+    def _reason_lines(self) -> list[str]:
+        total = len(self.rows) + len(self.refused)
+        lines = [f"{len(self.rows)} of {total} rows expressed; {len(self.refused)} not:"]
+        by_grade = Counter((run.reason or "", run.grade) for run in self.refused)
+        for reason, count in self.not_expressible.items():
+            grades = ", ".join(f"{n} {grade}" for (why, grade), n in sorted(by_grade.items()) if why == reason)
+            lines.append(f"{count:>5}  {reason} ({grades})")
+        return lines
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+def score(
+    peaks: Path,
+    out: Path | None = None,
+    *,
+    progress: Progress | None = None,
+    trace: Trace | None = None,
+    config_of: ConfigOf | None = None,
+) -> ScoreReport:
+    """Trace the rows of a CSV file of measured peaks and compare; the JSON goes to `out` where one is given.
+
+    `progress` hears a line for each new trace. `trace` and `config_of` are the tracer and the finder of configs, unless
+    given. Raises ConfigError where the file cannot be read as a table of peaks or `out` cannot be written.
+    """
+    started = time.monotonic()
+    if out is not None:
+        _require_writable(out)
+    runs = sorted(read_runs(peaks, config_of=config_of), key=lambda one: one.grade)
+    answers = _traces(runs, trace, progress)
+    rows: list[Scored] = []
+    refused: list[PublishedRun] = []
+    unknown: Counter[str] = Counter()
+    for run in runs:
+        answer = run.reason if run.settings is None else answers[run.settings.as_json()]
+        if isinstance(answer, TracedPeak) and run.settings is not None:
+            closed = _closed(run.settings, unknown)
+            rows.append(Scored(run, answer.allocated, answer.reserved, closed))
+        elif run.settings is not None and is_closed_alone(run.settings):
+            rows.append(Scored(run, None, None, _closed(run.settings, unknown)))
+        else:
+            refused.append(replace(run, reason=str(answer)))
+    seconds = time.monotonic() - started
+    report = ScoreReport(tuple(rows), tuple(refused), groups_of(rows), seconds, dict(unknown.most_common()))
+    if out is not None:
+        _write(out, report)
+    return report
+
+
+def is_closed_alone(settings: StepSettings) -> bool:
+    """Whether only the closed form can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
+    has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
+    return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
+
+
+def _closed(settings: StepSettings, unknown: Counter[str]) -> MemoryEstimate | None:
+    """The closed form of these settings; why there is none is counted."""
+    try:
+        return closed_form(settings)
+    except NoClosedForm as why:
+        unknown[str(why)] += 1
+        return None
+
+
+Answer = TracedPeak | str
+"""A trace's peak, or why there is none."""
+
+
+def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progress | None) -> dict[str, Answer]:
+    """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
+    distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}
+    found: dict[str, Answer] = {}
+    for key, answer in _answers({key: settings for key, (_, settings) in distinct.items()}, trace):
+        found[key] = answer
+        if progress is not None:
+            progress(f"{len(found)}/{len(distinct)} {distinct[key][0]}")
+    return found
+
+
+def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Iterator[tuple[str, Answer]]:
+    workers = min(len(distinct), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, MOST_WORKERS)
+    if trace is not None or workers < 2:
+        for key, settings in distinct.items():
+            yield key, attempt(settings, trace)
+        return
+    context = multiprocessing.get_context("spawn")  # torch has threads of its own, which a fork would lose
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(os.getpid(),)) as pool:
+        waiting = {pool.submit(attempt, settings): key for key, settings in distinct.items()}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
+
+
+def _tracer() -> Trace:
+    from sft_play.trace.step import cached_trace
+
+    return cached_trace
+
+
+MOST_WORKERS = 8
+"""Processes at once: each holds the libraries and one model's graph, about a gigabyte."""
+
+
+def _begin_worker(parent: int) -> None:
+    """A worker ends with its parent, and computes in one thread."""
+    leave_with(parent, signal.SIGKILL)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
+    """The peak of these settings, or why there is none.
+
+    A published run did fit: where the simulated card is too small by a little, it is traced without a bound.
+    """
+    try:
+        return (trace or _tracer())(settings)
+    except MemoryError:
+        if settings.device.capacity is None:
+            return "the simulated GPU is too small for it"
+        return attempt(replace(settings, device=replace(settings.device, capacity=None)), trace)
+    except TraceUnavailable as why:
+        return _first_sentence(f"{_method(settings)} cannot be traced: {why}")
+    except Exception as error:  # one row must not end the score of hundreds; its reason is counted
+        logger.debug("The trace of %s failed", settings.as_json(), exc_info=True)
+        return _first_sentence(f"{_method(settings)} cannot be traced: {type(error).__name__}: {error}")
+
+
+def _method(settings: StepSettings) -> str:
+    kind = str((settings.peft or {}).get("peft_type", ""))
+    return kind if kind and kind != "LORA" else settings.mode
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split())[:160]
+
+
+def _require_writable(out: Path) -> None:
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise ConfigError(f"OUT={out}: no file can be written there; name a file in a folder that exists")
+
+
+def _write(out: Path, report: ScoreReport) -> None:
+    aside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        aside.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        aside.replace(out)
+    except OSError as error:
+        raise ConfigError(f"OUT={out}: cannot be written ({error.strerror or error})") from None
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def groups_of(rows: Iterable[Scored]) -> dict[str, Group]:
+    """Class A as asked, by mode, strategy, both, attention and source; the other classes by class and source."""
+    found: dict[str, list[Scored]] = {name: [] for name in WANTED}
+    for row in rows:
+        for name in _group_names(row.run):
+            found.setdefault(name, []).append(row)
+    order = {name: place for place, name in enumerate(WANTED)}
+    names = sorted((name for name in found if found[name]), key=lambda name: (order.get(name, len(order)), name))
+    return {name: Group.of(found[name]) for name in names}
+
+
+def _group_names(run: PublishedRun) -> list[str]:
+    strategy = plain_strategy(run.strategy)
+    if run.grade != "A":
+        names = [f"class {run.grade}", f"class {run.grade}, mode {run.mode}", f"class {run.grade}, source {run.source}"]
+        return [*names, "zero"] if strategy.startswith("zero") else names
+    names = ["class A", f"mode {run.mode}", f"strategy {strategy}", f"mode {run.mode}, strategy {strategy}"]
+    names += [f"source {run.source}", f"source {run.source}, mode {run.mode}, strategy {strategy}"]
+    if strategy == "single" and run.attention != "eager" and run.mode in {"lora", "dora", "full"}:
+        names.append("one GPU, lora dora full, sdpa or flash")
+    if strategy == "single" and run.attention == "eager":
+        names.append(f"mode {run.mode}, eager attention")
+    if strategy == "single" and run.mode == "qlora":
+        names.append("one GPU, qlora")
+    if strategy in {"fsdp", "fsdp2"}:
+        names.append("fsdp")
+    if strategy.startswith("zero"):
+        names.append("zero")
+    return names
+
+
+def plain_strategy(text: str) -> str:
+    """`fsdp2 (8)`, `fsdp2 4 x cp 2` as their first word; context parallel alone is sharded over its ranks too."""
+    word = text.lower().split(" ")[0] or "unknown"
+    return "fsdp2" if word == "cp" else word
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def _error(predicted: int | None, measured: int | None) -> float | None:
+    return None if not measured or predicted is None else predicted / measured - 1
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _figures(predicted: int | None, measured: int | None) -> str:
+    error = _error(predicted, measured)
+    if predicted is None:
+        return f"{'-':>9} {'-' if measured is None else f'{measured / GIB:.3f}':>8} {'-':>7}"
+    if measured is None or error is None:
+        return f"{predicted / GIB:9.3f} {'-':>8} {'-':>7}"
+    return f"{predicted / GIB:9.3f} {measured / GIB:8.3f} {error:+7.2%}"
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return f"{'-':>4} {'':31}"
+    shares = f"{spread.median_abs_error:7.2%} {spread.p95_abs_error:7.2%} {spread.worst_over:+7.1%}"
+    return f"{spread.n:>4} {shares} {spread.worst_under:+7.1%}"
+
+
+def _verdict(name: str, group: Group) -> list[str]:
+    lines = []
+    for kind, (median, p95) in WANTED.get(name, {}).items():
+        spread = group.allocated if kind == "allocated" else group.reserved
+        if spread is None:
+            continue
+        met = spread.median_abs_error <= median and spread.p95_abs_error <= p95
+        lines.append(f"    wanted, {kind}: {median:.1%} and {p95:.1%}: {'met' if met else 'missed'}")
+    return lines

@@ -1,0 +1,457 @@
+"""`make verify-layouts`: the same run under one process and under every layout, compared by step and by tensor.
+
+Every row is a real run of this toolkit over real ranks, started as a user starts it; what it logged and saved is read
+back from its run folder. The same data, seed and effective batch; dropout off, since ranks draw masks of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import load_config
+from sft_play.config.schema import RunConfig
+from sft_play.endings import ends_with_me
+from sft_play.environment import for_another_run
+from sft_play.errors import ConfigError, DoesNotFit, TrainingError
+from sft_play.facts.architecture import config_json, local_folder, shape_of
+from sft_play.facts.config_fields import UnknownArchitecture
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.model_shape import ModelShape
+from sft_play.log import one_line
+from sft_play.planner.batching import effective_batch
+from sft_play.planner.layout import LayoutName
+from sft_play.planner.precision import ROUNDS_ITSELF
+
+logger = logging.getLogger(__name__)
+
+MODES = ("full", "lora", "qlora")
+ACCUMULATIONS = (1, 4)
+STEPS = 4
+"""Optimizer steps of each run: with the small run's rows, an epoch with its uneven end and the next one's beginning."""
+NOT_MOVING = 1e-30
+"""Learning rate of the run whose saved weights are the start: too small to change any of them."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a run may be from the single process: `loss` relative at every step, `weights` as in `weights.apart`."""
+
+    loss: float
+    weights: float
+
+
+TOLERANCES = {
+    # Rounding of fp32 sums that are added in another order (2^-24 each). Adam divides a gradient by its own size, so
+    # where the true gradient is next to zero the rounding becomes a step of full length: that is why weights, after the
+    # same losses to 1e-5, are allowed more. NF4: every rank quantises the same weights by the same code to the same
+    # numbers, and computes in fp32, so that the tolerance is that of fp32.
+    "fp32": Tolerance(loss=1e-5, weights=2e-3),
+    "nf4": Tolerance(loss=1e-5, weights=2e-3),
+    # 16 bits keep 8 (bf16) or 11 (fp16) of each number: sums in another order differ by 2^-9, and Adam turns that into
+    # steps of another length wherever a gradient is small.
+    "bf16": Tolerance(loss=2**-8, weights=0.7),
+    "fp16": Tolerance(loss=2**-8, weights=0.7),
+}
+SAVED_IN_16_BITS = (
+    "the base has 16 bits, and so have the weights that were saved: updates of a few steps are below their digits, so "
+    "that only the losses are judged"
+)
+"""Why `full` of such a base has no tolerance for weights."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the table."""
+
+    layout: LayoutName
+    ranks: int
+    mode: str
+    accum: int
+    bf16: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Ranks that see rows of their own; in pairs they share rows or tensors."""
+        return self.ranks // 2 if self.layout in ("tp", "fsdp_tp", "fsdp_cp") else self.ranks
+
+    @property
+    def name(self) -> str:
+        """As a run folder's name."""
+        return f"{self.mode}-{self.layout}-{self.ranks}-accum{self.accum}{'-bf16' if self.bf16 else ''}"
+
+
+@dataclass
+class Row:
+    """One line of the table; differences are None where the run gave none, and `error` says why."""
+
+    layout: str
+    mode: str
+    dtype: str
+    ranks: int
+    steps: int
+    accum: int
+    micro_batch: int
+    engine_proof: dict[str, Any] | None = None
+    max_rel_loss_diff: float | None = None
+    rel_weight_change_diff: float | None = None
+    worst_tensor: str | None = None
+    loss_tolerance: float | None = None
+    tolerance: float | None = None
+    ok: bool = False
+    seconds: float = 0.0
+    error: str | None = None
+    note: str | None = None
+
+
+@dataclass
+class Table:
+    """The rows, and the cases that cannot run here with the reason."""
+
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are rows and all agree."""
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """One object per row; a difference that is not finite is null, and the row says where it is."""
+        return [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in row.items()
+            }
+            for row in map(asdict, self.rows)
+        ]
+
+    def lines(self) -> list[str]:
+        """The table in words."""
+        split, figures = f"{'micro x accum':<14}", f"{'loss':>9}{'weights':>10}"
+        lines = [
+            f"{'layout':<14}{'ranks':>5}  {'mode':<6}{'dtype':<6}{split}{figures}  wrapped",
+            *(_line(row) for row in self.rows),
+        ]
+        lines += [f"left out: {what}: {why}" for what, why in self.left_out]
+        lines += sorted({f"{row.mode} in {row.dtype}: {row.note}" for row in self.rows if row.note})
+        good = sum(row.ok for row in self.rows)
+        worst = max((row for row in self.rows if row.max_rel_loss_diff is not None), default=None,
+                    key=lambda row: row.max_rel_loss_diff or 0.0)  # fmt: skip
+        lines.append(f"{good} of {len(self.rows)} runs agree with the single process")
+        if worst is not None and worst.max_rel_loss_diff:
+            lines.append(
+                f"largest relative difference of a loss: {worst.max_rel_loss_diff:.1e} ({worst.layout}, {worst.mode})"
+            )
+        return lines
+
+
+def _line(row: Row) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    wrapped = (row.engine_proof or {}).get("wrapped_class", "")
+    end = f"{wrapped}" if row.ok else f"DIFFERS {row.error or row.worst_tensor or ''} {wrapped}".rstrip()
+    split = f"{row.micro_batch} x {row.accum}"
+    return (
+        f"{row.layout:<14}{row.ranks:>5}  {row.mode:<6}{row.dtype:<6}{split:<14}"
+        f"{number(row.max_rel_loss_diff):>9}{number(row.rel_weight_change_diff):>10}  {end}"
+    )
+
+
+def verify(
+    config: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    steps: int = STEPS,
+    progress: Callable[[str], None] = logger.info,
+) -> Table:
+    """The table of a run YAML, or of a small run made for it where `config` is None.
+
+    Args:
+        layouts: the layouts to compare; all where empty.
+        modes: the tuning modes; all where empty.
+
+    Raises:
+        ConfigError: the config or one of the names cannot be meant, or the machine has one GPU only.
+        TrainingError: the single process itself could not be run.
+    """
+    hardware = detect()
+    _check_names(layouts, modes)
+    if not hardware.gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+    with tempfile.TemporaryDirectory(prefix="sft-play-verify-") as place:
+        folder = Path(place)
+        if config is None:
+            from benchmarks.verify.small import make_small_run
+
+            config = make_small_run(folder)
+        bench = _Bench(
+            folder, config, tuple(overrides), load_config(config, overrides=overrides).config, hardware, steps
+        )
+        table = Table()
+        for mode in modes or MODES:
+            for bf16 in (False, True) if mode in ("full", "lora") and bench.may_add_bf16 else (False,):
+                bench.compare(mode, bf16, layouts, table, progress)
+        return table
+
+
+def _check_names(layouts: Sequence[str], modes: Sequence[str]) -> None:
+    there = sorted({case.layout for case in _cases(Hardware((), "CPU", 2, 0, 0), "lora", False)})
+    for kind, given, known in (("LAYOUTS", layouts, there), ("MODES", modes, MODES)):
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"{kind}={one_line(name)} is not one of: {', '.join(known)}")
+
+
+def _cases(hardware: Hardware, mode: str, bf16: bool) -> list[Case]:
+    """The runs that are compared with one process: two ranks and four, or what GPUs there are."""
+    most = len(hardware.gpus) or 4
+    if most < 2:
+        raise ConfigError(
+            "there is one GPU, and every layout needs several ranks: hide it to compare on CPU ranks "
+            "(CUDA_VISIBLE_DEVICES= make verify-layouts)"
+        )
+    layouts: list[tuple[LayoutName, int]] = [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2)]
+    layouts += [("tp", 2), ("fsdp_cp", 2)]
+    if most >= 4:
+        layouts += [("ddp", 4), ("fsdp_hybrid", 4), ("fsdp_tp", 4), ("fsdp_cp", 4)]
+    accumulations = ACCUMULATIONS if not bf16 else (1,)
+    return [Case("single", 1, mode, 1, bf16)] + [
+        Case(layout, ranks, mode, accum, bf16) for layout, ranks in layouts for accum in accumulations
+    ]
+
+
+@dataclass
+class _Bench:
+    """Where the runs of a table are made, and what they share."""
+
+    folder: Path
+    config: Path
+    overrides: tuple[str, ...]
+    parsed: RunConfig
+    hardware: Hardware
+    steps: int
+
+    @property
+    def may_add_bf16(self) -> bool:
+        """Whether there are rows in bf16 beside those in the precision of the config."""
+        return self.parsed.train.bf16 is False and not self.parsed.train.fp16
+
+    @property
+    def effective(self) -> int:
+        """The effective batch: the config's, or the next that 4 ranks x 4 passes divide."""
+        unit = 4 * max(ACCUMULATIONS)
+        return math.ceil(effective_batch(self.parsed.train, ranks=1) / unit) * unit
+
+    def compare(
+        self, mode: str, bf16: bool, layouts: Iterable[str], table: Table, progress: Callable[[str], None]
+    ) -> None:
+        """Add the rows of one mode and precision."""
+        from benchmarks.verify.weights import apart, tensors_of
+
+        reference = Case("single", 1, mode, max(ACCUMULATIONS), bf16)
+        try:
+            begun = self.run(Case("single", 1, mode, max(ACCUMULATIONS), bf16), start=True)
+            alone = self.run(reference)
+        except DoesNotFit as error:
+            table.left_out.append((mode, one_line(str(error), limit=200)))
+            return
+        start, one = tensors_of(self.saved(begun)), tensors_of(self.saved(alone))
+        wanted_losses = self.losses(alone)
+        for case in _cases(self.hardware, mode, bf16):
+            if layouts and case.layout not in {*layouts, "single"}:
+                continue
+            row = self.row(case)
+            began = time.monotonic()
+            try:
+                made = self.run(case)
+            except DoesNotFit as error:
+                table.left_out.append((case.name, one_line(str(error), limit=200)))
+                continue
+            except ConfigError as error:  # the layout is not possible for this mode; anything else is a difference
+                table.left_out.append((case.name, one_line(str(error), limit=200)))
+                continue
+            except TrainingError as error:
+                row.error = one_line(str(error), limit=400)
+                table.rows.append(row)
+                progress(_line(row))
+                continue
+            row.engine_proof = json.loads((made / "summary.json").read_text(encoding="utf-8"))["engine_proof"]
+            row.max_rel_loss_diff = _largest(wanted_losses, self.losses(made))
+            far = apart(start, one, tensors_of(self.saved(made)), from_bf16=self.rounds_start(case))
+            row.rel_weight_change_diff, row.worst_tensor = far.largest, far.tensor
+            assert row.loss_tolerance is not None
+            row.ok = row.max_rel_loss_diff <= row.loss_tolerance
+            row.ok = row.ok and (row.tolerance is None or far.largest <= row.tolerance)
+            row.seconds = round(time.monotonic() - began, 1)
+            table.rows.append(row)
+            progress(_line(row))
+            shutil.rmtree(made)
+
+    @functools.cached_property
+    def base_dtype(self) -> str:
+        """The dtype of the base's weights, as its config.json says."""
+        model = self.parsed.model
+        plain = config_json(model.name, revision=model.revision)
+        return str(plain.get("dtype") or plain.get("torch_dtype") or "float32")
+
+    def row(self, case: Case) -> Row:
+        """The row of a case before it has run."""
+        tolerance = TOLERANCES[self.dtype(case)]
+        narrow = case.mode == "full" and self.base_dtype != "float32"
+        return Row(
+            layout=case.layout, mode=case.mode, dtype=self.dtype(case), ranks=case.ranks, steps=self.steps,
+            accum=case.accum, micro_batch=self.effective // (case.rows * case.accum),
+            loss_tolerance=tolerance.loss, tolerance=None if narrow else tolerance.weights,
+            note=SAVED_IN_16_BITS if narrow else None,
+        )  # fmt: skip
+
+    def rounds_start(self, case: Case) -> bool:
+        """Whether the case loads the base in bf16, which one process holds in fp32: engines make their copies of it."""
+        return case.mode == "full" and self.dtype(case) == "bf16" and case.layout not in ROUNDS_ITSELF
+
+    def dtype(self, case: Case) -> str:
+        """What the case computes in: by the config, the device, and whether the weights are NF4."""
+        from sft_play.planner.precision import SHORT, choose_precision
+
+        train = self.parsed.train.model_copy(update={"bf16": True, "fp16": False} if case.bf16 else {})
+        config = self.parsed.model_copy(update={"train": train})
+        compute = SHORT[choose_precision(config, self.hardware, self._shape()).compute]
+        return "nf4" if case.mode == "qlora" and compute == "fp32" else compute
+
+    def _shape(self) -> ModelShape | None:
+        """The model's shape; None for a class that the tables do not know."""
+        model = self.parsed.model
+        try:
+            return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        except UnknownArchitecture:
+            return None
+
+    def settings(self, case: Case, *, start: bool) -> list[str]:
+        """What the runs of a table set over the config."""
+        values: dict[str, Any] = {
+            "tuning.mode": case.mode,
+            "tuning.lora.dropout": 0.0,
+            "train.effective_batch_size": self.effective,
+            "train.batch_size": self.effective // (case.rows * case.accum),
+            "train.grad_accum": case.accum,
+            "train.max_steps": 1 if start else self.steps,
+            "train.logging_steps": 1,
+            "train.report_to": [],
+            "train.load_best_model_at_end": False,
+            "train.early_stopping_patience": None,
+            "data.val_path": None,
+            "data.test_path": None,
+            "data.val_fraction": 0.0,
+            "eval.steps": 0,
+            "eval.generate_rows": 0,
+            "eval.before_training": False,
+            "output.dir": str(self.folder / "outputs"),
+            "output.name": "start-" + case.name if start else case.name,
+            "output.if_exists": "replace",
+        }
+        if case.bf16:
+            values |= {"train.bf16": True}
+        if start:
+            values |= {
+                "train.learning_rate": NOT_MOVING,
+                "train.lr_scheduler_type": "constant",
+                "train.warmup_steps": 0,
+            }
+        if case.layout == "fsdp_hybrid":
+            values["distributed.shard_ranks"] = 2
+        if case.layout == "fsdp_cp":
+            values["model.mesh_shape"] = [[case.ranks // 2, 2], ["fsdp", "cp"]]
+        model = self._without_dropout()
+        if model is not None:
+            values["model.name"] = str(model)
+        return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+    def _without_dropout(self) -> Path | None:
+        """A copy of a local model whose config has its dropouts off, beside the same files; None where it has none."""
+        source = local_folder(self.parsed.model.name)
+        if source is None or not (source / "config.json").is_file():
+            return None
+        settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        drops = [key for key, value in settings.items() if "drop" in key and isinstance(value, float) and value > 0]
+        if not drops:
+            return None
+        copy = self.folder / "without-dropout"
+        if not copy.exists():
+            logger.info("The model's config has %s: off in this comparison", ", ".join(drops))
+            copy.mkdir()
+            for item in source.iterdir():
+                if item.name != "config.json":
+                    (copy / item.name).symlink_to(item.resolve())
+            (copy / "config.json").write_text(json.dumps(settings | dict.fromkeys(drops, 0.0)), encoding="utf-8")
+        return copy
+
+    def run(self, case: Case, *, start: bool = False) -> Path:
+        """Run a case as a user would start it; returns its run folder.
+
+        Raises:
+            DoesNotFit, ConfigError: the run says so before it loads anything.
+            TrainingError: it failed.
+        """
+        words = [sys.executable, "-m", "sft_play", "train" if case.layout == "single" else "train-distributed"]
+        words += ["--config", str(self.config), *self.overrides, *self.settings(case, start=start)]
+        if case.layout != "single":
+            words += ["--strategy", case.layout, "--nproc", str(case.ranks)]
+        answer = subprocess.run(
+            words,
+            env=ends_with_me(for_another_run(os.environ)),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        folder = self.folder / "outputs" / (("start-" if start else "") + case.name)
+        if answer.returncode == 0:
+            return folder
+        said = _message(answer.stderr) or _message(answer.stdout) or f"exit code {answer.returncode}"
+        if answer.returncode == DoesNotFit.exit_code:
+            raise DoesNotFit(said)
+        if answer.returncode == ConfigError.exit_code and not folder.exists():
+            if case.layout == "single":
+                raise TrainingError(f"the single process cannot run this config: {said}")
+            if "cannot run this job" in said:
+                raise ConfigError(said)
+        raise TrainingError(f"{case.name}: {said}")
+
+    def saved(self, run: Path) -> Path:
+        """Where a run saved what it trained."""
+        return next(run / name for name in ("model", "adapter") if (run / name).is_dir())
+
+    def losses(self, run: Path) -> list[float]:
+        """The loss of every step."""
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+def _largest(wanted: Sequence[float], found: Sequence[float]) -> float:
+    """Largest relative difference over steps; infinite where their numbers differ."""
+    if len(wanted) != len(found) or not wanted:
+        return math.inf
+    return max(abs(one - other) / abs(one) for one, other in zip(wanted, found, strict=True))
+
+
+def _message(text: str) -> str:
+    """The error that a command printed: its own message, else the last lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
+    return errors[-1] if errors else " / ".join(lines[-3:])

@@ -1,0 +1,73 @@
+"""The toolkit from Python: `from sft_play import load_config, plan, train`.
+
+    run = load_config("my.yaml", overrides=["train.epochs=1"])
+    planned = plan(run, hardware="1xRTX4090")   # nothing is loaded: no torch, no weights
+    summary = train(run)                        # what `make train` does
+
+Progress goes to the `sft_play` loggers at INFO; `logging.basicConfig(level="INFO")` shows it. Errors that a user can
+fix are classes of `sft_play.errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from sft_play import runs
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.environment import allocator_setting, waiting_threads
+from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.launch.device import machine_for
+from sft_play.planner.plan import Plan
+from sft_play.starting.one_process import start_here
+from sft_play.starting.plan_run import plan_for
+
+__all__ = ["load_config", "plan", "train"]
+
+
+def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bool = False) -> Plan:
+    """The plan of a run: layout, micro-batch, predicted peak and speed, with the reasons.
+
+    Args:
+        run: the run; with stages, the stage with the longest rows is planned.
+        hardware: a machine by name, such as `2xH200`; None is this one.
+        trace: confirm the choice by tracing the step (seconds; imports torch).
+
+    Returns:
+        The plan, also where nothing fits: `plan.fits` is False then, and `plan.suggestions` says what would. Sizes are
+        bytes per GPU.
+
+    Raises:
+        ConfigError: the batch does not divide over the GPUs.
+        HardwareError: the machine's name is unknown.
+        ModelError: the model's config.json cannot be read.
+    """
+    machine = detect() if hardware is None else named(hardware) if isinstance(hardware, str) else hardware
+    return plan_for(run.longest, machine_for(run.longest, machine), trace=trace)
+
+
+def train(run: LoadedConfig) -> dict[str, Any]:
+    """Train in this process, on one GPU or the CPU; returns the content of the run folder's `summary.json`.
+
+    The folder is named by `output.name`, or by config and time; `output.if_exists` decides about an existing one.
+    Several GPUs need several processes: `make train-distributed`.
+
+    Returns:
+        The summary, with the run folder's path as `run`.
+
+    Raises:
+        SftPlayError: anything a user can fix, such as `DoesNotFit`; before any weight is read where possible.
+        Interrupted: Ctrl-C; the state was saved at the end of the step, and `make resume` continues the run.
+    """
+    os.environ.update(waiting_threads(os.environ))
+    os.environ.update(allocator_setting(os.environ))
+    folder = runs.new_folder(run.config.output, config_path=run.path)
+    goes_on = runs.goes_on(folder, run.config.output)
+    if not (goes_on and runs.is_finished(folder)):
+        from sft_play.finished.report import reported
+
+        with reported(folder):
+            start_here(run, folder, resume=goes_on)
+    summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
+    return {"run": str(folder.path), **summary}

@@ -1,0 +1,120 @@
+"""A command's answer: lines and JSON of one object, and where they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sft_play import runs
+from sft_play.commands.request import Request
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.log import escape_control
+
+logger = logging.getLogger(__name__)
+
+
+class Result(Protocol):
+    """What most commands return."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command succeeded."""
+        ...
+
+    def lines(self) -> list[str]:
+        """Lines for a person."""
+        ...
+
+    def as_json(self) -> Any:
+        """Plain data."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A command's answer. `lines` are logged one by one, `data` is the JSON.
+
+    `refused`: an error that is raised after the lines; with JSON=1 only its exit code is used. `to_out`: whether OUT
+    names the file for this JSON; False where the command writes OUT itself.
+    """
+
+    data: Any
+    lines: Sequence[str] = ()
+    exit_code: int = 0
+    refused: SftPlayError | None = None
+    to_out: bool = True
+
+
+def answer_of(result: Result, *, to_out: bool = True) -> Answer:
+    """The answer of a result: exit code 2 where it is not ok."""
+    code = 0 if result.ok else ConfigError.exit_code
+    return Answer(result.as_json(), ["\n".join(result.lines())], code, to_out=to_out)
+
+
+def give(answer: Answer | int, request: Request) -> int:
+    """Write an answer to OUT, show it as JSON or in words, and return the exit code.
+
+    Raises:
+        ConfigError: OUT cannot be written.
+        SftPlayError: the answer's `refused`.
+    """
+    if isinstance(answer, int):
+        return answer
+    if request.out is not None and answer.to_out:
+        write_out(request.out, answer.data)
+    if request.json:
+        write_json_line(answer.data)
+        return answer.refused.exit_code if answer.refused else answer.exit_code
+    for line in answer.lines:
+        logger.info("%s", line)
+    if answer.refused is not None:
+        raise answer.refused
+    return answer.exit_code
+
+
+def write_json_line(data: Any) -> None:
+    """One JSON object on a line of standard output."""
+    sys.stdout.write(json.dumps(data) + "\n")
+    sys.stdout.flush()
+
+
+def write_out(path: Path, data: Any) -> None:
+    """JSON in a file of its own; raises ConfigError where it cannot be written.
+
+    A device or a pipe (`/dev/stdout`) is written in place: the renamed file would replace it.
+    """
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        else:
+            runs.write_json(path.resolve() if path.is_symlink() else path, data)
+    except OSError as error:
+        raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def stdout_to_stderr(*, wanted: bool) -> Iterator[None]:
+    """Within it, output of this process, its libraries and its children goes to standard error.
+
+    A run prints logs and progress bars, some of them not by our logging; with JSON=1 standard output holds the answer
+    alone.
+    """
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -1,0 +1,35 @@
+"""`consolidate`: the trained weights of a run's last checkpoint, whole, as safetensors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sft_play import runs
+from sft_play.commands.answer import Answer, stdout_to_stderr
+from sft_play.commands.machine import output_dir_of
+from sft_play.commands.request import Request
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import detect
+from sft_play.runs import RunFolder
+
+HELP = {"consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors"}
+
+
+def run(request: Request) -> Answer:
+    """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or the run's folder."""
+    if not request.run:
+        raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not detect().gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+    given = Path(request.run).expanduser()
+    if given.name == request.run and not (given / runs.MANIFEST).is_file():
+        given = output_dir_of(request) / runs.checked_name(request.run, key="RUN")
+    checkpoint = given if given.name.startswith("checkpoint-") else None
+    folder = RunFolder(given.parents[1] if checkpoint else given)
+    from sft_play.training.consolidate import consolidate
+
+    with stdout_to_stderr(wanted=request.json):
+        path = consolidate(folder, checkpoint=checkpoint, out=request.out)
+    return Answer({"ok": True, "run": str(folder.path), "path": str(path)}, to_out=False)

@@ -1,0 +1,34 @@
+"""`generate`: the files of a checkout that are written from the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sft_play.commands.answer import Answer
+from sft_play.commands.request import Request
+from sft_play.config.reference import write_generated
+from sft_play.starter import files
+from sft_play.variables import help_lines
+
+HELP = {
+    "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, the "
+    "variables in make's help"
+}
+_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
+
+
+def run(request: Request) -> Answer:
+    """Write each of them below this folder."""
+    written = [*write_generated(Path.cwd()), *files.write(Path.cwd())]
+    makefile = Path.cwd() / "Makefile"
+    if makefile.is_file():
+        makefile.write_text(with_variables(makefile.read_text(encoding="utf-8")), encoding="utf-8")
+        written.append(Path("Makefile"))
+    return Answer({"ok": True, "written": [str(path) for path in written]}, [f"wrote {path}" for path in written])
+
+
+def with_variables(makefile: str) -> str:
+    """The Makefile with the help of every variable as the table has it."""
+    lines = "".join(f"#: {line}\n" for line in help_lines())
+    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)

@@ -1,0 +1,173 @@
+"""`plan`: memory, speed, layout and batch of a run, with the reasons, before anything loads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+from sft_play.commands.answer import Answer
+from sft_play.commands.machine import asked_machine
+from sft_play.commands.request import Request, refuse_variables
+from sft_play.config.load import LoadedConfig, load_config, split_overrides
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
+from sft_play.facts.architecture import config_json
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.device import machine_for, say_unseen
+from sft_play.launch.launch_options import DEFAULT_PORT
+from sft_play.log import escape_control, one_line
+from sft_play.planner import calibration, show
+from sft_play.planner.advice.whatif import Largest, Question, grid, question
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.planner.plan import Plan, PlanRequest, require_fit
+from sft_play.starting.over_ranks import common_layout, refuse_strategy
+from sft_play.starting.plan_run import has_eval, plan_for, shape_for
+
+logger = logging.getLogger(__name__)
+
+HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
+FIRST_NODE = "NODE0"
+"""A placeholder: the plan does not know the address of node 0."""
+MOST_NODES_SHOWN = 2
+
+
+def run(request: Request) -> Answer:
+    """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
+    asked_cells, asked_largest = _cells(request.whatif), question(request.max) if request.max else None
+    loaded = load_config(request.config, overrides=request.overrides)
+    hardware = machine_for(loaded.config, asked_machine(request))
+    say_unseen(loaded.config, hardware, os.environ)
+    configs = []
+    for cell in asked_cells:
+        with _in_cell(cell):
+            configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
+    _warn_if_quantised(loaded.config)
+    strategy = request.options.strategy
+    refuse_strategy(loaded.config, hardware, strategy)
+    only = (strategy,) if strategy else LAYOUT_NAMES
+    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
+    if stages:
+        name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
+        loaded = dataclasses.replace(loaded, config=config, stage=name)
+    else:
+        plan = plan_for(loaded.config, hardware, only=only, trace=request.trace)
+    cells = []
+    for cell, config in configs:
+        with _in_cell(cell):
+            cells.append((cell, plan_for(config, hardware, with_suggestions=False)))
+    largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
+    data = plan.as_json()
+    if stages:
+        data |= {"stage": loaded.stage, "stages": [{"name": name, **one.as_json()} for name, _, one in stages]}
+    if cells:
+        data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
+    if largest is not None:
+        data["max"] = dataclasses.asdict(largest)
+    by_node = _launches_by_node(plan, loaded)
+    lines = [
+        *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded), by_node=by_node),
+        *show.stage_lines(stages),
+        *show.grid_lines(cells),
+        *([show.largest_line(largest)] if largest else []),
+    ]
+    if stages:
+        why = "the one with the longest rows" if plan.fits else "which does not fit"
+        lines.insert(0, f"The plan of stage {loaded.stage}, {why}:")
+    return Answer(data, lines, 0 if plan.fits else DoesNotFit.exit_code, _refused(plan, loaded))
+
+
+def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
+    """Why a run with this plan would not start; None where it would."""
+    try:
+        with in_stage(loaded.stage):
+            require_fit(plan, loaded.config)
+    except DoesNotFit as error:
+        return error
+    return None
+
+
+def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
+    """The settings of each cell of WHATIF; raises ConfigError where it is not a grid."""
+    if text is None:
+        return ()
+    try:
+        words = split_overrides(text)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("SET=", "WHATIF=", 1)) from None
+    refuse_variables(words)
+    return tuple(grid(words))
+
+
+def _stage_plans(
+    loaded: LoadedConfig, hardware: Hardware, strategy: LayoutName | None, *, trace: bool
+) -> list[tuple[str, RunConfig, Plan]]:
+    """Name, settings and plan of each stage of a curriculum, all in one layout; empty without one."""
+    stages = loaded.stages
+    if not stages:
+        return []
+    only = (strategy,) if strategy else LAYOUT_NAMES
+    common = strategy or common_layout([stage.config for stage in stages], hardware, only=only)
+    return [
+        (stage.name, stage.config, plan_for(stage.config, hardware, only=(common,), trace=trace)) for stage in stages
+    ]
+
+
+@contextlib.contextmanager
+def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
+    """Adds the settings of a cell of WHATIF to errors about it."""
+    try:
+        yield
+    except SftPlayError as error:
+        raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
+
+
+def _warn_if_quantised(config: RunConfig) -> None:
+    """Warn where the stored weights are quantised in a way that a run would refuse to load."""
+    stored = config_json(config.model.name, revision=config.model.revision).get("quantization_config")
+    method = stored.get("quant_method", "unknown method") if isinstance(stored, dict) else None
+    if method is not None and not (method == "bitsandbytes" and config.tuning.mode == "qlora"):
+        logger.warning("the weights of %s are stored quantised (%s), which training refuses; this is the plan of the "
+                       "unquantised model", config.model.name, one_line(str(method)))  # fmt: skip
+
+
+def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
+    from sft_play.planner.advice.largest import largest_that_fits
+
+    earlier = [] if hardware.named else calibration.load()
+    return largest_that_fits(asked, PlanRequest(config, shape_for(config), hardware, only, has_eval(config), earlier))
+
+
+def launch_line(plan: Plan, loaded: LoadedConfig, *, node: int = 0) -> str:
+    """The command that starts the planned run, on one of its nodes."""
+    spreads = plan.layout != "single"
+    words = ["make", "train-distributed" if spreads else "train", f"CONFIG={loaded.path}"]
+    if spreads:
+        words.append(f"STRATEGY={plan.layout}")
+    if plan.hardware.nodes > 1:
+        words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
+        words.append(f"MASTER_PORT={DEFAULT_PORT}")
+    if loaded.overrides:
+        words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
+    return shlex.join(words)
+
+
+def _launches_by_node(plan: Plan, loaded: LoadedConfig) -> list[str]:
+    """The command for each of several nodes; empty for one node."""
+    nodes, shown = plan.hardware.nodes, min(plan.hardware.nodes, MOST_NODES_SHOWN)
+    if nodes == 1:
+        return []
+    head = f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
+    lines = [f"{head}scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):"]
+    lines += [f"  on node {node}: {launch_line(plan, loaded, node=node)}" for node in range(shown)]
+    rest = f"{shown} to {nodes - 1}" if nodes - 1 > shown else f"{shown}"
+    return lines + [f"  on node {rest}: the same with NODE_RANK={rest}"] * (nodes > shown)
+
+
+def _setting(word: str) -> str:
+    """A setting as a word of SET=, quoted only where it would be split."""
+    return shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word

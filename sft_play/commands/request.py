@@ -1,0 +1,336 @@
+"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sft_play.commands import FILES, INTERNAL, help_line
+from sft_play.config.leaves import sections
+from sft_play.config.load import flag_hint, load_config, split_overrides
+from sft_play.errors import ConfigError
+from sft_play.launch.exported import node_variables, rank_variables
+from sft_play.launch.launch_options import NODE_VARIABLES, LaunchOptions, launch_options_of
+from sft_play.log import escape_control, one_line
+from sft_play.starter.names import CONFIG
+from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands, nearest
+
+SHORT_FLAGS = {
+    "--lora-rank": "tuning.lora.r",
+    "--eval-steps": "eval.steps",
+    "--train-dataset": "data.train_path",
+    "--eval-dataset": "data.val_path",
+    "--output": "output.dir",
+}
+"""Flags that people know from other tools, and our keys for them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The request to a command; what its words say wins over the environment that make passes.
+
+    A field with the name of a variable of make holds its value, read by the variable's kind; None: not given.
+    """
+
+    command: str
+    config: Path
+    overrides: tuple[str, ...] = ()
+    config_given: bool = False
+    options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
+    hardware: str | None = None
+    run: str | None = None
+    json: bool = False
+    out: Path | None = None
+    trace: bool = False
+    whatif: str | None = None
+    max: str | None = None
+    price: float | None = None
+    peaks: Path | None = None
+    layouts: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    steps: int | None = None
+    full: bool = False
+    watch: bool = False
+    yes: bool = False
+    force: bool = False
+    style: str | None = None
+    n: int | None = None
+    row: int | None = None
+    templates: Path | None = None
+    tokenizer: str | None = None
+    notebook: Path | None = None
+    input: Path | None = None
+    output: Path | None = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    system: str | None = None
+    dtype: str | None = None
+    base: str | None = None
+    engine: str | None = None
+    host: str | None = None
+    port: str | None = None
+    repo: str | None = None
+    merged: bool = False
+    public: bool = False
+    limit: int | None = None
+    split: str | None = None
+    data: str | None = None
+    metrics: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    format: str | None = None
+    quant: str | None = None
+    llama_cpp: Path | None = None
+    runs: tuple[str, ...] = ()
+    checkpoints: bool = False
+    replay: Path | None = None
+    tolerance: float | None = None
+    serve: tuple[str, ...] = ()
+
+
+OF_VARIABLES = {
+    field.name: field.name.upper()
+    for field in dataclasses.fields(Request)
+    if field.name.upper() in VARIABLES and field.name != "config"
+}
+"""The fields that hold just a variable of make."""
+
+
+def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
+    """The request of a command line; raises ConfigError for words that are not understood."""
+    named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
+    given, unknown = _parser(named, with_help=bool({"-h", "--help"} & set(words))).parse_known_intermixed_args(
+        list(words)
+    )
+    if given.command not in (*FILES, *INTERNAL):
+        near = difflib.get_close_matches(given.command, FILES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FILES)}"
+        raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
+    _refuse_flags(given, words, unknown)
+    overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
+    asked, notes = _asked(given, environment)
+    _refuse_words(given.command, overrides)
+    config = _text(given, environment, "CONFIG")
+    request = Request(
+        command=given.command,
+        config=Path(os.path.expanduser(config or CONFIG)),  # noqa: PTH111  (no error for ~nobody)
+        overrides=overrides,
+        config_given=config is not None,
+        options=launch_options_of(
+            asked,
+            deepspeed=bool(given.deepspeed) or given.command == "train-deepspeed",
+            board=bool(given.tensorboard),
+            notes=notes,
+        ),
+        **{field: _value(name, _text(given, environment, name)) for field, name in OF_VARIABLES.items()},
+    )
+    _refuse_no_config(request, environment)
+    return request
+
+
+def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
+    """A variable as given: by its flag, else by the environment; None where it is in neither."""
+    flag = getattr(given, name.lower()) if VARIABLES[name].has_flag else None
+    if flag is None:
+        return environment.get(name) or None
+    return "1" if flag is True else str(flag)
+
+
+def _value(name: str, text: str | None) -> Any:
+    """A variable's value by its kind; raises ConfigError where it has to be a number and is not."""
+    variable = VARIABLES[name]
+    if variable.kind == "switch":
+        return text not in (None, "0")
+    if variable.kind == "names":
+        return tuple(part for part in re.split(r"[\s,]+", text or "") if part)
+    if text is None:
+        return None
+    if variable.kind == "path":
+        return Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
+    if variable.kind == "count":
+        if not (text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000_000):
+            raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.of}, such as {name}=4")
+        return int(text)
+    if variable.kind == "number":
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            raise ConfigError(f"{name}={one_line(text)} is not {variable.of}, such as {name}={variable.example}")
+        return number
+    return text
+
+
+# --- words and flags --------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are those of the project's error tree."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{escape_control(message)}; see sft-play --help")
+
+
+def _parser(command: str | None, *, with_help: bool) -> argparse.ArgumentParser:
+    """All flags; of a command, the help shows only its own."""
+    about, commands = "Plan, explain and run supervised fine-tuning.", None
+    if with_help:  # only then: it imports the files of all commands
+        about = help_line(command) if command else about
+        commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
+    parser = _Parser(prog="sft-play", description=about, epilog=commands, allow_abbrev=False)
+    parser.add_argument("command", help=", ".join(FILES))
+
+    def add(*flags: str, commands: Sequence[str], text: str, is_switch: bool = False) -> None:
+        shown = text if command is None or command in commands else argparse.SUPPRESS
+        parser.add_argument(*flags, help=shown, default=None, action="store_true" if is_switch else "store")
+
+    for name, variable in VARIABLES.items():
+        if variable.has_flag:
+            flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
+            text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
+            add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
+    add("--deepspeed", commands=FLAGS["--deepspeed"], text="let DeepSpeed run it", is_switch=True)
+    add("--tensorboard", commands=FLAGS["--tensorboard"], text="start TensorBoard beside the run", is_switch=True)
+    add("--local_rank", "--local-rank", commands=(), text=argparse.SUPPRESS)  # deepspeed's launcher passes it
+    for flag, key in SHORT_FLAGS.items():
+        add(flag, commands=flag_commands("SET"), text=f"the same as {key}=…")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
+    return parser
+
+
+def flags_of_commands() -> dict[str, Sequence[str]]:
+    """Every flag with the commands that take it."""
+    of_variables = {f"--{name.lower()}": flag_commands(name) for name, one in VARIABLES.items() if one.has_flag}
+    return {**of_variables, **FLAGS, **{flag: flag_commands("SET") for flag in SHORT_FLAGS}}
+
+
+def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
+    """Raises ConfigError for flags that are unknown, of another command, empty or given twice."""
+    command, flags = given.command, flags_of_commands()
+    wrong = [_unknown_flag(command, word, words, flags) for word in unknown]
+    if wrong:
+        raise ConfigError(wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} problems:", *wrong]))
+    for flag, commands in flags.items():
+        value = getattr(given, flag.strip("-").replace("-", "_"))
+        if value is None:
+            continue
+        if command not in commands:
+            others = ", ".join(one for one in commands if one not in INTERNAL)
+            raise ConfigError(f"{flag} is not a flag of {command}; it belongs to {others}")
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(f"{flag} is given and empty (an unset shell variable?): give a value, or leave it out")
+        spellings = (flag, flag.replace("_", "-"), f"--{flag[2:].replace('-', '_')}")
+        if sum(word.partition("=")[0] in spellings for word in words) > 1:
+            raise ConfigError(f"{flag} is given twice; give it once")
+
+
+def _unknown_flag(command: str, word: str, words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> str:
+    """What to do about an unknown flag: another tool's is a setting here, given as a word."""
+    flag, equals, value = word.partition("=")
+    after = [*words, ""][words.index(word) + 1] if word in words else ""
+    given = value if equals else after if after and not after.startswith("--") and "=" not in after else None
+    setting = flag_hint(flag, given) if command in flag_commands("SET") else None
+    own = [one for one, commands in flags.items() if command in commands]
+    near = None if setting else nearest(flag, own, list(flags))
+    whose = "" if near is None or near in own else f" (a flag of {', '.join(flags[near])})"
+    hint = setting or (f"did you mean {near}{whose}?" if near else f"{command} takes {', '.join(own) or 'none'}")
+    return f"{command} has no flag {one_line(flag)}; {hint}"
+
+
+def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """How to launch the run, by flags, make's variables and what a scheduler exported; log lines about the last.
+
+    `train` takes the nodes too where the environment names several: then each of them runs `train`.
+    """
+    command = given.command
+    values = {
+        name: getattr(given, name.lower(), None) or environment.get(name) or ""
+        for name, variable in VARIABLES.items()
+        if variable.kind == "launch" and command in flag_commands(name)
+    }
+    if command in ("train", "rank"):  # by flag only: a rank's words repeat what its parent's environment said
+        values["DEEPSPEED_CONFIG"] = given.deepspeed_config or ""
+    if command not in (*TRAINING, "doctor") or rank_variables(environment):
+        return values, ()
+    exported, notes = node_variables(environment)
+    if command == "train":
+        names = (*NODE_VARIABLES, "NPROC")
+        of_nodes = {name: environment.get(name, "").strip() or exported.get(name, "") for name in names}
+        return (values | of_nodes, notes) if of_nodes["NNODES"] not in ("", "1") else (values, ())
+    return values | {name: text for name, text in exported.items() if not values.get(name)}, notes
+
+
+def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
+    """Without a config the starter runs, with its own model and data only.
+
+    Raises:
+        ConfigError: CONFIG is empty, or a model or data of the user's is given without a run YAML.
+    """
+    if request.config_given or request.command not in flag_commands("CONFIG"):
+        return
+    if "CONFIG" in environment:
+        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset CONFIG to "
+                          "run the starter")  # fmt: skip
+    if not request.overrides or request.command not in (*TRAINING, *DESCRIBING):
+        return
+    if not request.config.is_file():
+        return
+    starter = load_config(request.config).config
+    asked = load_config(request.config, overrides=request.overrides).config
+    for key in ("model.name", "data.sources", "data.train_path", "data.val_path", "data.test_path", "data.text_path",
+                "task_mode"):  # fmt: skip
+        was, now = (functools.reduce(getattr, key.split("."), config) for config in (starter, asked))
+        if not now or now == was:
+            continue
+        name = asked.model.name if asked.model.name != starter.model.name else "Qwen/Qwen2.5-0.5B-Instruct"
+        given = asked.data.train_path
+        rows = given if given not in (None, starter.data.train_path) else "my.jsonl"
+        raise ConfigError(
+            f"{key}={one_line(str(now))} is given without a run YAML, and without CONFIG {request.command} uses the "
+            f"starter, a model of two million parameters with its own rows and settings. Write my.yaml:\n"
+            f"  model: {{name: {one_line(json.dumps(name, ensure_ascii=False))}, max_seq_len: 1024}}\n"
+            f"  data: {{train_path: {one_line(json.dumps(rows, ensure_ascii=False))}, val_fraction: 0.05}}\n"
+            f"and name it: make {request.command} CONFIG=my.yaml (sft-play {request.command} --config my.yaml)"
+        )
+
+
+def _short(given: argparse.Namespace) -> list[str]:
+    """The overrides that the short flags stand for."""
+    values = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
+    return [f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}" for key, value in values.items()
+            if value is not None]  # fmt: skip
+
+
+def _refuse_words(command: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for words that are not settings, or settings where the command reads no run YAML."""
+    for word in overrides:
+        if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
+            raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: "
+                              f"--config {shlex.quote(one_line(word))}")  # fmt: skip
+    refuse_variables(overrides)
+    if overrides and command not in flag_commands("SET"):
+        raise ConfigError(
+            f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing; leave it out"
+        )
+
+
+def refuse_variables(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a variable of make among the settings of the run YAML."""
+    for word in overrides:
+        key, _, text = word.partition("=")
+        name = key.upper()
+        if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
+            flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
+            raise ConfigError(
+                f"{one_line(word)} is a variable of make, not a setting: give it to make (make plan {name}=...), or in "
+                f"the environment{flag}"
+            )

@@ -1,0 +1,23 @@
+"""`ship`: one verdict about a finished run, with evidence that replays."""
+
+from __future__ import annotations
+
+from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
+from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.request import Request
+from sft_play.finished.run import find_finished
+
+HELP = {"ship": "judge RUN: better at its task, nothing else lost, the merge equal to the adapter; exit code 0 or 2"}
+
+
+def run(request: Request) -> Answer:
+    """Measure and judge, or judge again what a file holds."""
+    if request.replay is not None:
+        from sft_play.finished.ship import replay
+
+        return answer_of(replay(request.replay))
+    finished = find_finished(output_dir_or_default(request), request.run)
+    with stdout_to_stderr(wanted=request.json):
+        from sft_play.finished.ship import ROWS, ship
+
+        return answer_of(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))

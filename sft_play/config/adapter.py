@@ -1,0 +1,300 @@
+"""`model.adapter`: the adapter that a new run continues, found by name, and the settings that come with it.
+
+An adapter's weights mean something only with the rank, the scale and the modules that they were trained with. So these
+are read from its `adapter_config.json`; a run YAML may repeat them, and is refused where it contradicts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.leaves import leaves
+from sft_play.config.yaml_io import Document, Plain, Problem, show
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+
+KEY = "model.adapter"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+LAST = "last"
+"""The name that means the run that finished last."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to start an adapter that change the base's weights too, which its files do not hold."""
+_NOT_TRAINED = (
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
+    *("velora_config", "monteclora_config"),
+)
+"""Settings of PEFT that change what an adapter computes or which tensors it has, and that are not trained here."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter to continue: `place` is its folder (absolute) or hub id, `settings` those of `tuning.lora`."""
+
+    place: str
+    settings: Mapping[str, Plain]
+    mode: str | None
+    """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
+
+
+def put_adapter(document: Document, place_of: Callable[[str], str]) -> list[Problem]:
+    """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it.
+
+    Args:
+        place_of: where a dotted key stands in the file, for messages.
+    """
+    model = document.data.get("model")
+    given = model.get("adapter") if isinstance(model, dict) else None
+    if not isinstance(given, str) or not given or not isinstance(model, dict):
+        return []
+    output = document.data.get("output")
+    folder = output.get("dir") if isinstance(output, dict) else None
+    try:
+        adapter = find_adapter(
+            given, output=Path(folder if isinstance(folder, str) else leaves()["output.dir"].default)
+        )
+    except ConfigError as error:
+        return [Problem(KEY, place_of(KEY), str(error))]
+    tuning = document.data.setdefault("tuning", {})
+    if tuning is None:
+        tuning = document.data["tuning"] = {}
+    lora = tuning.setdefault("lora", {}) if isinstance(tuning, dict) else None
+    if lora is None and isinstance(tuning, dict):
+        lora = tuning["lora"] = {}
+    if not isinstance(tuning, dict) or not isinstance(lora, dict):
+        return []  # reported as a section that holds a value
+    problems = []
+    if tuning.get("mode") == "full":
+        problems.append(
+            Problem("tuning.mode", place_of("tuning.mode"), f"full trains all weights, and {KEY} continues an adapter: "
+                    "use lora or qlora, or merge the adapter (make merge) and name the merged model in model.name")
+        )  # fmt: skip
+    for name, theirs in adapter.settings.items():
+        ours, key = lora.get(name), f"tuning.lora.{name}"
+        if name in lora and name != "dropout" and not _is_same(name, ours, theirs):
+            problems.append(
+                Problem(key, place_of(key), f"{show(ours)}, and the adapter {one_line(adapter.place)} has "
+                        f"{show(theirs)}; leave it out: the adapter's is taken")
+            )  # fmt: skip
+        elif name != "dropout" or name not in lora:
+            lora[name] = theirs
+    if adapter.mode is not None:
+        tuning.setdefault("mode", adapter.mode)
+    model["adapter"] = adapter.place
+    return problems
+
+
+def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
+    """Whether a setting of the run YAML means what the adapter has."""
+    if name == "target_modules" and ours == "auto":
+        return True
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return sorted(map(str, ours)) == sorted(map(str, theirs))
+    return ours == theirs
+
+
+def find_adapter(given: str, *, output: Path) -> Adapter:
+    """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
+
+    Raises:
+        ConfigError: there is none, it is not a LoRA adapter, or has settings that this toolkit does not train.
+    """
+    folder = _folder(given, output.expanduser())
+    if folder is None:
+        path = _fetched(given, CONFIG_FILE)
+        return Adapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None)
+    place, path = str(folder.absolute()), folder / WEIGHTS_FILE
+    settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path)
+    if not path.is_file():
+        raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
+    return Adapter(place, settings, _mode_of_run(folder))
+
+
+def adapter_folder(place: str) -> Path:
+    """The folder with an adapter's files; those of a hub id are fetched into the hub's cache."""
+    folder = Path(place)
+    if folder.is_absolute():
+        return folder
+    _fetched(place, CONFIG_FILE)
+    return _fetched(place, WEIGHTS_FILE).parent
+
+
+def _folder(given: str, output: Path) -> Path | None:
+    """The adapter's folder; None for a hub id."""
+    last = _last(output) if given == LAST else None
+    try:
+        path = Path(given).expanduser()
+        places = [last] if last is not None else [*([output / given] if path.name == given else []), path]
+        at = next((place for place in places if place.is_dir()), None)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{one_line(given)} cannot be a folder: {one_line(str(error))}") from None
+    if at is None:
+        if _HUB_ID.fullmatch(given) and not given.startswith((".", "~")) and not path.parent.exists():
+            return None
+        looked = " and ".join(one_line(str(place)) for place in places)
+        raise ConfigError(
+            f"there is no run or adapter {one_line(given)}: looked for {looked} (from {Path.cwd()}); name a run of "
+            f"{output}, a run's folder, {LAST}, or a folder with {CONFIG_FILE}"
+        )
+    if (at / CONFIG_FILE).is_file():
+        return at
+    manifest = _manifest(at)
+    if manifest is None:
+        raise ConfigError(f"{at} is neither a run of this toolkit nor an adapter: it has no {CONFIG_FILE}")
+    if manifest.get("status") != "finished":
+        raise ConfigError(
+            f"the run {at} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make resume "
+            f"RUN={at.name} trains it to its end; one of its checkpoints is named by its own path"
+        )
+    if (at / "adapter" / CONFIG_FILE).is_file():
+        return at / "adapter"
+    if (at / "model" / "config.json").is_file():
+        raise ConfigError(
+            f"the run {at} trained all weights, so its result is a whole model and no adapter: remove {KEY} and give "
+            f"model.name: {at / 'model'}"
+        )
+    raise ConfigError(f"{at / 'adapter'} holds no {CONFIG_FILE}; was it moved or removed?")
+
+
+def _last(output: Path) -> Path:
+    """The run that finished last; raises ConfigError where there is none."""
+    finished = []
+    for path in sorted(output.iterdir()) if output.is_dir() else []:
+        manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _manifest(path)
+        if manifest is not None and manifest.get("status") == "finished":
+            finished.append((str(manifest.get("ended")), str(path)))
+    if not finished:
+        raise ConfigError(f"there is no finished run in {output}; name another run, or train one first")
+    return Path(max(finished)[1])
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a run folder; None for other folders."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        manifest = json.loads((folder / _RUN_FILE).read_text(encoding="utf-8"))
+        if isinstance(manifest, dict) and str(manifest.get("format")).startswith(_RUN_FORMAT):
+            return manifest
+    return None
+
+
+def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The run that an adapter's folder (`adapter/`, a checkpoint, that of a stage) belongs to, with its manifest."""
+    for place in list(folder.absolute().parents)[:4]:
+        manifest = _manifest(place)
+        if manifest is not None and "stage" not in manifest:
+            return place, manifest
+    return None
+
+
+def _mode_of_run(folder: Path) -> str | None:
+    run = run_of(folder)
+    if run is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        return str(json.loads((run[0] / "resolved.json").read_text(encoding="utf-8"))["tuning"]["mode"])
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An adapter_config.json; raises ConfigError where it is none."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {one_line(str(error))}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not an adapter's config: it is no mapping")
+    return config
+
+
+def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]) -> dict[str, Plain]:
+    """The settings of `tuning.lora` that an adapter was trained with.
+
+    Raises:
+        ConfigError: it is no LoRA adapter, or has settings that this toolkit does not train.
+    """
+    name = f"the adapter {one_line(place)}"
+    kind = config.get("peft_type")
+    if str(kind).upper() != "LORA":
+        raise ConfigError(f"{name} is of PEFT's kind {one_line(str(kind))}, and this toolkit trains LORA")
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGES_THE_BASE):
+        raise ConfigError(f"{name} was started with {one_line(start)}, which changes its base too, and the change is "
+                          "not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
+    odd = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _NOT_TRAINED if config.get(key)]
+    odd += [f"bias={config['bias']}"] if config.get("bias") not in (None, "none") else []
+    if odd:
+        raise ConfigError(f"{name} has {', '.join(odd)}, which this toolkit does not train: merge it into its base "
+                          "with PEFT, and name the merged model in model.name")  # fmt: skip
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        targets = sorted({match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))})
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
+    names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
+    whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
+    rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))
+    return {
+        "r": rank,
+        "alpha": alpha,
+        "dropout": config.get("lora_dropout") or 0.0,
+        "target_modules": names,
+        "modules_to_save": whole,
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
+    }
+
+
+_ADAPTED = re.compile(r"([^.]+)\.lora_A\.")
+"""The module's own name in that of an adapter's tensor."""
+
+
+def _whole(value: Any, key: str, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
+        raise ConfigError(f"{name} has {key}={one_line(json.dumps(value))} in its {CONFIG_FILE}, and a whole number of "
+                          "at least 1 is needed")  # fmt: skip
+    return int(value)
+
+
+def _tensor_names(file: Path) -> Iterator[str]:
+    """Names of the tensors of a safetensors file, by its header: its length in 8 bytes, then JSON.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size)) if size < 100_000_000 else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {one_line(str(error))}") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{file} is not a safetensors file")
+    yield from (key for key in header if key != "__metadata__")
+
+
+@functools.cache
+def _fetched(name: str, file: str) -> Path:
+    """A file of a hub repository, in the hub's cache.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except Exception as error:  # the hub's own errors, and those of every layer below it
+        raise ConfigError(
+            f"{one_line(name)} is neither a run nor a folder here, and its {file} cannot be fetched from the hub: "
+            f"{one_line(str(error), limit=200)}"
+        ) from None

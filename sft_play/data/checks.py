@@ -1,0 +1,242 @@
+"""What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from sft_play.config.schema import DataConfig
+from sft_play.data.masks.render import METHODS
+from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.messages import roles_said
+from sft_play.data.stats import bad_row_lines, rows_text
+from sft_play.data.survey import Survey
+from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.log import one_line
+
+LIMIT_STEP = 64
+"""`model.max_seq_len` is proposed in multiples of this."""
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Finding]:
+    """The rows of a file: how many, of which format, and those that cannot be read."""
+    name = f"rows: {survey.split}"
+    every = f"{rows_text(survey.rows)} of {survey.source} ({survey.format})"
+    if survey.rows == 0:
+        return [failed(name, f"{survey.source} has no rows", "give a file with rows")]
+    if task_mode == "cpt" and survey.chats and survey.split != "train":
+        return [warned(name, f"{every} hold chats and task_mode is cpt: the file is not used",
+                        f"set data.{survey.split}_path to plain text, or to null")]  # fmt: skip
+    if survey.bad:
+        findings = [_bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))]
+    else:
+        findings = [passed(name, every)]
+    if survey.left_out:
+        reasons = "; ".join(f"{count:,} x {reason}" for reason, count in survey.left_out.most_common(6))
+        findings.append(passed(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {reasons}"))
+    if survey.notes:
+        notes = [
+            f"{count:,} x {one_line(note, limit=200)} (the first: {one_line(survey.first_noted[note], limit=300)})"
+            for note, count in survey.notes.most_common(12)
+        ]
+        findings.append(
+            warned(name, "\n".join(["rows that are used as they are:", *notes]), "look at them: make preview ROW=…")
+        )
+    return findings
+
+
+def _bad(
+    name: str, among: str, bad: Counter[str], first: Sequence[BadRow], data: DataConfig, also: Sequence[str] = ()
+) -> Finding:
+    """Bad rows by reason, the first of them listed; a problem where the run would stop at them."""
+    lines = "\n".join([*bad_row_lines(among, bad, first), *also])
+    if data.on_bad_row == "skip":
+        return warned(name, lines, "they are left out (data.on_bad_row=skip); fix them to use them")
+    return failed(name, lines, "fix them, or leave them out, counted, with data.on_bad_row=skip")
+
+
+def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
+    """Rows with the same content: within a file, and between training and held-out files."""
+    findings = []
+    repeated = [survey for survey in surveys.values() if survey.duplicates]
+    for survey in repeated:
+        assert survey.first_duplicate is not None
+        first, again = survey.first_duplicate
+        share = survey.duplicates / max(1, survey.rows)
+        findings.append(
+            warned(
+                "duplicates",
+                f"{rows_text(survey.duplicates)} of {survey.source} ({share:.1%}) with the content of an earlier one, "
+                f"such as row {again:,} with that of row {first:,}",
+                "keep one of each: make process SET=data.process.drop_duplicates=true",
+            )
+        )
+    if not repeated:
+        findings.append(passed("duplicates", "no row is twice in its file"))
+    files = [survey for survey in surveys.values() if survey.split != "text"]
+    pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
+    leaks = []
+    for one, other in pairs:
+        shared = one.digests.keys() & other.digests.keys()
+        if shared:
+            digest = min(shared, key=one.digests.__getitem__)
+            rows = f"row {one.digests[digest]:,} of {one.source} and row {other.digests[digest]:,} of {other.source}"
+            leaks.append(
+                warned(
+                    "leaks",
+                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: figures on "
+                    f"{other.split} flatter the model",
+                    "leave them out of one: make process SET=data.process.drop_leaks=true",
+                )
+            )
+    if not leaks and pairs:
+        splits = ", ".join(dict.fromkeys(survey.split for survey in files))
+        leaks = [passed("leaks", f"no row is in two of {splits}")]
+    return [*findings, *leaks]
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def judge_masks(survey: Survey, data: DataConfig) -> list[Finding]:
+    """Which rows have a verified mask, by which method, and how much of them is trained."""
+    name = f"masks: {survey.split}"
+    if survey.unmasked:
+        readable = f"{rows_text(survey.rows - survey.bad.total())} of {survey.source}"
+        return [_bad(name, readable, survey.unmasked, survey.first_unmasked, data)]
+    if not survey.kept:
+        return [skipped(name, "no row is left to look at")]
+    methods = ", ".join(f"{METHODS.get(method, method)} ({count:,})" for method, count in survey.methods.most_common())
+    share = survey.trained / max(1, survey.tokens)
+    rows = survey.methods.total()
+    every = f"every one of {rows:,} rows" if rows != 1 else "the only row"
+    findings = [
+        passed(
+            name,
+            f"verified on {every} by {methods}; {survey.trained:,} of "
+            f"{survey.tokens:,} tokens are trained ({share:.0%})",
+        )
+    ]
+    if survey.methods["inexact"]:
+        findings.append(
+            warned(
+                name,
+                f"{survey.methods['inexact']:,} rows have no exact mask and train the nearest one",
+                "they are trained because data.on_inexact_mask=train; give data.chat_template a better template",
+            )
+        )
+    if survey.untrained_turns:
+        findings.append(
+            warned(
+                name,
+                f"{survey.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
+                "writes a turn of the history differently from how it is generated",
+                "data.multi_turn=split trains each of them as the last turn of a row of its own",
+            )
+        )
+    if survey.merged:
+        findings.append(passed(name, f"{survey.merged:,} answers end inside a token, which is split there"))
+    return findings
+
+
+def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
+    """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
+    findings = []
+    if survey.stripped_think:
+        findings.append(
+            warned(
+                "think text",
+                f"{survey.stripped_think:,} pieces of think text in {survey.split} are not written by the template",
+                "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written",
+            )
+        )
+    if survey.special_in_text:
+        spelled = (
+            f"{survey.special_in_text:,} special tokens are spelled in the texts of {rows_text(survey.special_rows)} "
+            f"of {survey.split} (the first: {one_line(survey.first_special)})"
+        )
+        if data.special_tokens_in_text == "plain":
+            findings.append(passed("special tokens", f"{spelled}: tokenised as plain text"))
+        else:
+            findings.append(
+                warned(
+                    "special tokens",
+                    f"{spelled}: they become the tokens that they spell",
+                    "data.special_tokens_in_text=plain takes them as text",
+                )
+            )
+    return findings
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
+    """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
+
+    `positions`: the most that the model has; None where it has no limit.
+    """
+    cost, name = survey.cost, f"length: {survey.split}"
+    if not cost.trained:
+        return []
+    share = survey.lost / cost.trained
+    if not (survey.cut_rows or survey.too_long or share):
+        return [passed(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")]
+    of = f"of {survey.kept + survey.too_long:,} rows"
+    rows = [f"{survey.cut_rows:,} {of} are cut at max_seq_len {max_seq_len:,}"]
+    if survey.too_long:
+        whole = "left out" if data.truncate == "drop" else "without any trained token left"
+        rows.append(f"{survey.too_long:,} {of} {whole} (shortest prompt: {survey.shortest_prompt:,} tokens)")
+    lost = f"{'; '.join(rows)}; {survey.lost:,} of {cost.trained:,} trained tokens ({share:.1%}) are lost"
+    ways = _ways(survey, data, max_seq_len=max_seq_len, positions=positions)
+    if survey.kept == 0:
+        return [failed(name, f"{lost}: nothing is left", ways)]
+    if share > data.max_lost_fraction and survey.split == "train":
+        over = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
+        return [failed(name, lost + over, f"{ways}, or raise data.max_lost_fraction to accept it")]
+    return [warned(name, lost, ways)]
+
+
+def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
+    """The limits that would keep enough, and everything, within the model's positions."""
+    cost, longer = survey.cost, []
+    enough = 1 - data.max_lost_fraction
+    limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
+    for limit in sorted(limits):
+        if limit > max_seq_len and (positions is None or limit <= positions):
+            kept = cost.kept_share(limit)
+            longer.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
+    if longer:
+        return f"set model.max_seq_len: {', '.join(longer)}"
+    if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
+        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
+    other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
+    more = positions is not None and positions > max_seq_len
+    why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
+    return f"{why}: split or shorten the rows{other}"
+
+
+def judge_blocks(survey: Survey, *, max_seq_len: int) -> list[Finding]:
+    """How many full blocks the documents of plain text come to."""
+    name = f"blocks: {survey.split}"
+    if not survey.kept:
+        return [skipped(name, "no document is left to look at")]
+    blocks, left = divmod(survey.tokens, max_seq_len)
+    count = f"{survey.kept:,} documents, {survey.tokens:,} tokens: {blocks:,} full blocks of {max_seq_len:,}"
+    if blocks == 0 and survey.split not in ("val", "test"):
+        return [failed(name, count, "lower model.max_seq_len, or give more text")]
+    return [passed(name, f"{count}; {left:,} tokens are left over")]
+
+
+def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, grouped: bool) -> list[Finding]:
+    """Share of padding for each way to make batches, the run's own marked."""
+    names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
+    own = "best_fit" if packing == "best_fit" else "grouped" if grouped else "random"
+    listed = [
+        f"{names.get(key, key)} {share:.1%}{' (this run)' if key == own else ''}" for key, share in shares.items()
+    ]
+    return [passed("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")]

@@ -1,0 +1,1 @@
+"""Conversations to token rows with a loss mask, through the chat template."""

@@ -1,0 +1,180 @@
+"""A chat template as transformers renders it, with the date pinned and with limits.
+
+A template is a program from somebody's repository; `template_limits.py` is what it runs in. A test holds the rendering
+equal to `apply_chat_template` of transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+
+from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, Span, TooMuch
+from sft_play.data.masks.template_watch import WatchingEnvironment
+from sft_play.errors import TokenizerError
+from sft_play.log import one_line
+
+Message = dict[str, Any]
+
+MAX_TEMPLATE_CHARS = 1_000_000
+"""The longest real template has 30,000."""
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_REASONING = frozenset(REASONING_KEYS)
+"""Names under which templates look for a turn's think text (transformers fills them from one another)."""
+
+
+class RenderError(ValueError):
+    """A template that refuses a conversation, fails on it, or never ends with it; the message is safe to show."""
+
+
+class Endless(RenderError):
+    """A template that passes the limits; rendering it again takes as long again."""
+
+
+class ChatTemplate:
+    """One chat template, compiled once; `render` gives the text that the model sees.
+
+    `variables` are what the template may read besides messages and tools: special tokens, and the run's own.
+    `today` is the day that `strftime_now` formats.
+
+    Raises:
+        TokenizerError: it is not valid Jinja, or larger than any template.
+    """
+
+    def __init__(self, source: str, *, variables: Mapping[str, Any], today: date) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TokenizerError(f"the chat template has {len(source):,} characters; the limit is 1,000,000")
+        self.source = source
+        self.writes_date = "strftime_now" in source
+        self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
+        self._variables = dict(variables)
+        self._environment = LimitedEnvironment(today)
+        self._watched: jinja2.Template | None = None
+        try:
+            self._template = self._environment.compiled(source)
+            tree = self._environment.parse(source)
+            self.tested = frozenset(_tested_texts(tree))
+            self.asks = frozenset(meta.find_undeclared_variables(tree))
+            """Names of the variables that it may be given."""
+            self._watching = WatchingEnvironment(today, self.tested)
+        except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
+            number = getattr(error, "lineno", None)
+            line = f" (line {number})" if number else ""
+            raise TokenizerError(f"the chat template is not valid Jinja{line}: {one_line(str(error))}") from error
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False, **more: Any
+    ) -> str:
+        """The conversation as text; with `prompt`, ended by what an answer is generated after.
+
+        Raises:
+            RenderError: the template refuses it, fails on it, or does not end.
+        """
+        return "".join(self._pieces(messages, tools, prompt, more))
+
+    def render_marked(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> tuple[str, list[Span]]:
+        """The conversation with the places that `{% generation %}` marks."""
+        environment = self._environment
+        environment.pieces, environment.marked = [], []
+        try:
+            for piece in self._pieces(messages, tools, False, {}):
+                environment.pieces.append(piece)
+            return "".join(environment.pieces), environment.marked
+        finally:
+            environment.pieces = None
+
+    def looks_into(
+        self, mark: str, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False
+    ) -> bool:
+        """Whether the rendering depends on more of the texts that hold the mark than where `tested` stands in them,
+        such as their length, their first letter, or whether they are equal."""
+        watching = self._watching
+        if self._watched is None:
+            self._watched = watching.compiled(self.source)
+        watching.watch(mark, messages)
+        try:
+            for _ in self._pieces(messages, tools, prompt, {}, watched=True):
+                pass
+        except RenderError:
+            return True
+        return watching.looked
+
+    def _pieces(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        prompt: bool,
+        more: Mapping[str, Any],
+        *,
+        watched: bool = False,
+    ) -> Iterator[str]:
+        environment = self._watching if watched else self._environment
+        template = self._watched if watched and self._watched else self._template
+        environment.budget = Budget()
+        written = 0
+        with _as_render_error():
+            for piece in template.generate(
+                messages=[_as_transformers_gives(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **{**self._variables, **more},
+            ):
+                written += len(piece)
+                if written > MAX_CHARS:
+                    raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+                yield piece
+
+
+@contextmanager
+def _as_render_error() -> Iterator[None]:
+    """Whatever a template can raise becomes a RenderError: its code is not ours."""
+    try:
+        yield
+    except TooMuch as error:
+        raise Endless(f"the chat template does not end in reasonable time or size: {error}") from None
+    except RecursionError:
+        raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
+    except MemoryError:
+        raise Endless("the chat template takes more memory than there is") from None
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        raise RenderError(one_line(str(error) or type(error).__name__)) from error
+
+
+def _as_transformers_gives(message: Message) -> Message:
+    """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
+    calls), its think text under every name that templates know."""
+    copy = {key: value for key, value in message.items() if value is not None}
+    if _REASONING.isdisjoint(copy):
+        return copy
+    reasoning = next(copy[key] for key in REASONING_KEYS if key in copy)
+    return {"thinking": reasoning, **copy, "reasoning_content": reasoning}
+
+
+_MIN_TESTED = 3
+_NOT_A_WORD = re.compile(r"[^\w\s]")
+
+
+def _tested_texts(tree: nodes.Template) -> Iterator[str]:
+    """Texts that the template compares with, splits at or looks for: those on which its output may depend.
+
+    Words without punctuation (role names, keys) and texts of one or two characters are left out.
+    """
+    holders: list[nodes.Node] = [*tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign))]
+    for holder in holders:
+        for constant in holder.find_all(nodes.Const):
+            text = constant.value
+            if isinstance(text, str):
+                stripped = text.strip()
+                # a role's name may stand in any answer: marks around it would cut the answer into pieces
+                if len(stripped) >= _MIN_TESTED and _NOT_A_WORD.search(stripped):
+                    yield stripped

@@ -1,0 +1,407 @@
+"""The sandbox that chat templates run in: transformers' environment with limits.
+
+Jinja's sandbox keeps a template from files and from Python. It stops neither a loop that never ends nor a text that
+doubles. So loops, calls and the sizes of their results are counted here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from datetime import date, datetime
+from datetime import time as clock
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+from jinja2 import nodes
+
+Span = tuple[int, int]
+"""Characters [start, end) of a text."""
+
+MAX_STEPS = 2_000_000
+"""Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
+MAX_CHARS = 64 * 2**20
+"""Longest text that a template may put together."""
+MAX_SECONDS = 5.0
+"""CPU time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
+MAX_WIDTH = 100_000
+"""Largest number that a template may pad, indent or repeat a text by."""
+MAX_NODES = 1_000_000
+"""Values inside a list or an object that is written as text; lists that hold a list twice double quickly."""
+MAX_BITS = 1_000_000
+"""Length of a whole number that a template may multiply up to."""
+
+
+class TooMuch(Exception):
+    """A limit was passed."""
+
+
+_OF_LISTS = frozenset(
+    {"length", "count", "first", "last", "list", "map", "select", "reject", "selectattr", "rejectattr", "items"}
+    | {"default", "d", "reverse", "batch", "slice", "attr"}
+)
+"""Filters that do not look inside the values of a list; the others compare or write them."""
+_COMPARING_TESTS = frozenset(
+    {"eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le", "<=", "ge", ">=", "in"}
+)
+
+
+class Budget:
+    """What one rendering may use."""
+
+    def __init__(self) -> None:
+        self.steps, self.until = MAX_STEPS, time.thread_time() + MAX_SECONDS
+
+    def take(self, steps: int) -> None:
+        """Use up steps; raises TooMuch when none are left or the time is up."""
+        self.steps -= steps
+        if self.steps < 0:
+            raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
+        if time.thread_time() > self.until:
+            raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
+
+
+def _check_chars(count: int) -> None:
+    """Raise TooMuch for a text of so many characters."""
+    if count > MAX_CHARS:
+        raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
+
+
+def _short(text: Any) -> Any:
+    """The text or list, if it is not too long."""
+    if isinstance(text, (str, list, tuple)):
+        _check_chars(len(text))
+    return text
+
+
+_METHODS_OF_DICT = frozenset(dir(dict))
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: the text between them, whose place is noted."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        """A block whose rendered text goes through `_note`."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = str(caller())
+        environment = self.environment
+        assert isinstance(environment, LimitedEnvironment)
+        if environment.pieces is not None:
+            start = sum(map(len, environment.pieces))
+            environment.marked.append((start, start + len(text)))
+        return text
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """transformers' environment with limits."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, today: date) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.budget = Budget()
+        self.pieces: list[str] | None = None
+        self.marked: list[Span] = []
+        self.finalize = flat
+        self.concat = _joined  # type: ignore[method-assign]
+        self.filters["tojson"] = _tojson
+        for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
+            self.filters[name] = _narrow(name, self.filters[name])
+        for name in self.filters.keys() - _OF_LISTS:
+            self.filters[name] = _of_flat(self.filters[name])
+        tests: Any = self.tests
+        for name in _COMPARING_TESTS:
+            tests[name] = _of_flat(tests[name])
+        self.filters["join"] = _checked(self.filters["join"], _check_join)
+        self.filters["replace"] = _checked(self.filters["replace"], _check_replace)
+        self.filters["bounded"] = self._bounded
+        self.filters["flat"] = flat
+        self.filters["joined"] = lambda parts: _short("".join(str(flat(part)) for part in parts))
+
+        def refuse_chance(*_: Any, **__: Any) -> None:
+            raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
+
+        self.filters["random"] = self.globals["lipsum"] = refuse_chance
+        now = datetime.combine(today, clock())
+        self.globals["raise_exception"] = refuse
+        self.globals["strftime_now"] = now.strftime
+        self.globals["dict"] = MakeDict()
+        self.globals["namespace"] = PlainNamespace
+
+    def _bounded(self, items: Any) -> Any:
+        """What a loop goes over, counted before it begins."""
+        if not isinstance(items, Sized):
+            items = list(items)
+        self.budget.take(1 + len(items))
+        return _Timed(items, self.budget)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of the template's, counted, its result short."""
+        __self.budget.take(1)
+        owner = owner_of(__obj)
+        if isinstance(owner, (str, bytes)):
+            _check_method(owner, __obj.__name__, args, kwargs)
+        return _short(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`+`, `*`, `**` and `%`, whose results may be huge."""
+        if operator == "+" and type(left) is str and type(right) is str:  # most of them
+            return _short(left + right)
+        if operator in ("*", "**"):
+            _check_product(operator, left, right)
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            _check_format(str(left), _PERCENT_WIDTH)
+            flat(right)
+        return _short(super().call_binop(context, operator, left, right))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
+        if type(obj) is dict and attribute in obj and attribute not in _METHODS_OF_DICT:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def compiled(self, source: str) -> jinja2.Template:
+        """The template with its loops and joins counted."""
+        tree = self.parse(source)
+        _rewrite(tree, self._rewritten)
+        return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+    def _rewritten(self, node: nodes.Node) -> nodes.Node:
+        """What stands for a node of the template: loops and joins go through filters."""
+        if isinstance(node, nodes.For):
+            node.iter = filter_node(node.iter, "bounded")
+        elif isinstance(node, nodes.Compare):
+            sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+            if not any(isinstance(side.expr, nodes.Const) for side in sides):
+                for side in sides:
+                    side.expr = filter_node(side.expr, "flat")
+        elif isinstance(node, nodes.Concat):
+            return filter_node(nodes.List(node.nodes).set_lineno(node.lineno), "joined")
+        return node
+
+
+def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> None:
+    """Put `change(node)` in the place of every node below this one, from the innermost outwards."""
+    for name, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            _rewrite(value, change)
+            setattr(node, name, change(value))
+        elif isinstance(value, list):
+            for position, item in enumerate(value):
+                if isinstance(item, nodes.Node):
+                    _rewrite(item, change)
+                    value[position] = change(item)
+
+
+def owner_of(function: Any) -> Any:
+    """The object whose method it is, also where the sandbox has wrapped the method; None for other functions."""
+    return getattr(getattr(function, "__wrapped__", function), "__self__", None)
+
+
+def filter_node(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
+    """The node put through a filter."""
+    filtered = nodes.Filter(node, name, list(args), [], None, None)
+    filtered.set_lineno(node.lineno)
+    return filtered
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The text of a block or a macro."""
+    parts = list(parts)
+    _check_chars(sum(map(len, parts)))
+    return "".join(parts)
+
+
+class _Timed:
+    """What a loop goes over; the time is checked at every step."""
+
+    def __init__(self, items: Any, budget: Budget) -> None:
+        self._items, self._budget = items, budget
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._budget.take(0)
+            yield item
+
+
+def flat(value: Any) -> Any:
+    """The value, if it is small enough to be written as text; raises TooMuch."""
+    _count(value)
+    return value
+
+
+def _count(value: Any) -> int:
+    """Values inside a list or an object, itself counted; raises TooMuch."""
+    if not isinstance(value, (list, tuple, dict)):
+        return 1
+    counted, waiting = 1, [value]
+    while waiting:
+        held = waiting.pop()
+        items = [*held, *held.values()] if isinstance(held, dict) else held
+        counted += len(items)
+        if counted > MAX_NODES:
+            raise TooMuch(f"a list of more than {MAX_NODES:,} values written as text")
+        waiting += [item for item in items if isinstance(item, (list, tuple, dict))]
+    return counted
+
+
+def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that writes a value as text."""
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            flat(value)
+        return plain(*args, **kwargs)
+
+    return passing_as(plain, written)
+
+
+def passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapper, given the context, evaluation context or environment that Jinja gives to `plain`."""
+    if hasattr(plain, "jinja_pass_arg"):
+        setattr(wrapper, "jinja_pass_arg", plain.jinja_pass_arg)  # noqa: B010
+    return wrapper
+
+
+def _check_product(operator: str, left: Any, right: Any) -> None:
+    """Raise TooMuch where `left * right` or `left ** right` would be huge."""
+    for side, times in ((left, right), (right, left)):
+        if isinstance(side, (str, bytes, list, tuple)) and isinstance(times, int):
+            # a list takes a pointer of 8 bytes for each value
+            _check_chars(times * len(side) * (1 if isinstance(side, (str, bytes)) else 8))
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TooMuch("a number without end")
+
+
+_PERCENT_WIDTH = r"%(?:\([^)]*\))?[^a-zA-Z%]*?(\d+|\*)"
+
+
+def _check_format(form: str, width: str) -> None:
+    """Raise TooMuch where a format pads by more than a text may have; `width` is the pattern of a width."""
+    widths = [match.group(1) for match in re.finditer(width, form)]
+    # by its length first: int() of a thousand digits is slow, and refused beyond 4,300
+    if any(text == "*" or len(text) > 5 for text in widths) or sum(map(int, widths)) > MAX_CHARS:
+        raise TooMuch(f"a text padded to more than {MAX_WIDTH:,}")
+
+
+def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise TooMuch where a method of a text would make a huge one."""
+    given = (*args, *kwargs.values())
+    _check_widths(given)
+    if name == "replace":
+        _check_replace(owner, *args)
+    elif name == "join":
+        _check_join(*args, owner)
+    elif name in ("format", "format_map"):
+        _check_format(str(owner), r"(\d+)")
+        for value in given:
+            flat(value)
+    elif name == "translate" and args and isinstance(args[0], dict):
+        _check_chars(len(owner) * max((len(str(text)) for text in args[0].values()), default=0))
+    elif name == "expandtabs":
+        width = next((value for value in given if isinstance(value, int)), 8)
+        _check_chars(str(owner).count("\t") * width + len(owner))
+
+
+def _check_widths(values: Any) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
+            raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
+
+
+def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pads, wraps or fills a text no further than a text may be long."""
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
+        _check_widths(given)
+        text = str(given[0]) if given else ""
+        if name == "format":
+            _check_format(text, _PERCENT_WIDTH)
+        places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
+        sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
+        if name in ("wordwrap", "format", "indent"):
+            _check_chars(places * max(sizes, default=0))
+        return plain(*args, **kwargs)
+
+    return passing_as(plain, narrowed)
+
+
+def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """A filter whose arguments are looked at first; those after `eval_ctx` are given to the check."""
+
+    def checked(context: Any, *args: Any, **kwargs: Any) -> Any:
+        args = (list(args[0]) if check is _check_join and not isinstance(args[0], str) else args[0], *args[1:])
+        check(*args, **kwargs)
+        return plain(context, *args, **kwargs)
+
+    return passing_as(plain, checked)
+
+
+def _check_join(items: Any, between: Any = "", *_: Any, **more: Any) -> None:
+    separators = len(items) * len(str(more.get("d", between)))
+    _check_chars(separators + sum(len(item) for item in items if isinstance(item, str)))
+
+
+def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any) -> None:
+    _check_chars(len(str(text)) + str(text).count(str(old)) * len(str(new)))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # transformers' own tojson: Jinja's escapes HTML and sorts keys
+    _check_widths([indent])
+    width = sum(item if isinstance(item, int) else len(item) for item in (indent or 0, *(separators or ())))
+    _check_chars(_count(value) * width)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def refuse(message: Any) -> None:
+    """What `raise_exception` does: the template refuses the conversation."""
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+class MakeDict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As `dict` has it."""
+        return dict.fromkeys(*args)
+
+
+class PlainNamespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscored names, as transformers has it."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may name an attribute so
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")

@@ -1,0 +1,568 @@
+"""What `data.*_path` names → files → rows that know their file and line. The content decides, not the name.
+
+JSON lists, one object per line, objects printed over several lines, CSV, Parquet, Arrow, plain text, gzipped or not;
+folders and globs of these, folders saved by `datasets`, data sets of the hub. Everything is streamed. Work can be
+split: the rows of a file's parts, one part after the other, are the file's rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
+from sft_play.data.sources import json_rows, tables
+from sft_play.data.sources.raw import (
+    BOM,
+    GZIP_MARK,
+    BadRow,
+    RawRow,
+    blocks,
+    head,
+    is_gzipped,
+    is_long,
+    pieces_of,
+    require_file,
+    text_pieces,
+    wide_encoding,
+)
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+__all__ = ["BadRow", "DataPaths", "Part", "RawRow", "Source", "data_files", "data_paths", "file_parts", "read_rows"]
+
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
+"""Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
+JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
+TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
+DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+PART_BYTES = 8 << 20
+"""Size of the pieces that a file of lines is split into."""
+NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})
+"""Names in folders of data that hold none."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a path option names: a file, a folder, a glob or `hub:owner/name`."""
+
+    given: str
+
+    def __str__(self) -> str:
+        return self.given
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether it is a data set of the hub."""
+        return self.given.startswith(tables.HUB)
+
+
+AnySource = Source | Path | str
+
+
+@dataclass(frozen=True)
+class SourcePaths:
+    """Where one of several sources is read from; `val` is None where it has no held-out rows of its own."""
+
+    name: str
+    train: Path | Source
+    val: Path | Source | None
+
+
+@dataclass(frozen=True)
+class DataPaths:
+    """Where each split is read from; None where there is none. `notes` are choices to be logged.
+
+    With `sources`, `train` is the first of them.
+    """
+
+    train: Path | Source
+    val: Path | Source | None
+    test: Path | Source | None
+    text: Path | Source | None
+    notes: tuple[str, ...] = ()
+    sources: tuple[SourcePaths, ...] = ()
+
+    def files(self) -> list[tuple[str, Path | Source]]:
+        """What is read, each with the name of its part: train, val, test, text, source NAME, source NAME (val)."""
+        named: list[tuple[str, Path | Source | None]] = [] if self.sources else [("train", self.train)]
+        for source in self.sources:
+            named += [(f"source {source.name}", source.train), (f"source {source.name} (val)", source.val)]
+        named += [("val", self.val), ("test", self.test), ("text", self.text)]
+        return [(name, path) for name, path in named if path is not None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or a piece of one, that one process can read: picklable.
+
+    `kind` is "auto" until the file was looked at. [start, end) are bytes of lines or row groups of Parquet; `first`
+    is the number of the first line or row. `split` picks one of a data set that has several.
+    """
+
+    name: str
+    kind: str = "auto"
+    split: str = "train"
+    text_wanted: bool = False
+    start: int = 0
+    end: int | None = None
+    first: int = 1
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.name).expanduser()
+
+
+def data_paths(data: DataConfig) -> DataPaths:
+    """The files that a run reads, all of them there.
+
+    Where `make process` or `make dapt-docx` had no rows for the default `val_path` or `test_path`, they may be missing,
+    which is noted.
+
+    Raises:
+        DataError: naming every file that is missing.
+    """
+    missing: list[str] = []
+    notes: list[str] = []
+    unwritten: list[str] = []
+
+    def find(key: str, value: str | None) -> Path | Source | None:
+        source = None if value is None else _located(value)
+        if value is None or source is not None:
+            return source
+        if not _is_default(key, data):
+            missing.append(f"data.{key}: {_absent(value)}")
+        elif key != "train_path" and _existing(data.train_path or "") is not None:
+            notes.append(f"data.{key}: there is no {value}; it is not used")
+        else:
+            unwritten.append(f"data.{key}={value}")
+        return None
+
+    train = find("train_path", data.train_path)
+    sources, lacking = _source_paths(data)
+    missing += lacking
+    val = find("val_path", data.val_path)
+    test = find("test_path", data.test_path)
+    text = find("text_path", data.text_path)
+    if unwritten:
+        target = "dapt-docx" if PurePath(data.train_path or "") == PurePath(TEXT_TRAIN) else "process"
+        missing.append(
+            f"{', '.join(unwritten)}: not there; `make {target}` writes them: run it first, or set data.train_path to "
+            "your own file, for which val_path and test_path have no defaults"
+        )
+    train = sources[0].train if sources else train
+    if missing or train is None:
+        raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
+    return DataPaths(train, val, test, text, tuple(notes), sources)
+
+
+def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]:
+    """The sources that exist, and messages for the paths that do not."""
+    existing: list[SourcePaths] = []
+    missing: list[str] = []
+    for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
+        train = _located(source.path)
+        val = None if source.val_path is None else _located(source.val_path)
+        if train is None:
+            missing.append(f"data.sources[{at}].path: {_absent(source.path)}")
+        if source.val_path is not None and val is None:
+            missing.append(f"data.sources[{at}].val_path: {_absent(source.val_path)}")
+        if train is not None:
+            existing.append(SourcePaths(name, train, val))
+    return tuple(existing), missing
+
+
+def _is_default(key: str, data: DataConfig) -> bool:
+    """Whether a path is where a command writes by default, beside the training rows that it writes."""
+    if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
+        return False
+    default = getattr(DataConfig(train_path=data.train_path), key)
+    return default is not None and PurePath(getattr(data, key)) == PurePath(default)
+
+
+def has_held_out_file(data: DataConfig) -> bool:
+    """Whether a run reads validation or test rows from a file; a default that no command wrote is not read."""
+    if any(source.val_path for source in data.sources):
+        return True
+    is_written = _is_default("train_path", data) and _existing(data.train_path or "") is not None
+    given = {key: value for key in ("val_path", "test_path") if (value := getattr(data, key)) is not None}
+    return any(
+        not (is_written and _is_default(key, data)) or _existing(value) is not None for key, value in given.items()
+    )
+
+
+def find_source(value: str) -> Path | Source:
+    """What a path option names.
+
+    Raises:
+        DataError: it does not exist; the message lists what lies beside it.
+    """
+    source = _located(value)
+    if source is None:
+        raise DataError(f"{_absent(value)}; looked from {Path.cwd()}")
+    return source
+
+
+def _located(value: str) -> Path | Source | None:
+    """What a path option names; None where it does not exist."""
+    if value.startswith(tables.HUB):
+        tables.hub_parts(value)
+        return Source(value)
+    path = _existing(value)
+    if path is not None:
+        return path
+    return Source(value) if glob.has_magic(value) and _glob(value) else None
+
+
+def _existing(value: str) -> Path | None:
+    try:
+        path = Path(value).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long for the file system; ~someone who does not exist; a NUL
+        return None
+
+
+def _glob(pattern: str) -> list[Path]:
+    try:
+        paths = glob.glob(os.path.expanduser(pattern), recursive=True)  # noqa: PTH111, PTH207 - absolute patterns too
+    except (OSError, ValueError, re.error):
+        return []
+    return sorted(map(Path, paths))
+
+
+_HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _absent(value: str) -> str:
+    """The message for a path that does not exist, with what lies beside it."""
+    shown = one_line(value)
+    if glob.has_magic(value):
+        return f"no file matches {shown}"
+    first, _, last = value.partition("/")
+    is_data_name = Path(last.removesuffix(".gz")).suffix.lower() in DATA_SUFFIXES | TEXT_SUFFIXES
+    if _HUB_LIKE.fullmatch(value) and not is_data_name and _existing(first) is None:
+        return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
+    parent = Path(value).parent
+    try:
+        names = sorted(one_line(item.name, limit=60) for item in parent.expanduser().iterdir())[:12]
+    except (OSError, RuntimeError, ValueError):
+        names = []
+    if names:
+        return f"{shown} does not exist; {parent} holds {', '.join(names)}"
+    is_empty = _existing(str(parent)) is not None
+    return f"{shown} does not exist" + ("" if is_empty else f"; the folder {one_line(str(parent))} does not exist")
+
+
+def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
+    """The rows of a file, folder, glob or data set of the hub, bad ones among them as `BadRow`.
+
+    `split` picks one of several in a folder saved by `datasets` or on the hub. With `text_wanted`, files that are
+    not JSON or tables are plain text: each one is a row `{"text": …}`, a long one a row for each of its pieces.
+
+    Raises:
+        DataError: a whole file that cannot be read: not UTF-8, not JSON, empty.
+    """
+    for part in data_files(source, split=split, text_wanted=text_wanted):
+        yield from read_part(part)
+
+
+def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = False) -> list[Part]:
+    """The files of a source in their order (folders sorted), each as one part; nothing is opened.
+
+    Raises:
+        DataError: there are none, or one is a pipe, a device or not readable by this user.
+    """
+    given = str(source)
+    if given.startswith(tables.HUB):
+        tables.hub_parts(given)
+        return [Part(given, "hub", split, text_wanted)]
+    path = source if isinstance(source, Path) else _existing(given)
+    if path is not None:
+        return _files_at(path, split, text_wanted)
+    matches = _glob(given)
+    parts = [part for match in matches for part in _files_at(match, split, text_wanted, is_one_of=True)]
+    if not parts:
+        raise DataError(_absent(given) if not matches else f"what matches {one_line(given)} holds no data files")
+    return list(dict.fromkeys(parts))
+
+
+def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
+    if not path.is_dir():
+        require_file(path)
+        return [Part(str(path), "auto", split, text_wanted)]
+    wanted = DATA_SUFFIXES | (TEXT_SUFFIXES if text_wanted else frozenset())
+    parts = [
+        Part(str(item), "saved" if item.is_dir() else "auto", split, text_wanted)
+        for item in walk(path)
+        if item.is_dir() or suffix_of(item) in wanted
+    ]
+    if not parts and not is_one_of:
+        raise DataError(f"{path} holds no data files; looked for {', '.join(sorted(wanted))} and a saved dataset")
+    return parts
+
+
+def walk(folder: Path) -> list[Path]:
+    """The files below a folder, sorted, without hidden ones; a folder saved by `datasets` is one item."""
+    if is_saved(folder):
+        return [folder]
+    items: list[Path] = []
+    seen: set[str] = set()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        here = Path(at)
+        real = os.path.realpath(at)  # links may lead in a circle
+        if real in seen or (here != folder and is_saved(here)):
+            folders[:] = []  # os.walk goes into what is left of this list
+            items += [] if real in seen else [here]
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_DATA]
+        items += [here / name for name in names if not name.startswith(".") and name not in NOT_DATA]
+    return sorted(item for item in items if item.is_file() or is_saved(item))
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a folder was saved by `datasets`."""
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    )
+
+
+def suffix_of(path: Path) -> str:
+    """What a file's name ends in, `.gz` left out, in lower case."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def read_part(part: Part) -> Iterator[RawRow | BadRow]:
+    """The rows of a part in their order; where plain text is wanted, one with a long text as the rows of its pieces.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    rows = _whole_rows(part)
+    return itertools.chain.from_iterable(map(_in_pieces, rows)) if part.text_wanted else rows
+
+
+def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
+    """The row, or as many as its one long text has pieces, which tokenised whole would take gigabytes."""
+    long = [] if isinstance(row, BadRow) else [key for key, value in row.data.items() if is_long(value)]
+    if isinstance(row, BadRow) or len(long) != 1:
+        yield row
+        return
+    for number, piece in enumerate(pieces_of(row.data[long[0]]), start=1):
+        data = {**row.data, long[0]: piece}
+        yield dataclasses.replace(row, where=f"{row.where} piece {number}", data=data, is_piece=True)
+
+
+def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
+    kind = part.kind if part.kind != "auto" else kind_of(part.path, text_wanted=part.text_wanted)
+    name, path = one_line(part.name, limit=4_000), part.path
+    if kind == "lines":
+        yield from json_rows.read_lines(path, name, start=part.start, end=part.end, first_line=part.first)
+    elif kind == "array":
+        yield from json_rows.read_array(path, name)
+    elif kind == "objects":
+        yield from json_rows.read_objects(path, name)
+    elif kind == "csv":
+        yield from tables.read_csv(path, name)
+    elif kind == "parquet":
+        yield from tables.read_parquet(path, name, start=part.start, end=part.end, first_row=part.first)
+    elif kind in ("arrow", "arrow stream"):
+        yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
+    elif kind == "saved":
+        yield from tables.read_saved(path, name, part.split)
+    elif kind == "hub":
+        yield from tables.read_hub(part.name, part.split)
+    else:
+        assert kind == "text", kind
+        pieces = text_pieces(path)
+        first = list(itertools.islice(pieces, 2))
+        is_whole = len(first) == 1
+        for line, text in itertools.chain(first, pieces):
+            yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, is_piece=not is_whole)
+
+
+def split_names(part: Part) -> list[str]:
+    """The names of the splits that a part's data set has; none for plain files."""
+    if part.kind == "saved":
+        return tables.saved_splits(part.path)
+    return tables.hub_splits(part.name) if part.kind == "hub" else []
+
+
+def file_parts(source: AnySource, *, split: str, text_wanted: bool = False, part_bytes: int = PART_BYTES) -> list[Part]:
+    """Parts of a source that can be read by different processes; their rows in order are those of `read_rows`.
+
+    Files of lines are split at line ends into about `part_bytes`, Parquet by row groups, others not at all.
+
+    Raises:
+        DataError: a file that is empty, missing or of no known kind.
+    """
+    return [
+        piece
+        for part in data_files(source, split=split, text_wanted=text_wanted)
+        for piece in split_part(part, part_bytes=part_bytes)
+    ]
+
+
+def split_part(part: Part, *, part_bytes: int = PART_BYTES) -> list[Part]:
+    """A file's part as smaller ones."""
+    if part.kind != "auto":
+        return [part]
+    path = part.path
+    kind = kind_of(path, text_wanted=part.text_wanted)
+    whole = dataclasses.replace(part, kind=kind)
+    if kind == "parquet":
+        groups, first = [], 1
+        for index, rows in enumerate(tables.parquet_groups(path)):
+            groups.append(dataclasses.replace(whole, start=index, end=index + 1, first=first))
+            first += rows
+        return groups or [whole]
+    if kind == "lines" and not is_gzipped(path) and path.stat().st_size > part_bytes:
+        return _line_ranges(whole, part_bytes)
+    return [whole]
+
+
+def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
+    """Ranges that begin at line beginnings, from one scan that counts line ends."""
+    ranges: list[Part] = []
+    start, first, line, at = 0, 1, 1, 0
+    for block in blocks(part.path):
+        done = 0
+        while at + len(block) - start > part_bytes:
+            cut = block.find(b"\n", max(done, start + part_bytes - at)) + 1
+            if cut == 0:
+                break
+            line += block.count(b"\n", done, cut)
+            ranges.append(dataclasses.replace(part, start=start, end=at + cut, first=first))
+            start, first, done = at + cut, line, cut
+        line += block.count(b"\n", done)
+        at += len(block)
+    if start < at:
+        ranges.append(dataclasses.replace(part, start=start, end=at, first=first))
+    return ranges
+
+
+_MARKS = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow stream",
+}
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive or an Office file: unpack it, or save the sheet as CSV (UTF-8)",
+    b"BZh": "compressed with bzip2: bunzip2",
+    b"\xfd7zXZ": "compressed with xz: unxz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unzstd",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"FEA1": "Feather 1, which nothing reads any more: write it with pyarrow.feather.write_feather(version=2)",
+    b"%PDF": "a PDF document: make dapt-docx turns documents into text",
+    b"SQLite format 3": "an SQLite database: write the table as CSV or JSONL",
+    b"\x89HDF": "HDF5: write it as Parquet (pandas: to_parquet)",
+    b"\x80\x04\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"\x80\x05\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: git lfs pull",
+    GZIP_MARK: "gzipped twice: gunzip it once",
+}
+
+
+def kind_of(path: Path, *, text_wanted: bool = False) -> str:
+    """What a file is, by its content: lines, array, objects, csv, parquet, arrow, arrow stream or text.
+
+    Its name decides only between kinds that the content could be.
+
+    Raises:
+        DataError: it is empty, not UTF-8 or UTF-16, or of no kind that can be read.
+    """
+    start = head(path)
+    binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
+    if binary is not None:
+        if is_gzipped(path):
+            raise DataError(f"{path} is gzipped {binary.title()}, which is read from its end: gunzip it")
+        return binary
+    foreign = next((advice for mark, advice in _FOREIGN.items() if start.startswith(mark)), None)
+    if foreign is not None:
+        raise DataError(f"{path} is {foreign}")
+    wide = wide_encoding(path, start)
+    if wide is not None:
+        raise wide
+    text = start.removeprefix(BOM).decode("utf-8", "ignore")
+    if not text.strip():
+        _refuse_blank(path)
+    return _text_kind(path, text.lstrip(), text_wanted)
+
+
+def _refuse_blank(path: Path) -> None:
+    """Raise DataError unless something follows the white space that a file begins with."""
+    size = 0
+    for block in blocks(path):
+        size += len(block)
+        if block.removeprefix(BOM).strip():
+            return
+    raise DataError(f"{path} has no rows: the file is {'blank' if size else 'empty'}")
+
+
+def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
+    suffix = suffix_of(path)
+    may_be_text = suffix in TEXT_SUFFIXES or (text_wanted and suffix not in DATA_SUFFIXES)
+    if not start:
+        return "text" if may_be_text else "lines"
+    if may_be_text:  # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
+        line = start.partition("\n")[0]
+        is_list = not text_wanted and re.match(r"\[\s*\{\s*\"", start) is not None
+        is_rows = is_list or (_is_object(line) and ('"text"' in line or not text_wanted))
+        return _json_kind(path, start) if is_rows else "text"
+    if start[0] in "[{":
+        return _json_kind(path, start)
+    if suffix in TABLE_SUFFIXES or tables.looks_like_table(start):
+        return "csv"
+    advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
+    if re.match(r"<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
+        advice = "a web page saved in place of the file? Fetch the file itself"
+    elif start[0] in "'(":
+        advice = "written by Python's print or str()? Write it with json.dumps"
+    raise DataError(f'{path} is not JSON: it begins with "{one_line(start[:40])}"; {advice}')
+
+
+def _json_kind(path: Path, start: str) -> str:
+    if start[0] == "[":
+        return "array"
+    first, ended, _ = start.partition("\n")
+    if ended and _is_object(first):
+        return "lines"
+    return "objects" if json_rows.is_spread_out(path) else "lines"
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def source_digest(source: AnySource) -> str:
+    """Digest of the names and contents of a source's files; of its own name where it is on the hub."""
+    sha256 = hashlib.sha256()
+    path = source if isinstance(source, Path) else _existing(str(source))
+    if path is not None and path.is_file():
+        files = [path]
+    elif path is not None:
+        files = sorted(item for item in path.rglob("*") if item.is_file())
+    else:
+        files = [] if str(source).startswith(tables.HUB) else [item for item in _glob(str(source)) if item.is_file()]
+    if path is None and not files:
+        sha256.update(str(source).encode())
+    for file in files:
+        if path is None or path.is_dir():
+            sha256.update(str(file.relative_to(path) if path is not None else file).encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                sha256.update(block)
+    return sha256.hexdigest()

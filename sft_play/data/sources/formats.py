@@ -1,0 +1,500 @@
+"""What a row is, from its keys: a list of turns, a question and an answer, or text.
+
+Every format becomes the same two things: a `Chat` of checked messages, or a `Text`. Roles are mapped from the
+names that data sets use; an unknown one is a bad row, never dropped. What can be used but looks odd is noted on the
+example, counted and reported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sft_play.config.schema import DataConfig
+from sft_play.data.sources.messages import (
+    ROLE_KEYS,
+    Message,
+    Unusable,
+    content_text,
+    kind,
+    merge_turns,
+    notes_of_calls,
+    pair_of_texts,
+    shown,
+    tools_of,
+    turns_of,
+    unpacked,
+    with_roles,
+    without_given,
+)
+from sft_play.data.sources.other_kinds import TELLTALES, likely_kind, refuse_other_kind
+from sft_play.data.sources.raw import BadRow, RawRow
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+EMPTY_ANSWER = "the answer is empty"
+EMPTY_TEXT = "text is empty"
+ENDS_WITH_USER = "ends with a user turn, nothing to learn from it"
+NOTHING_TRAINED = "every assistant turn has train: false, nothing to learn"
+
+NOTE_EMPTY = "an answer is empty or white space (data.drop_empty=true leaves such rows out)"
+NOTE_CONTROL = "the text holds control characters (such as NUL or ESC)"
+NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive=true joins them)"
+NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
+NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
+NOTE_PIECE = "a piece of a longer text, cut after a paragraph: a document of its own"
+NOTE_USER_TRAINED = "a turn of another role than assistant asks to be trained, and is not"
+
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a template takes it: messages with role, content and tool calls, and the tools.
+
+    A message has `train: False` where it must not be trained, and no such key otherwise. `notes` are oddities.
+    """
+
+    where: str
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text without turns."""
+
+    where: str
+    text: str
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+Example = Chat | Text
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def content_digest(example: Example) -> bytes:
+    """32 bytes of the example's content alone: the same row has the same wherever it stands."""
+    content: Any = example.text if isinstance(example, Text) else [without_given(example.messages), example.tools]
+    return hashlib.sha256(_CANONICAL.encode(content).encode("utf-8", "replace")).digest()
+
+
+def digest_share(digest: bytes) -> float:
+    """A number in [0, 1) from the digest of a row's content, which decides the row's split: adding rows to a file must
+    not move the others."""
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def content_share(example: Example) -> float:
+    """A number in [0, 1) from the example's content alone: the same row is in the same split every time."""
+    return digest_share(content_digest(example))
+
+
+@dataclass(frozen=True)
+class Format:
+    """A shape of rows: the keys it needs, those it may have, and how a row becomes an example."""
+
+    name: str
+    needs: tuple[str, ...]
+    build: Callable[[RawRow], Example]
+    may_have: frozenset[str] = field(default_factory=frozenset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _format_named, (self.name,)  # `build` is a closure, which cannot be pickled
+
+
+def _format_named(name: str) -> Format:
+    return next(shape for shape in FORMATS if shape.name == name)
+
+
+def _text_at(row: RawRow, key: str, *, needed: bool = True) -> str:
+    value = row.data.get(key)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str):
+        raise Unusable(f"{key} is not text", f"it is {kind(value)}")
+    return value
+
+
+# Turns
+
+
+SYSTEM_KEYS = ("system", "system_prompt", "system_message", "systemInstruction", "system_instruction")
+TOOL_KEYS = ("tools", "functions")
+_MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+
+_BESIDE = frozenset({*SYSTEM_KEYS, *TOOL_KEYS, *_MEDIA_KEYS})
+
+
+def _chat(row: RawRow, messages: list[Message]) -> Chat:
+    """The chat of a row: its system prompt and tools added, its turns checked as a whole."""
+    if _BESIDE.isdisjoint(row.data):
+        _check_turns(messages)
+        return Chat(row.where, tuple(messages))
+    for key in _MEDIA_KEYS:
+        if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
+            raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
+    messages = [*_system(row, messages), *messages]
+    _check_turns(messages)
+    tools = next((row.data[key] for key in TOOL_KEYS if row.data.get(key) is not None), None)
+    return Chat(row.where, tuple(messages), tools_of(tools))
+
+
+def _system(row: RawRow, messages: list[Message]) -> list[Message]:
+    """The row's own system prompt as a message; none where the first message says the same."""
+    key = next((key for key in SYSTEM_KEYS if row.data.get(key) not in (None, "", [], {})), None)
+    if key is None:
+        return []
+    given = row.data[key]
+    text = content_text(given.get("parts", given) if isinstance(given, dict) else given, key)
+    if not text.strip():
+        return []
+    first = messages[0] if messages else {}
+    if first.get("role") == "system":
+        if first["content"] == text:
+            return []
+        raise Unusable("two system prompts", f"one in {key}, another in the first message")
+    return [{"role": "system", "content": text}]
+
+
+def _check_turns(messages: list[Message]) -> None:
+    if not messages:
+        raise Unusable("no turns")
+    if messages[-1]["role"] == "user":
+        raise Unusable(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise Unusable("no assistant turn, so nothing to learn", f"the roles are {roles}")
+    if all(message.get("train") is False for message in answers):
+        raise Unusable(NOTHING_TRAINED)
+
+
+def _from_turns(key: str) -> Callable[[RawRow], Chat]:
+    def build(row: RawRow) -> Chat:
+        return _chat(row, turns_of(row.data[key], key))
+
+    return build
+
+
+# A question and its answer
+
+
+_EXTRAS = ("input", "context")
+"""What an instruction is about, in a column of its own."""
+
+
+def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Message]:
+    prompt, reply = _text_at(row, question), _text_at(row, answer)
+    for key in _EXTRAS if question == "instruction" else ():
+        extra = _text_at(row, key, needed=False)
+        prompt = f"{prompt}\n{extra}" if extra.strip() else prompt
+    history = unpacked(row.data.get("history"), "[")
+    if history in (None, ""):
+        history = []
+    if not isinstance(history, list) or not all(isinstance(turn, list) for turn in history):
+        raise Unusable("history is not a list of [question, answer]", shown(history))
+    earlier = [message for turn in history for message in pair_of_texts(turn, "history")]
+    return [*earlier, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+
+
+def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
+    def build(row: RawRow) -> Chat:
+        prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
+        if _is_turns(prompt) or _is_turns(reply):
+            return _chat(row, _turns_of_pair(prompt, reply, question, answer))
+        return _chat(row, _question_and_answer(row, question, answer))
+
+    return build
+
+
+def _is_turns(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, dict) for item in value)
+
+
+def _listed(value: Any) -> Any:
+    """A single turn as a list of one, as rows of preferences have it."""
+    return [value] if isinstance(value, dict) and any(key in value for key in ROLE_KEYS) else value
+
+
+def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
+    """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
+    answers = turns_of(reply, answer) if _is_turns(reply) else [{"role": "assistant", "content": reply}]
+    if any(message["role"] == "user" for message in answers):
+        return answers
+    asked = turns_of(prompt, question) if _is_turns(prompt) else [{"role": "user", "content": prompt}]
+    for name, turns in ((question, asked), (answer, answers)):
+        if not isinstance(turns[0]["content"], str) and not turns[0].get("tool_calls"):
+            raise Unusable(f"{name} is not text", f"it is {kind(turns[0]['content'])}")
+    return [*asked, *answers]
+
+
+def _from_chosen(row: RawRow) -> Chat:
+    if not _is_turns(unpacked(row.data["chosen"], "[")):
+        raise Unusable("chosen is not a list of turns", "beside a text it needs a prompt column")
+    return _chat(row, turns_of(row.data["chosen"], "chosen"))
+
+
+def _from_text(key: str) -> Callable[[RawRow], Text]:
+    def build(row: RawRow) -> Text:
+        if "role" in row.data:
+            raise Unusable("a row is one message, not a conversation", "the turns of a chat belong in one list")
+        text = _text_at(row, key)
+        if not text.strip():
+            raise Unusable(EMPTY_TEXT)
+        return Text(row.where, text)
+
+    return build
+
+
+_BESIDE_TURNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS})
+_BESIDE_PAIRS = _BESIDE_TURNS | {"history"}
+TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
+PAIR_COLUMNS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    *(("instruction", answer) for answer in ("response", "completion", "answer")),
+    *(("query", answer) for answer in ("response", "answer", "output")),
+    *(("question", answer) for answer in ("response", "output", "completion")),
+    *(("prompt", answer) for answer in ("output", "answer", "chosen", "reply", "target")),
+    *(("input", answer) for answer in ("output", "response", "target", "completion", "answer")),
+    ("problem", "solution"),
+    ("problem", "answer"),
+    ("user", "assistant"),
+    ("human", "assistant"),
+    ("human", "bot"),
+    ("inputs", "targets"),
+)
+TEXT_COLUMNS = ("text", "content", "document")
+
+FORMATS: tuple[Format, ...] = (
+    *(
+        Format({"conversations": "sharegpt"}.get(key, key), (key,), _from_turns(key), _BESIDE_TURNS)
+        for key in TURN_COLUMNS
+    ),
+    Format(
+        "alpaca",
+        ("instruction", "output"),
+        lambda row: _chat(row, _question_and_answer(row, "instruction", "output")),
+        _BESIDE_PAIRS | {*_EXTRAS},
+    ),
+    *(
+        Format(
+            f"{question}/{answer}",
+            (question, answer),
+            _pair(question, answer),
+            _BESIDE_PAIRS | ({*_EXTRAS} if question == "instruction" else set()),
+        )
+        for question, answer in PAIR_COLUMNS
+    ),
+    Format("chosen", ("chosen",), _from_chosen, _BESIDE_TURNS),
+    *(Format(key, (key,), _from_text(key)) for key in TEXT_COLUMNS),
+)
+"""In the order in which they are tried: the first whose needed keys are all there."""
+
+KNOWN_COLUMNS = frozenset(key for shape in FORMATS for key in (*shape.needs, *shape.may_have))
+LEADING_COLUMNS = ("messages", "conversations", "prompt", "completion", "question", "answer", "text")
+"""Those that error messages name; docs/data.md lists the others."""
+
+
+def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -> Format | None:
+    """The format of a row with these keys, or None.
+
+    A format whose needed keys the user mapped (`data.columns`) goes before all others.
+    """
+    mapped = columns or {}
+    fitting = formats_of(keys)
+    return next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
+
+
+def formats_of(keys: Collection[str]) -> list[Format]:
+    """Every format that a row with these keys could be, the one that is taken first."""
+    return [shape for shape in FORMATS if all(key in keys for key in shape.needs)]
+
+
+def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
+    """The row with the user's column names replaced by the known ones."""
+    if not columns or is_processed(row.data):
+        return row
+    known_names = {given: known for known, given in columns.items()}
+    kept = {key: value for key, value in row.data.items() if key not in columns or key in known_names}
+    return replace(row, data={known_names.get(key, key): value for key, value in kept.items()})
+
+
+_PROCESSED = frozenset({"messages", "tools", "text", "source", "id"})
+
+
+def is_processed(keys: Collection[str]) -> bool:
+    """Whether a row with these keys is one that `make process` wrote."""
+    return "source" in keys and "id" in keys and ("messages" in keys or "text" in keys) and _PROCESSED.issuperset(keys)
+
+
+def check_mapping(row: RawRow, columns: Mapping[str, str]) -> None:
+    """Raises DataError when `data.columns` names a column of the user's that the first row does not have.
+
+    Rows that `make process` wrote have their columns mapped already.
+    """
+    if is_processed(row.data):
+        return
+    absent = [given for given in columns.values() if given not in row.data]
+    if absent:
+        raise DataError(f"{row.where}: data.columns names {one_line(absent[0])}; the columns are: {_columns(row)}")
+
+
+def check_columns(data: DataConfig) -> None:
+    """Raises DataError when `data.columns` names a column that no format has, or one of the user's twice."""
+    twice = [given for given, count in Counter(data.columns.values()).items() if count > 1]
+    if twice:
+        raise DataError(f"data.columns: {one_line(twice[0])} is mapped to two columns; each of yours can stand for one")
+    for known in data.columns:
+        if known not in KNOWN_COLUMNS:
+            near = difflib.get_close_matches(known, KNOWN_COLUMNS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise DataError(
+                f"data.columns: {one_line(known)} is not a column of a known format{hint} (write known: yours; known: "
+                f"{', '.join(sorted(KNOWN_COLUMNS))})"
+            )
+
+
+def _columns(row: RawRow) -> str:
+    names = [one_line(str(key), limit=40) for key in row.data]
+    return ", ".join([*names[:30], *(["…"] if len(names) > 30 else [])]) or "none"
+
+
+# Rows
+
+
+def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Example | BadRow:
+    """The row as an example of this format, or why it cannot be one.
+
+    `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
+    such a row comes back as a BadRow with `is_asked`.
+    """
+    missing = [key for key in shape.needs if key not in row.data]
+    if missing:
+        keys = one_line(", ".join(map(str, row.data)) or "none")
+        return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; its keys: {keys}")
+    is_text = shape.name in TEXT_COLUMNS
+    try:
+        # columns that the user mapped (data.columns) are meant, whatever stands beside them
+        is_mapped = data is not None and all(key in data.columns for key in shape.needs)
+        if not is_mapped and not TELLTALES.isdisjoint(row.data):
+            refuse_other_kind(row.data, shape.needs, is_text=is_text)
+        given = row
+        if data is not None and data.turns_without_roles != "fail" and not is_text:
+            given = replace(row, data={**row.data, **{key: with_roles(row.data[key]) for key in shape.needs}})
+        example = shape.build(given)
+    except Unusable as error:
+        is_asked = error.reason == EMPTY_TEXT and data is not None and data.drop_empty
+        return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
+    except RecursionError:
+        return BadRow(row.where, "nested too deeply")
+    if isinstance(example, Text):
+        has_control = not row.is_clean and _CONTROL.search(example.text) is not None
+        notes = (*([NOTE_CONTROL] if has_control else []), *([NOTE_PIECE] if row.is_piece else []))
+        return replace(example, notes=notes) if notes else example
+    return _finish(example, row, data)
+
+
+def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
+    """The chat with its turns merged where asked and its oddities noted, or left out where asked."""
+    messages = chat.messages
+    notes: list[str] = []
+    if data is not None and data.merge_consecutive:
+        messages = merge_turns(messages)
+    previous = first_speaker = ""
+    has_calls = False
+    for message in messages:
+        role = message["role"]
+        if role != "system":
+            first_speaker = first_speaker or role
+        if role == previous and role != "tool":
+            notes.append(NOTE_TWO_IN_A_ROW)
+        previous = role
+        if role == "assistant":
+            has_calls = has_calls or "tool_calls" in message
+            has_more = message.get("tool_calls") or "reasoning_content" in message
+            if not (message["content"] or "").strip() and not has_more and message.get("train", True):
+                notes.append(NOTE_EMPTY)
+        elif message.pop("_asked", False):
+            notes.append(NOTE_USER_TRAINED)
+    if NOTE_EMPTY in notes and data is not None and data.drop_empty:
+        return BadRow(row.where, EMPTY_ANSWER, is_asked=True)
+    if first_speaker == "assistant":
+        notes.append(NOTE_STARTS_WITH_ASSISTANT)
+    if previous == "tool":
+        notes.append(NOTE_ENDS_WITH_TOOL)
+    texts = () if row.is_clean else (value for message in messages for value in message.values())
+    if any(isinstance(text, str) and _CONTROL.search(text) for text in texts):
+        notes.append(NOTE_CONTROL)
+    if has_calls:
+        notes += notes_of_calls(row.data)
+    return Chat(chat.where, messages, chat.tools, tuple(dict.fromkeys(notes)) if notes else ())
+
+
+FIRST_ROWS = 20
+"""A file's format is that of its first row that has one, among this many."""
+
+
+def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[list[RawRow | BadRow], Format | None]:
+    """The rows that had to be read to know a file's format, and that format; None where all rows are bad.
+
+    Raises:
+        DataError: none of the first rows has a known format, or `data.columns` names a column that is not there.
+    """
+    read: list[RawRow | BadRow] = []
+    unknown: RawRow | None = None
+    seen = 0
+    for raw in rows:
+        read.append(raw)
+        if isinstance(raw, BadRow):
+            continue
+        if not seen:
+            check_mapping(raw, data.columns)
+        row = rename_columns(raw, data.columns)
+        shape = recognise(row.data, data.columns)
+        if shape is not None:
+            return read, shape
+        unknown, seen = unknown or row, seen + 1
+        if seen == FIRST_ROWS:
+            break
+    if unknown is not None:
+        raise unknown_format(unknown)
+    return read, None
+
+
+def unused_columns(keys: Iterable[str], shape: Format) -> list[str]:
+    """Columns of a row that the format does not use."""
+    used = {*shape.needs, *shape.may_have, "id", "source", *_MEDIA_KEYS}
+    return [key for key in keys if key not in used]
+
+
+def unknown_format(row: RawRow) -> DataError:
+    """The error for rows whose keys no format has."""
+    leading = [
+        shape for shape in FORMATS if all(key in (*LEADING_COLUMNS, "instruction", "output") for key in shape.needs)
+    ]
+    known = "; ".join(" + ".join(shape.needs) for shape in leading)
+    return DataError(
+        f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
+        "has the others). Map yours, such as data.columns={prompt: question_text, completion: reply}"
+        f"{_advice_if_wrapped(row)}"
+    )
+
+
+def _advice_if_wrapped(row: RawRow) -> str:
+    """How to unpack a file that is one object around its rows; empty for any other row."""
+    for key, value in row.data.items():
+        if isinstance(value, list) and len(value) > 1 and all(isinstance(item, dict) for item in value[:20]):
+            name = one_line(str(key), limit=40)
+            return f". Are the rows those below {name}? Take them out: jq -c '.[\"{name}\"][]' FILE > rows.jsonl"
+    return ""

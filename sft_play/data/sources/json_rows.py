@@ -1,0 +1,372 @@
+"""JSON → rows: one object a line, a list, or objects printed over several lines; read piece by piece.
+
+Memory stays flat: a list of gigabytes is never held whole. A row that parses but would lose something (a key twice,
+NaN, half a surrogate pair) is a bad row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.sources.raw import (
+    MAX_ROW_BYTES,
+    BadRow,
+    LongLine,
+    RawRow,
+    line_blocks,
+    not_utf8,
+    text_blocks,
+    too_large,
+)
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+MAX_DEPTH = 200
+"""Objects and lists inside each other; what walks a row later needs a few calls per level."""
+_SHOWN_CHARS = 60
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\\b|\x7f")
+_NUMBER_ENDS = 16
+"""Characters that must follow a number at a window's end: it may go on in the next one (`1` of `1.5e+3`)."""
+
+
+class RefusedJson(ValueError):
+    """JSON that parses but would lose something."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
+    keys = [key for key, _ in pairs]
+    twice = next(key for key in keys if keys.count(key) > 1)
+    raise RefusedJson(f'the key "{one_line(twice)}" occurs twice in one object')
+
+
+def _constant(name: str) -> Any:
+    raise RefusedJson(f"{name} is not JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise RefusedJson("a number is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_float)
+_scan = _DECODER.scan_once  # type: ignore[attr-defined]  # raw_decode without its wrapper: half the time of a row
+_LENIENT = json.JSONDecoder()
+
+
+def strict_json(text: str) -> Any:
+    """The value of JSON text inside a row, such as a tool call's arguments.
+
+    Raises:
+        ValueError: it is not JSON, or would lose something; the message says why.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    problem = _lost(value, text)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
+def _lost(value: Any, text: str) -> str:
+    """What is wrong with a value that parsed: "" for nothing."""
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        return "nested too deeply"
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return "half of a surrogate pair (a broken emoji) in the text"
+    return ""
+
+
+def _depth(value: Any) -> int:
+    """How deep objects and lists stand inside each other, up to just above the limit."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        level = [
+            inner
+            for item in level
+            if isinstance(item, (dict, list))
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        depth += 1
+    return depth
+
+
+def read_lines(
+    path: Path, name: str, *, start: int = 0, end: int | None = None, first_line: int = 1
+) -> Iterator[RawRow | BadRow]:
+    """The rows of lines that are JSON objects; `start` is a line's beginning and `first_line` its number.
+
+    Raises:
+        DataError: at the first byte that is not UTF-8, after the rows before it.
+    """
+    number = first_line - 1
+    for at, block in line_blocks(path, start=start, end=end):
+        if isinstance(block, LongLine):
+            number += 1
+            yield too_large(f"{name}:{number}", block.size)
+            continue
+        broken: int | None = None
+        try:
+            text = block.decode("utf-8")
+        except UnicodeDecodeError as error:  # the lines before it are read first
+            broken = error.start
+            text = block[: block.rfind(b"\n", 0, broken) + 1].decode("utf-8")
+        lines = text.split("\n")
+        if broken is None and block.endswith(b"\n"):
+            lines.pop()
+        for line in lines:
+            number += 1
+            row = _row_of_line(line, name, number)
+            if row is not None:
+                yield row
+        if broken is not None:
+            raise not_utf8(path, at + broken)
+
+
+def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
+    """The row of one line; None for a blank one. The usual case first, everything else in `parse_line`."""
+    line = line.strip()
+    if not line:
+        return None
+    try:
+        value, end = _scan(line, 0)
+    except (ValueError, RecursionError, StopIteration):
+        return parse_line(line, f"{name}:{number}")
+    if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
+        return parse_line(line, f"{name}:{number}")
+    if "\\u" in line or "\\b" in line or "\x7f" in line:
+        return _as_row(value, f"{name}:{number}", line)
+    return RawRow(f"{name}:{number}", value, True)
+
+
+def parse_line(line: str, where: str) -> RawRow | BadRow:
+    """The row of one line that is not blank, or what is wrong with it."""
+    line = line.strip().removeprefix("\ufeff")
+    try:
+        return _as_row(_DECODER.decode(line), where, line)
+    except json.JSONDecodeError as error:
+        return BadRow(where, "not valid JSON", f"{_why(error)}. Line: {one_line(line, limit=_SHOWN_CHARS)}")
+    except RefusedJson as error:
+        return BadRow(where, str(error))
+    except RecursionError:
+        return BadRow(where, "nested too deeply")
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        return BadRow(where, "a number has too many digits")
+
+
+def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
+    problem = _lost(value, text)
+    if problem:
+        return BadRow(where, problem)
+    if not isinstance(value, dict):
+        return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
+    return RawRow(where, value, _CONTROL.search(text) is None)
+
+
+def _why(error: json.JSONDecodeError) -> str:
+    text, column = error.doc, error.colno
+    if "Unterminated string" in error.msg:
+        return f"the string that starts at column {column} is not closed"
+    rest = text[error.pos : error.pos + 40].strip()
+    if error.msg == "Extra data" and rest == ",":
+        return f"remove the comma at the end (column {column})"
+    if error.msg == "Extra data" and rest.startswith("{"):
+        return f"a second object on the same line at column {column}; each row needs a line of its own"
+    if "Invalid control character" in error.msg:
+        return f"a raw control character inside a string at column {column} (a line break or tab is written \\n, \\t)"
+    if rest.startswith("'"):
+        return f"' at column {column}: keys and strings need double quotes"
+    return f"{error.msg} at column {column}"
+
+
+class Window:
+    """A piece of a file's text that moves along it and knows the place of its beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pieces = text_blocks(path)
+        self.text = ""
+        self.position = 0
+        self.is_last = False
+        self._line, self._column, self._counted = 1, 1, 0
+
+    def more(self, wanted: int = 1) -> bool:
+        """Drop what the position has passed and read `wanted` characters or more; False at the end of the file."""
+        self.place()  # counts the lines that are dropped
+        self.text, self.position, self._counted = self.text[self.position :], 0, 0
+        pieces, count = [self.text], 0
+        while count < wanted and not self.is_last:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self.is_last = True
+            else:
+                pieces.append(piece)
+                count += len(piece)
+        self.text = "".join(pieces)
+        return count > 0
+
+    def place(self, ahead: int = 0) -> tuple[int, int]:
+        """Line and column, from 1, of the character `ahead` of the position."""
+        text, here = self.text, self.position
+        breaks = text.count("\n", self._counted, here)
+        if breaks:
+            self._line, self._column = self._line + breaks, here - text.rfind("\n", 0, here)
+        else:
+            self._column += here - self._counted
+        self._counted = here
+        there = here + ahead
+        breaks = text.count("\n", here, there)
+        column = there - text.rfind("\n", here, there) if breaks else self._column + ahead
+        return self._line + breaks, column
+
+    def peek(self) -> str:
+        """The next character that is not white space; "" at the end of the file."""
+        while True:
+            match = _SPACE.match(self.text, self.position)
+            assert match is not None
+            self.position = match.end()
+            if self.position < len(self.text):
+                return self.text[self.position]
+            if not self.more():
+                return ""
+
+    def value(self) -> tuple[Any, str]:
+        """The JSON value at the position and its text; the position moves past it.
+
+        Raises:
+            DataError: it is not JSON.
+            RefusedJson: it is, but would lose something; the position is past it.
+        """
+        while True:
+            decoded = self._decoded()
+            if decoded is not None:
+                value, end, refused = decoded
+                text, self.position = self.text[self.position : end], end
+                if refused is not None:
+                    raise refused
+                return value, text
+            waiting = len(self.text) - self.position
+            if waiting > MAX_ROW_BYTES:
+                raise self._fault(
+                    f"a row that begins here is larger than {MAX_ROW_BYTES >> 20} MiB, the most that is read; split "
+                    "it, or take the rows out of an object around them: jq -c '.KEY[]' FILE > rows.jsonl"
+                )
+            self.more(max(1, waiting))  # twice as much: a long row is not parsed again for every block
+
+    def _decoded(self) -> tuple[Any, int, RefusedJson | None] | None:
+        """The value at the position, its end, and why it is refused; None where more has to be read first."""
+        refused: RefusedJson | None = None
+        try:
+            value, end = _DECODER.raw_decode(self.text, self.position)
+        except RecursionError:
+            raise self._fault("nested too deeply") from None
+        except RefusedJson as error:
+            refused = error
+            try:
+                value, end = _LENIENT.raw_decode(self.text, self.position)
+            except json.JSONDecodeError as fault:
+                self._raise_if_final(fault)
+                return None
+        except json.JSONDecodeError as error:
+            self._raise_if_final(error)
+            return None
+        except ValueError:  # Python reads no whole number of more than 4,300 digits
+            raise self._fault("a number has too many digits") from None
+        may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
+        return None if may_go_on and not self.is_last else (value, end, refused)
+
+    def _raise_if_final(self, error: json.JSONDecodeError) -> None:
+        """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
+        near the window's end."""
+        is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
+        if is_near_end and not self.is_last:
+            return
+        line, column = self.place(error.pos - self.position)
+        begin = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
+        shown = one_line(self.text[begin : begin + 200].split("\n")[0], limit=_SHOWN_CHARS)
+        placed = json.JSONDecodeError(error.msg, error.doc, error.pos)
+        placed.colno = column
+        raise DataError(f"{self._path}:{line}: not valid JSON: {_why(placed)}. Line: {shown}") from None
+
+    def _fault(self, why: str) -> DataError:
+        return DataError(f"{self._path}:{self.place()[0]}: {why}")
+
+
+def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the first on it)."""
+    window = Window(path)
+    window.peek()
+    window.position += 1
+    if window.peek() == "]":
+        raise DataError(f"{path} has no rows: the list is empty")
+    last_line = 0
+    while True:
+        if window.peek() == "]":
+            raise DataError(f"{path}:{window.place()[0]}: remove the comma before `]`")
+        where, last_line = _where(window, name, last_line)
+        yield _next_row(window, where)
+        char = window.peek()
+        if char == ",":
+            window.position += 1
+        elif char == "]":
+            break
+        else:
+            shown = f"`{one_line(char)}`" if char else "the end of the file"
+            raise DataError(f"{path}:{window.place()[0]}: expected `,` or `]` after a row, found {shown}")
+    window.position += 1
+    if window.peek():
+        raise DataError(f"{path}:{window.place()[0]}: text after the end of the list")
+
+
+def read_objects(path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    """Objects printed over several lines, one after the other."""
+    window = Window(path)
+    last_line = 0
+    while window.peek():
+        where, last_line = _where(window, name, last_line)
+        yield _next_row(window, where)
+
+
+def _where(window: Window, name: str, last_line: int) -> tuple[str, int]:
+    line, column = window.place()
+    return (f"{name}:{line}:{column}" if line == last_line else f"{name}:{line}"), line
+
+
+def _next_row(window: Window, where: str) -> RawRow | BadRow:
+    try:
+        value, text = window.value()
+    except RefusedJson as error:
+        return BadRow(where, str(error))
+    return _as_row(value, where, text) if len(text) <= MAX_ROW_BYTES else too_large(where, len(text.encode()))
+
+
+def is_spread_out(path: Path) -> bool:
+    """Whether the file begins with an object that spans lines."""
+    window = Window(path)
+    if window.peek() != "{":
+        return False
+    first_line = window.place()[0]
+    opens_alone = re.match(r"\{[ \t\r]*\n", window.text[window.position :]) is not None
+    try:
+        window.value()
+    except RefusedJson:
+        pass
+    except DataError:  # no JSON, or no end of it within the limit of a row
+        is_cut = len(window.text) - window.position > MAX_ROW_BYTES
+        return opens_alone or (is_cut and "\n" in window.text[window.position :])
+    return window.place()[0] > first_line

@@ -1,0 +1,414 @@
+"""Bytes of data files: plain or gzipped, in blocks, checked; and the rows that readers make of them.
+
+A file that is not UTF-8 is an error that names the encoding it looks like. A gzipped file that unpacks to far more than
+text would is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import re
+import shlex
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+BLOCK_BYTES = 1 << 20
+HEAD_BYTES = 1 << 16
+"""The beginning of a file that decides what it is."""
+MAX_UNPACKED_BYTES = 1 << 30
+MAX_UNPACKED_RATIO = 200
+"""A gzipped file that unpacks to more than both is refused: gzip packs text 3 to 20 times, zeros 1,000 times."""
+MAX_ROW_BYTES = 16 << 20
+"""A larger row is a bad row and never held: 16 MiB are four million tokens of English, and tokenising takes some 140
+bytes of memory per byte. What is larger is nearly always a file without line ends, or one object around all rows."""
+TEXT_CHARS = 1 << 20
+"""Plain text of more than twice this many characters is read in pieces of at most this many."""
+
+GZIP_MARK = b"\x1f\x8b"
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One object of a data file with the place it came from; `is_clean`: its texts hold no control character (False:
+    not checked yet); `is_piece`: it is a piece of a longer text."""
+
+    where: str
+    data: dict[str, Any]
+    is_clean: bool = False
+    is_piece: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that is not used, where it stands, and why; `reason` is what rows are counted by.
+
+    `is_asked`: an option asks for rows like it to be left out, so it is counted and never an error.
+    """
+
+    where: str
+    reason: str
+    detail: str = ""
+    is_asked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class LongLine:
+    """A line of more than MAX_ROW_BYTES in place of its bytes, which were not kept."""
+
+    size: int
+
+
+def too_large(where: str, size: int) -> BadRow:
+    """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
+    return BadRow(
+        where,
+        f"the row is larger than {MAX_ROW_BYTES >> 20} MiB",
+        f"{size:,} bytes, and at most {MAX_ROW_BYTES:,} are read; write its rows on lines of their own (an object "
+        "around them: jq -c '.KEY[]' FILE > rows.jsonl), or long text as a .txt file, which is read in pieces",
+    )
+
+
+class _Unpacked:
+    """A gzipped file's content, counted: more than both limits raises DataError."""
+
+    def __init__(self, path: Path, packed_bytes: int) -> None:
+        self._file = gzip.open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self._path, self._read = path, 0
+        self._limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * packed_bytes)
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        try:
+            block = self._file.read(size)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{self._path} cannot be read: {error}") from None
+        self._read += len(block)
+        if self._read > self._limit:
+            raise DataError(
+                f"{self._path} unpacks to more than {self._limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: "
+                "text does not compress like that; unpack it yourself if this is intended (gunzip)"
+            )
+        return block
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def is_gzipped(path: Path) -> bool:
+    """Whether the file's content, not its name, says gzip."""
+    try:
+        require_file(path)
+        with path.open("rb") as file:
+            return file.read(2) == GZIP_MARK
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def require_file(path: Path) -> None:
+    """Raises DataError for anything but a regular file: a pipe would wait for ever, a device may never end."""
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file (a pipe or a device?); data is read more than once")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
+
+
+def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """The bytes [start, end) of a file in blocks, unpacked where it is gzipped.
+
+    Raises:
+        DataError: the file cannot be read, or unpacks to more than the limits.
+    """
+    unpacked = _Unpacked(path, path.stat().st_size) if is_gzipped(path) else None
+    try:
+        file: BinaryIO | _Unpacked = path.open("rb") if unpacked is None else unpacked
+        try:
+            if start and not isinstance(file, _Unpacked):
+                file.seek(start)
+            left = None if end is None else end - start
+            while left is None or left > 0:
+                block = file.read(size if left is None else min(size, left))
+                if not block:
+                    return
+                left = None if left is None else left - len(block)
+                yield block
+        finally:
+            file.close()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def head(path: Path, size: int = HEAD_BYTES) -> bytes:
+    """The first bytes of a file, unpacked where it is gzipped."""
+    start = b""
+    for block in blocks(path, size=size):
+        start += block
+        if len(start) >= size:
+            break
+    return start[:size]
+
+
+def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
+
+    A line of more than MAX_ROW_BYTES is a `LongLine`: its bytes are counted, never held.
+    """
+    pending: list[bytes] = []
+    waiting = 0
+    at = start
+    for number, read in enumerate(blocks(path, start=start, end=end)):
+        block = read
+        if start == 0 and number == 0 and block.startswith(BOM):
+            block, at = block[len(BOM) :], len(BOM)
+        first = block.find(b"\n") + 1
+        if first and waiting + first - 1 > MAX_ROW_BYTES:
+            yield at, LongLine(waiting + first - 1)
+            at += waiting + first
+            block, pending, waiting = block[first:], [], 0
+        cut = block.rfind(b"\n") + 1
+        if cut:
+            piece = b"".join((*pending, block[:cut]))
+            yield at, piece
+            at += len(piece)
+            pending, waiting = [], 0
+        pending.append(block[cut:])
+        waiting += len(block) - cut
+        if waiting > MAX_ROW_BYTES:
+            pending = []
+    if waiting > MAX_ROW_BYTES:
+        yield at, LongLine(waiting)
+    elif waiting:
+        yield at, b"".join(pending)
+
+
+def text_blocks(path: Path) -> Iterator[str]:
+    """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
+    carry = b""
+    at = 0
+    for number, block in enumerate(blocks(path)):
+        data = carry + block
+        if number == 0 and data.startswith(BOM):
+            data, at = data[len(BOM) :], len(BOM)
+        try:
+            text, used = _decode(data)
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, at + error.start) from None
+        yield text
+        carry, at = data[used:], at + used
+    if carry:
+        raise not_utf8(path, at)
+
+
+def _decode(data: bytes) -> tuple[str, int]:
+    """The text of whole characters, and how many bytes they are; a character cut by the end waits."""
+    try:
+        return data.decode("utf-8"), len(data)
+    except UnicodeDecodeError as error:
+        if error.end == len(data) and error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8"), error.start
+        raise
+
+
+def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
+    """The text of a file that is one document: (1, all of it), or pieces of at most TEXT_CHARS characters, each with
+    the line on which it begins. Joined they are the text; pieces of nothing but white space are left out.
+
+    Raises:
+        DataError: it is not UTF-8 text.
+    """
+    line, buffer, is_whole = 1, "", True
+    for block in text_blocks(path):
+        if block.count("\0") > len(block) // 100:
+            raise DataError(f"{path} is not text (it holds NUL bytes)")
+        buffer += block
+        while len(buffer) > 2 * TEXT_CHARS:
+            cut = piece_end(buffer, TEXT_CHARS)
+            piece, buffer = buffer[:cut], buffer[cut:]
+            is_whole = False
+            if piece.strip():
+                yield line, piece
+            line += piece.count("\n")
+    if is_whole or buffer.strip():
+        yield line, buffer
+
+
+def is_long(value: object) -> bool:
+    """Whether a value is a text that is read in pieces."""
+    return isinstance(value, str) and len(value) > 2 * TEXT_CHARS
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A text in hand, cut where `text_pieces` would cut one of a file; those of white space are left out."""
+    while is_long(text):
+        cut = piece_end(text[: TEXT_CHARS + 1], TEXT_CHARS)
+        if text[:cut].strip():
+            yield text[:cut]
+        text = text[cut:]
+    if text.strip():
+        yield text
+
+
+_PARAGRAPH_END = re.compile(r"\n[ \t\r]*\n\s*(?=\S)")
+_LINE_END = re.compile(r"\n\s*(?=\S)")
+_WORD_END = re.compile(r"(?<=\S)(?=\s)")
+
+
+def piece_end(text: str, most: int) -> int:
+    """Where a text of more than `most` characters is best cut: after a paragraph, a line or a word of the second half
+    of them, the last such place; at `most` where there is none."""
+    for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
+        end = 0
+        for match in pattern.finditer(text, most // 2, most + 1):
+            end = match.end()
+        if end:
+            return end
+    return most
+
+
+def not_utf8(path: Path, offset: int) -> DataError:
+    """The error for the byte at `offset`: its line and column, what the file looks like, and what to run."""
+    line, line_start, at = 1, 0, 0
+    sample = b""
+    for block in blocks(path):
+        before = block[: max(0, offset - at)]
+        line += before.count(b"\n")
+        last = before.rfind(b"\n")
+        line_start = at + last + 1 if last >= 0 else line_start
+        if at + len(block) > offset - HEAD_BYTES:
+            sample += block
+        at += len(block)
+        if at > offset + HEAD_BYTES:
+            break
+    within = len(sample) - (at - offset)
+    near = sample[max(0, within - HEAD_BYTES) : within + HEAD_BYTES]
+    column = offset - line_start + 1
+    byte = sample[within]
+    encoding, name = guess_encoding(near)
+    return DataError(
+        f"{path}:{line}: byte 0x{byte:02X} at column {column} is not UTF-8 (looks like {name}). "
+        f"{_convert(path, encoding)}"
+    )
+
+
+def _convert(path: Path, encoding: str) -> str:
+    name = one_line(path.name.removesuffix(".gz"), limit=200)
+    quoted, target = shlex.quote(one_line(str(path), limit=4_000)), shlex.quote(f"utf8-{name}")
+    source = f"gunzip -c {quoted} | iconv" if is_gzipped(path) else "iconv"
+    given = "" if is_gzipped(path) else f" {quoted}"
+    if encoding == "utf-8":
+        return f"Leave the broken bytes out: {source} -c -f utf-8 -t utf-8{given} > {target}"
+    return f"Convert it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
+
+
+def wide_encoding(path: Path, start: bytes) -> DataError | None:
+    """The error for UTF-16 and UTF-32, with or without their mark; None for anything else."""
+    encoding = None
+    if start[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
+        encoding = "utf-32"
+    elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        encoding = "utf-16"
+    else:  # without a mark: ASCII characters have zeros in all other bytes
+        sample = start[:400]
+        evens, odds = sample[::2].count(0), sample[1::2].count(0)
+        if len(sample) >= 8 and max(evens, odds) > 0.3 * len(sample) and min(evens, odds) <= 0.02 * len(sample):
+            encoding = "utf-16le" if odds > evens else "utf-16be"
+        elif len(sample) >= 16 and evens + odds > 0.7 * len(sample) and sample.strip(b"\0"):
+            encoding = "utf-32le" if sample[0] else "utf-32be"
+    if encoding is None:
+        return None
+    return DataError(f"{path} is {encoding[:6].upper()}, not UTF-8. {_convert(path, encoding)}")
+
+
+def guess_encoding(sample: bytes) -> tuple[str, str]:
+    """What bytes that are not UTF-8 look like: (iconv's name, the name for messages)."""
+    # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
+    kept = sample.decode("utf-8", "ignore").encode()
+    if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)):
+        return "utf-8", "UTF-8 that is damaged here"
+    runs = _high_runs(sample)
+    high = sum(map(len, runs))
+    if high and sum(len(run) for run in runs if len(run) > 1) >= 0.7 * high:
+        for test in (_korean, _japanese, _chinese, _cyrillic, _traditional):
+            guess = test(sample)
+            if guess:
+                return guess
+    if any(0x80 <= byte <= 0x9F for byte in sample):
+        return "cp1252", "Windows-1252"
+    return "latin1", "Latin-1"
+
+
+def _high_runs(sample: bytes) -> list[bytes]:
+    table = bytes(0x80) + bytes(range(0x80, 0x100))  # every ASCII byte becomes a zero, to split at
+    return [run for run in sample.translate(table).split(b"\0") if run]
+
+
+def _text_of(sample: bytes, encoding: str) -> str:
+    """The sample's text beyond ASCII, or "" where it is not in that encoding (a character cut at an end may be)."""
+    for begin, end in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        try:
+            return "".join(char for char in sample[begin : len(sample) - end].decode(encoding) if char > "\x7f")
+        except UnicodeDecodeError:
+            continue
+    return ""
+
+
+def _share(text: str, test: Callable[[str], bool]) -> float:
+    return sum(map(test, text)) / len(text) if text else 0.0
+
+
+def _korean(sample: bytes) -> tuple[str, str] | None:
+    is_hangul = _share(_text_of(sample, "euc_kr"), lambda char: "\uac00" <= char <= "\ud7a3") > 0.8
+    pairs = [run[at] for run in _high_runs(sample) for at in range(0, len(run) - 1, 2)]
+    return ("euc-kr", "EUC-KR") if is_hangul and max(pairs, default=0xFF) <= 0xC8 else None
+
+
+def _japanese(sample: bytes) -> tuple[str, str] | None:
+    def is_kana(char: str) -> bool:
+        return "\u3041" <= char <= "\u30fa"
+
+    for encoding, iconv in (("cp932", "cp932"), ("euc_jp", "euc-jp")):
+        if _share(_text_of(sample, encoding), is_kana) > 0.3:
+            return iconv, "Shift-JIS" if encoding == "cp932" else "EUC-JP"
+    return None
+
+
+def _chinese(sample: bytes) -> tuple[str, str] | None:
+    text = _text_of(sample, "gb18030")
+    is_common = _share(text, lambda char: _is_common_hanzi(char) or "\u3000" <= char <= "\u303f" or char >= "\uff00")
+    return ("gb18030", "GBK") if is_common > 0.6 else None
+
+
+def _is_common_hanzi(char: str) -> bool:
+    """GB2312's first level: the 3,755 characters that nearly all text consists of."""
+    try:
+        raw = char.encode("gb2312")
+    except UnicodeEncodeError:
+        return False
+    return len(raw) == 2 and 0xB0 <= raw[0] <= 0xD7
+
+
+def _cyrillic(sample: bytes) -> tuple[str, str] | None:
+    def lower_share(encoding: str) -> float:
+        return _share(sample.decode(encoding, "ignore"), lambda char: "\u0430" <= char <= "\u044f")
+
+    best = max(("cp1251", "koi8-r"), key=lower_share)
+    letters = "".join(char for char in sample.decode(best, "ignore") if char > "\x7f")
+    is_text = _share(letters, lambda char: "\u0410" <= char <= "\u044f") > 0.9 and lower_share(best) > 0
+    return (best, "Windows-1251" if best == "cp1251" else "KOI8-R") if is_text else None
+
+
+def _traditional(sample: bytes) -> tuple[str, str] | None:
+    is_han = _share(_text_of(sample, "big5"), lambda char: "\u4e00" <= char <= "\u9fff" or char >= "\u3000") > 0.9
+    return ("big5", "Big5") if is_han else None

@@ -1,0 +1,464 @@
+"""Tables → rows: CSV and TSV, Parquet, Arrow, folders saved by `datasets`, and data sets of the hub.
+
+All of them are read in batches, so memory stays flat. A row has no key for an empty cell (null).
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import math
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sft_play.data.sources.raw import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    BadRow,
+    LongLine,
+    RawRow,
+    head,
+    line_blocks,
+    not_utf8,
+    too_large,
+)
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+BATCH_ROWS = 1_000
+SLICE_BYTES = 8 << 20
+"""About so many bytes of a table become Python objects at once."""
+DELIMITERS = ",\t;|"
+
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "validation": "val",
+    "valid": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
+_SPLIT_NAME = re.compile(
+    rf"(?:(?P<whole>{'|'.join(SPLIT_WORDS)})(?:[-_.]?\d+(?:[-_]of[-_]\d+)?)?|.*[-_.](?P<end>{'|'.join(SPLIT_WORDS)}))"
+    r"(?:[-_.]?\d+[-_]of[-_]\d+)?",
+    re.IGNORECASE,
+)
+
+
+def split_of_name(name: str) -> str | None:
+    """The split that a file or folder of this name (without suffix) holds: train, val, test; None for others.
+
+    `train`, `validation-00000-of-00002`, `gsm8k_test` and `dev` name one; `testimonials` does not.
+    """
+    match = _SPLIT_NAME.fullmatch(name)
+    word = match and (match["whole"] or match["end"])
+    return SPLIT_WORDS[word.lower()] if word else None
+
+
+def find_delimiter(path: Path, *, start: str | None = None) -> str:
+    """The character between the fields of a table's first line: the one that gives the most fields."""
+    text = head(path).decode("utf-8", "ignore") if start is None else start
+    first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
+    return max(DELIMITERS, key=lambda char: _field_count(first, char))
+
+
+def _field_count(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter)))
+    except (csv.Error, StopIteration):
+        return 0
+
+
+_COLUMN_NAME = re.compile(r"[^\W\d][\w .:/()-]{0,60}")
+
+
+def looks_like_table(start: str) -> bool:
+    """Whether text whose name says nothing is a table: a first line of at least two names, a second with as many
+    fields."""
+    lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
+    if len(lines) < 2:
+        return False
+    delimiter = find_delimiter(Path(), start=lines[0])
+    names = next(csv.reader([lines[0]], delimiter=delimiter), [])
+    is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
+    return is_header and _field_count(lines[1], delimiter) == len(names)
+
+
+def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
+    """The rows of a table with a header line; a row knows the line on which it begins.
+
+    Raises:
+        DataError: there is no header, it names a column twice, a quote is not closed, or a byte is not UTF-8.
+    """
+    csv.field_size_limit(MAX_ROW_BYTES)
+    lines = _TextLines(path)
+    reader = csv.reader(lines, delimiter=find_delimiter(path), strict=True)
+    names: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        lines.begin_row(f"{name}:{line}")
+        try:
+            fields = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            if "unexpected end of data" in str(error) or "field larger" in str(error):
+                raise _never_closed(f"{name}:{line}") from None
+            yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
+            continue
+        if not fields or (fields == [""] and (names is None or len(names) > 1)):
+            continue
+        if names is None:
+            names = _header(fields, path, line)
+        elif len(fields) != len(names):
+            detail = f"the header names {len(names)}; is a quote or a delimiter missing?"
+            yield BadRow(f"{name}:{line}", f"{len(fields)} fields instead of {len(names)}", detail)
+        else:
+            data = {key: field for key, field in zip(names, fields, strict=True) if key}
+            yield RawRow(f"{name}:{line}", data)
+    if names is None:
+        raise DataError(f"{path} has no rows: the file is blank")
+
+
+def _header(fields: list[str], path: Path, line: int) -> list[str]:
+    """The column names; the first may be empty (pandas writes its index so), and rows leave that column out."""
+    names = [field.strip() for field in fields]
+    for number, name in enumerate(names):
+        if not name and number:
+            raise DataError(f"{path}:{line}: column {number + 1} of the header has no name")
+        if names.count(name) > 1:
+            raise DataError(f'{path}:{line}: the header names the column "{one_line(name, limit=60)}" twice')
+    return names
+
+
+def _never_closed(where: str) -> DataError:
+    return DataError(
+        f"{where}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
+        "MiB, the most that is read"
+    )
+
+
+class _TextLines:
+    """The lines of a file as the csv module takes them; DataError where one row is larger than MAX_ROW_BYTES, since an
+    open quote would take the rest of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = self._read(path)
+        self._where, self._taken = str(path), 0
+
+    def begin_row(self, where: str) -> None:
+        """Count the lines that follow as another row's."""
+        self._where, self._taken = where, 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._taken += len(line)
+        if self._taken > MAX_ROW_BYTES:
+            raise _never_closed(self._where)
+        return line
+
+    def _read(self, path: Path) -> Iterator[str]:
+        for at, block in line_blocks(path):
+            if isinstance(block, LongLine):
+                raise DataError(str(too_large(self._where, block.size)))
+            try:
+                text = block.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, at + error.start) from None
+            lines = text.split("\n")
+            yield from (line + "\n" for line in lines[:-1])
+            if lines[-1]:
+                yield lines[-1]
+
+
+@contextmanager
+def _reading(path: Path | str, kind: str) -> Iterator[None]:
+    """Turns the many exceptions that pyarrow and datasets raise for a damaged file into a DataError."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}") from error
+
+
+def parquet_groups(path: Path) -> list[int]:
+    """Rows of each row group of a Parquet file."""
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    with _reading(path, "Parquet"):
+        meta = pyarrow.parquet.read_metadata(path)
+        return [meta.row_group(index).num_rows for index in range(meta.num_row_groups)]
+
+
+def _rows_at_once(total_bytes: int, rows: int) -> int:
+    """Rows that are about SLICE_BYTES, by their mean."""
+    return max(1, min(BATCH_ROWS, SLICE_BYTES * rows // max(1, total_bytes)))
+
+
+def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_row: int) -> Iterator[RawRow | BadRow]:
+    """The rows of the row groups [start, end) of a Parquet file."""
+    import pyarrow.parquet
+
+    def batches() -> Iterator[Any]:
+        # pages are read as they are needed: neither the whole group at once, nor through a mapping of the file, whose
+        # pages count as memory of this process
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as file:
+            groups = list(range(file.num_row_groups))[start:end]
+            for group in groups:
+                meta = file.metadata.row_group(group)
+                rows = _rows_at_once(meta.total_byte_size, meta.num_rows)
+                yield from file.iter_batches(batch_size=rows, row_groups=[group])
+
+    yield from _from_batches(batches(), path, name, "Parquet", first_row)
+
+
+def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | BadRow]:
+    """The rows of an Arrow (Feather 2) file or stream."""
+    import pyarrow as pa
+
+    def batches() -> Iterator[Any]:
+        with pa.memory_map(str(path)) as source:
+            if is_stream:
+                yield from pa.ipc.open_stream(source)
+            else:
+                reader = pa.ipc.open_file(source)
+                yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+
+    yield from _from_batches(batches(), path, name, "Arrow", 1)
+
+
+def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, first: int) -> Iterator[RawRow | BadRow]:
+    number = first - 1
+    plain: bool | None = None
+    iterator = iter(batches)
+    while True:
+        with _reading(path, kind):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        if plain is None:
+            names = batch.schema.names
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
+            plain = _is_plain(str(batch.schema.remove_metadata()))
+        for piece in _slices(batch):
+            with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
+                rows = piece.to_pylist()
+            is_large = piece.nbytes > MAX_ROW_BYTES
+            for row in rows:
+                number += 1
+                size = _text_bytes(row) if is_large else 0
+                if size > MAX_ROW_BYTES:
+                    yield too_large(f"{name}:row {number}", size)
+                else:
+                    yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    """A batch in pieces that become few objects at once: of about SLICE_BYTES, or single rows."""
+    if batch.num_rows > BATCH_ROWS or (batch.num_rows > 1 and batch.nbytes > SLICE_BYTES):
+        half = batch.num_rows // 2
+        yield from _slices(batch.slice(0, half))
+        yield from _slices(batch.slice(half))
+    elif batch.num_rows:
+        yield batch
+
+
+def _text_bytes(value: Any) -> int:
+    """Bytes of all texts in a value."""
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "replace"))
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+_NOT_PLAIN = re.compile(r"binary|float|double|halffloat|date|time|duration|decimal|map<|dictionary|extension|interval")
+
+
+def _is_plain(schema: str) -> bool:
+    """Whether all values are what JSON has: texts, whole numbers, lists, objects."""
+    types = "\n".join(line.rpartition(": ")[2] if "<" not in line else line for line in schema.splitlines())
+    return _NOT_PLAIN.search(types) is None
+
+
+class _NotText(ValueError):
+    """Bytes in a cell that are not UTF-8."""
+
+
+def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
+    """The row without its nulls, as values that JSON has."""
+    try:
+        data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
+    except _NotText:
+        return BadRow(where, "a cell holds bytes that are not UTF-8 text")
+    except RecursionError:
+        return BadRow(where, "nested too deeply")
+    return RawRow(where, {str(key): value for key, value in data.items() if value is not None})
+
+
+def _json_value(value: Any) -> Any:
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        try:
+            return bytes(value).decode("utf-8")
+        except UnicodeDecodeError:
+            raise _NotText from None
+    return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
+
+
+def saved_splits(path: Path) -> list[str]:
+    """The names of the splits of a folder saved by `datasets`; none for a single table."""
+    loaded = _load_saved(path)
+    return [str(name) for name in loaded] if isinstance(loaded, dict) else []
+
+
+def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
+    """The rows of one split of a folder saved by `datasets`.
+
+    Raises:
+        DataError: the folder is damaged, or has no such split.
+    """
+    loaded = _load_saved(path)
+    if isinstance(loaded, dict):
+        chosen = choose_split([str(known) for known in loaded], split, path)
+        loaded, name = loaded[chosen], f"{name}:{chosen}"
+    if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
+        with _reading(path, "a saved dataset"):
+            yield from _from_dicts(loaded, name)
+        return
+    rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
+    batches = loaded.with_format("arrow").iter(batch_size=rows)
+    yield from _from_batches(batches, path, name, "a saved dataset", 1)
+
+
+def _load_saved(path: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # datasets and pyarrow raise many kinds for a folder that is damaged
+        raise DataError(f"{path} cannot be loaded by datasets.load_from_disk: {one_line(str(error))}") from error
+
+
+def choose_split(names: list[str], split: str, path: Path | str) -> str:
+    """Which of a data set's splits is train, val or test; a split's own name counts too.
+
+    Raises:
+        DataError: none of them, or several without one that has the plain name.
+    """
+    wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
+    exact = next((name for name in (split, *wanted) if name in names), None)
+    if exact is not None:
+        return exact
+    like = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
+        name for name in names if (split_of_name(name) or SPLIT_WORDS.get(re.split(r"[-_.]", name.lower())[0])) == split
+    ]
+    if len(like) == 1:
+        return like[0]
+    there = ", ".join(one_line(name, limit=60) for name in names)
+    if like:
+        raise DataError(f"{path} has the splits {there}; several could be {split}: {', '.join(like)}")
+    raise DataError(f"{path} has the splits {there}; none of them is {wanted[0] if wanted else split}")
+
+
+HUB = "hub:"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+
+
+def hub_parts(given: str) -> tuple[str, str | None]:
+    """The id and the config of `hub:owner/name` or `hub:owner/name:config`.
+
+    Raises:
+        DataError: it is not of this form, or a folder of that name lies here.
+    """
+    ident, _, config = given.removeprefix(HUB).partition(":")
+    if not _HUB_ID.fullmatch(ident):
+        raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+    if Path(ident).exists():
+        raise DataError(f"{one_line(given)}: {ident} exists here too, and datasets would read it; write the path")
+    return ident, config or None
+
+
+def hub_splits(given: str) -> list[str]:
+    """The names of the splits of a data set of the hub."""
+    loaded = _load_hub(given)
+    return [str(name) for name in loaded] if isinstance(loaded, dict) else []
+
+
+def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
+    """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
+    loaded = _load_hub(given)
+    if isinstance(loaded, dict):
+        loaded = loaded[choose_split([str(known) for known in loaded], split, given)]
+    with _hub_errors(given):
+        yield from _from_dicts(loaded, f"{given}:{split}")
+
+
+def _load_hub(given: str) -> Any:
+    import datasets
+
+    ident, config = hub_parts(given)
+    with _hub_errors(given):
+        return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
+
+
+@contextmanager
+def _hub_errors(given: str) -> Iterator[None]:
+    """Turns the many exceptions of the hub's libraries into a DataError that says what to do."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        ident = hub_parts(given)[0]
+        raise DataError(f"{one_line(given)} cannot be read: {_hub_advice(ident, error)}") from error
+
+
+def _hub_advice(ident: str, error: Exception) -> str:
+    import datasets
+
+    text = one_line(str(error), limit=300)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
+    if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
+        return (
+            "HF_HUB_OFFLINE is set and the cache of this machine does not hold it; fetch it where "
+            f"there is a network ({fetch}) and name the folder"
+        )
+    if "gated" in text.lower() or "GatedRepoError" in kinds:
+        return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
+    if "onfig name is missing" in text or "BuilderConfig" in text:
+        return f"{text}; write hub:{ident}:CONFIG"
+    if "scripts are no longer supported" in text:
+        return f"it needs a loading script, which is not run; fetch its files instead ({fetch})"
+    if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
+        return "there is no data set of that name, or it is private; check the spelling, or log in: hf auth login"
+    if isinstance(error, (ConnectionError, TimeoutError)) or any("Connect" in kind for kind in kinds):
+        return f"no connection to the hub ({text}); fetch it where there is a network ({fetch}) and name the folder"
+    return text
+
+
+def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
+    for number, row in enumerate(rows, start=1):
+        yield _table_row(dict(row), f"{name}:row {number}", is_plain=False)

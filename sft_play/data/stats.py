@@ -1,0 +1,360 @@
+"""What became of the rows of a source: one count, which training, `make check`, `render` and `process` read."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sft_play.data.masks.render import IGNORED, TokenRow, trained_tokens
+from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.formats import Chat, Example, Text
+from sft_play.log import one_line
+
+SHOWN_BAD_ROWS = 20
+"""Bad rows of a source that are listed; the others are counted."""
+
+
+def rows_text(count: int) -> str:
+    """A number of rows in words."""
+    return f"{count:,} row{'s' * (count != 1)}"
+
+
+def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> list[str]:
+    """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
+    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in bad.most_common(6))
+    rows = [f"  {one_line(str(row), limit=600)}" for row in first]
+    more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
+    return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
+
+
+# --- what a limit costs -----------------------------------------------------------------------------------------------
+
+
+def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs [start, end) of trained tokens; labels of shape [T]."""
+    is_trained = np.zeros(len(labels) + 2, dtype=np.int8)
+    is_trained[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORED
+    edges = np.flatnonzero(np.diff(is_trained)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@dataclass
+class LimitCost:
+    """How many trained tokens each `max_seq_len` would keep, from whole rows; `truncate` says how they are cut."""
+
+    truncate: str
+    longest: int = 0
+    trained: int = 0
+    """Trained tokens of all whole rows; the first token of a row is never predicted and does not count."""
+    _steps: array[int] = field(default_factory=lambda: array("q", [0, 0]))
+    """Second differences of the tokens that a limit of n keeps, n being the index: two sums give the tokens, and
+    adding a run of any length changes two entries."""
+
+    def add(self, size: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Count one whole row of `size` tokens with these runs of trained ones."""
+        self.longest = max(self.longest, size)
+        if size + 2 > len(self._steps):
+            self._steps.extend([0] * (size + 2 - len(self._steps)))
+        for begin, end in runs:
+            begin = max(begin, 1)
+            if end <= begin:
+                continue
+            self.trained += end - begin
+            if self.truncate == "drop":
+                self._steps[size] += end - begin
+                self._steps[size + 1] -= end - begin
+            elif self.truncate == "prompt":  # a token is kept where the limit reaches back to it
+                self._steps[size - end + 1] += 1
+                self._steps[size - begin + 1] -= 1
+            else:
+                self._steps[begin + 1] += 1
+                self._steps[end + 1] -= 1
+
+    def merge(self, other: LimitCost) -> None:
+        """Add the rows of another."""
+        self.longest = max(self.longest, other.longest)
+        self.trained += other.trained
+        longer = len(other._steps) - len(self._steps)
+        if longer > 0:
+            self._steps.extend([0] * longer)
+        for index, step in enumerate(other._steps):
+            self._steps[index] += step
+
+    def _kept(self) -> Iterator[int]:
+        """Trained tokens that limits of 0, 1, 2, … keep."""
+        return itertools.accumulate(itertools.accumulate(self._steps))
+
+    def kept_share(self, limit: int) -> float:
+        """The share of the trained tokens that a limit keeps."""
+        return list(itertools.islice(self._kept(), limit + 1))[-1] / (self.trained or 1)
+
+    def limit_for(self, share: float) -> int:
+        """The smallest limit that keeps this share."""
+        return next((limit for limit, kept in enumerate(self._kept()) if kept >= share * self.trained), self.longest)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RowStats:
+    """Counts of the rows of one source, or of several that were added up.
+
+    Tokens are counted as they are trained, after the cut at max_seq_len.
+    """
+
+    source: str = ""
+    format: str = "unknown"
+    rows: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    """Rows that cannot be used, by reason; those that are too long are not among them."""
+    first_bad: list[BadRow] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Rows that the run YAML asks to leave out, by reason."""
+    formats: Counter[str] = field(default_factory=Counter)
+    chats: int = 0
+    texts: int = 0
+    turns: Counter[str] = field(default_factory=Counter)
+    """Turns of the rows that can be read, by role."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What looks odd in rows that are used."""
+    first_noted: dict[str, str] = field(default_factory=dict)
+    """Where the first row with each note is."""
+    repeated: int = 0
+    """Rows, or documents, with the tokens of an earlier one."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """Contents that are in another split too, by its name."""
+
+    kept: int = 0
+    methods: Counter[str] = field(default_factory=Counter)
+    """Rows by how their trained spans were found."""
+    tokens: int = 0
+    trained: int = 0
+    cut_rows: int = 0
+    tokens_cut: int = 0
+    merged: int = 0
+    """Answers that end inside a token, which is split there."""
+    untrained_turns: int = 0
+    stripped_think: int = 0
+    special_rows: int = 0
+    """Rows whose texts spell special tokens."""
+
+    too_long: int = 0
+    """Rows that lose every trained token to max_seq_len, or are left out for their length."""
+    first_too_long: str = ""
+    shortest_prompt: int = 0
+    """Tokens before the first trained one, the fewest among the rows that are too long; 0 where there is none."""
+    whole_trained: int = 0
+    """Trained tokens of all rows before anything was cut."""
+    lost_by_cut: int = 0
+    """Trained tokens that were cut from rows that are kept."""
+    lost_with_rows: int = 0
+    """Trained tokens of the rows that are too long."""
+    cost: LimitCost = field(default_factory=lambda: LimitCost("end"))
+    """What other limits would keep."""
+
+    @property
+    def lost(self) -> int:
+        """Trained tokens that max_seq_len takes away."""
+        return self.lost_by_cut + self.lost_with_rows
+
+    @property
+    def lost_fraction(self) -> float:
+        """Their share of all trained tokens."""
+        return self.lost / self.whole_trained if self.whole_trained else 0.0
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows that are not used, by reason."""
+        dropped = Counter(self.bad) + Counter(self.left_out)
+        if self.too_long:
+            dropped["nothing trained is left within max_seq_len, or too long"] += self.too_long
+        return dict(dropped)
+
+    @property
+    def noted(self) -> dict[str, int]:
+        """Rows by what looks odd in them, the first one named."""
+        return {
+            f"{note} (first: {one_line(self.first_noted[note])})" if note in self.first_noted else note: count
+            for note, count in self.notes.items()
+        }
+
+    # Counting.
+
+    def count_bad(self, row: BadRow) -> None:
+        """Count a row that is not used."""
+        if row.is_asked:
+            self.left_out[row.reason] += 1
+            return
+        self.bad[row.reason] += 1
+        if len(self.first_bad) < SHOWN_BAD_ROWS:
+            self.first_bad.append(row)
+
+    def count_example(self, example: Example) -> None:
+        """Count what a row holds."""
+        self.chats += isinstance(example, Chat)
+        self.texts += isinstance(example, Text)
+        if isinstance(example, Chat):
+            self.turns.update([message["role"] for message in example.messages])
+        self.note(example.notes, example.where)
+
+    def note(self, notes: Iterable[str], where: str) -> None:
+        """Count what looks odd in a row."""
+        for note in notes:
+            self.notes[note] += 1
+            self.first_noted.setdefault(note, where)
+
+    def count_rendered(self, whole: TokenRow) -> None:
+        """Count how a row was rendered."""
+        self.note(whole.notes, whole.where)
+        self.methods[whole.method] += 1
+        self.untrained_turns += whole.untrained_turns
+        self.stripped_think += whole.stripped_think
+        self.special_rows += whole.special_in_text > 0
+
+    def count_kept(self, row: TokenRow) -> None:
+        """Count the tokens of a row within max_seq_len."""
+        trained = row.trained
+        self.kept += 1
+        self.tokens += len(row.input_ids)
+        self.trained += trained
+        self.whole_trained += trained + row.lost
+        self.cut_rows += row.cut > 0
+        self.tokens_cut += row.cut
+        self.lost_by_cut += row.lost
+        self.merged += row.merged
+
+    def count_too_long(self, whole: TokenRow, row: BadRow) -> None:
+        """Count a row of which max_seq_len leaves nothing to train."""
+        trained = trained_tokens(whole.labels)
+        prompt = next(index for index, label in enumerate(whole.labels) if label != IGNORED)
+        self.too_long += 1
+        self.first_too_long = self.first_too_long or f"{row.where}: {row.detail}"
+        self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt)), default=0)
+        self.whole_trained += trained
+        self.lost_with_rows += trained
+
+    def add(self, other: RowStats) -> None:
+        """Add the rows of a later part of the same source."""
+        add_up(self, other)
+
+    def beside(self, other: RowStats) -> RowStats:
+        """Both sources together; each note keeps the first row of each source."""
+        both = RowStats()
+        for one in (self, other):
+            add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
+        both.shared = dict(Counter(self.shared) + Counter(other.shared))
+        both.source = f"{self.source} + {other.source}"
+        both.format = f"{self.format} + {other.format}"
+        return both
+
+    # Reports.
+
+    def as_json(self) -> dict[str, Any]:
+        """The data report of a run's manifest: rows and tokens as counts, `lost_fraction` from 0 to 1."""
+        return {
+            "source": self.source,
+            "format": self.format,
+            "rows_in": self.rows,
+            "rows_kept": self.kept,
+            "dropped": self.dropped,
+            "rows_cut": self.cut_rows,
+            "tokens": self.tokens,
+            "tokens_trained": self.trained,
+            "tokens_cut": self.tokens_cut,
+            "trained_tokens_lost": self.lost,
+            "lost_fraction": self.lost_fraction,
+            "answers_merged": self.merged,
+            "methods": dict(self.methods),
+            "untrained_turns": self.untrained_turns,
+            "stripped_think": self.stripped_think,
+            "special_rows": self.special_rows,
+            "repeated": self.repeated,
+            "shared": self.shared,
+            "noted": self.noted,
+        }
+
+    def lines(self, split: str) -> list[str]:
+        """What a run logs about the split."""
+        share = f" ({self.trained / self.tokens:.0%})" if self.tokens else ""
+        lines = [
+            f"{self.kept:,} of {self.rows:,} rows of {self.source} ({self.format}); "
+            f"{self.tokens:,} tokens, {self.trained:,} of them trained{share}"
+        ]
+        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
+            lines.append(f"{rows_text(count)} left out: {reason}")
+        for note, count in sorted(self.noted.items(), key=lambda item: -item[1]):
+            lines.append(f"{rows_text(count)}: {note}")
+        if self.repeated:
+            lines.append(
+                f"{rows_text(self.repeated)} with the tokens of an earlier one (make check names them; make process "
+                "SET=data.process.drop_duplicates=true keeps one of each)"
+            )
+        for other, count in self.shared.items():
+            lines.append(
+                f"{rows_text(count)} with the same tokens as in {other}: figures on {split} flatter the model (make "
+                "check names them; make process SET=data.process.drop_leaks=true leaves them out)"
+            )
+        if self.lost or self.cut_rows:
+            lines.append(
+                f"{self.cut_rows:,} rows cut at max_seq_len: {self.tokens_cut:,} tokens; with the rows left out for "
+                f"their length {self.lost:,} trained tokens ({self.lost_fraction:.1%}) are lost"
+            )
+        return [f"Data {split}: {line}" for line in [*lines, *self._mask_lines()]]
+
+    def _mask_lines(self) -> Iterator[str]:
+        methods = sorted(self.methods.items(), key=lambda item: -item[1])
+        counts = ", ".join(f"{count:,} by {method}" for method, count in methods if method != "document")
+        if counts:
+            yield f"masks verified on every row: {counts} (docs/masks.md)"
+        if self.untrained_turns:
+            yield (
+                f"{self.untrained_turns:,} assistant turns are not trained, since the template writes them differently "
+                "from how they are generated; data.multi_turn=split trains each as a last turn"
+            )
+        if self.stripped_think:
+            yield (
+                f"the template leaves out {self.stripped_think:,} pieces of think text; data.multi_turn=split keeps "
+                "them where only the last turn's is written"
+            )
+        if self.special_rows:
+            yield (
+                f"special tokens are spelled in the texts of {rows_text(self.special_rows)} "
+                "(data.special_tokens_in_text says what becomes of them)"
+            )
+        if self.merged:
+            yield f"{self.merged:,} answers end inside a token, which is split there as in generation"
+
+
+def add_up(mine: Any, other: Any, *, but: Collection[str] = ()) -> None:
+    """Add the counts of later rows to those of earlier ones of the same class, field by field.
+
+    Numbers, counters and costs are added; lists of bad rows grow up to `SHOWN_BAD_ROWS`; of what was seen first, or is
+    the shortest, the earlier or shorter is kept. Fields in `but` are left to the caller.
+    """
+    for name, theirs in vars(other).items():
+        own = getattr(mine, name)
+        if name in but:
+            continue
+        if name == "shortest_prompt":
+            setattr(mine, name, min(filter(None, (own, theirs)), default=0))
+        elif isinstance(own, Counter):
+            own.update(theirs)
+        elif isinstance(own, array):
+            own.extend(theirs)
+        elif isinstance(own, list):
+            own.extend(theirs[: SHOWN_BAD_ROWS - len(own)])
+        elif isinstance(own, dict):
+            setattr(mine, name, {**theirs, **own})
+        elif isinstance(own, LimitCost):
+            own.merge(theirs)
+        elif isinstance(own, int):
+            setattr(mine, name, own + theirs)
+        else:
+            setattr(mine, name, own or theirs)

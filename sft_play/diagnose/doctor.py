@@ -1,0 +1,252 @@
+"""All checks in order: the machine, the plan of the config, the other nodes, and the all-reduce of all ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sft_play.config.schema import RunConfig
+from sft_play.diagnose import device, disk, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.diagnose.report import Report, listed
+from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
+from sft_play.errors import SftPlayError
+from sft_play.facts.architecture import local_folder
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.installed import COMPUTING
+from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.space import free_at
+from sft_play.findings import Finding, failed, passed, skipped
+from sft_play.launch import node_rendezvous
+from sft_play.launch.command import Nodes
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan
+from sft_play.runs import output_dir
+from sft_play.starter.names import BASE_NAME
+
+MEETING_S = 30.0
+"""How long nodes wait for each other: time to start the command by hand on the next one."""
+ALL_REDUCE_S = 40.0
+"""Limit of the all-reduce; importing torch from a cold disk takes most of it, NCCL's startup up to 10 s on many
+nodes."""
+WHOLE_S = 58.0
+"""Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `LEAST_S`."""
+LEAST_S = 25.0
+_BITSANDBYTES_OPTIMIZERS = ("paged_adamw_8bit",)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The run that the doctor checks: its config, the model's shapes, and its plan on this machine."""
+
+    config: RunConfig
+    shape: ModelShape
+    plan: Plan
+
+
+Planner = Callable[[Hardware], Planned]
+"""Plans the run on the given machine; an SftPlayError that it raises becomes a finding."""
+
+
+def examine(
+    planner: Planner,
+    options: LaunchOptions,
+    *,
+    environment: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
+    meeting_s: float = MEETING_S,
+    all_reduce_s: float = ALL_REDUCE_S,
+) -> Report:
+    """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
+
+    `on_cpu`: the run asks for the CPU. Nothing is raised: a check that cannot be made is a finding.
+    """
+    started = time.monotonic()
+    environment = os.environ if environment is None else environment
+    whole = detect(environment).without_gpus() if on_cpu else detect(environment)
+    machine, chosen = gpus.choose(whole, options)
+    planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
+    around = surroundings.look(machine, environment)
+    findings = [
+        *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
+        *plan_findings,
+        *(disk_findings(planned, options, environment) if planned else ()),
+        *_together(
+            around,
+            options,
+            chosen,
+            environment,
+            meeting_s=meeting_s,
+            all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
+        ),
+    ]
+    return Report(tuple(findings), time.monotonic() - started)
+
+
+def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned | None, list[Finding]]:
+    """The plan, and whether it fits."""
+    if chosen.verdict == "FAIL":
+        return None, [skipped("plan", "planning needs identical GPUs that exist; see above")]
+    try:
+        planned = planner(machine)
+    except SftPlayError as error:
+        return None, [failed("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
+    plan = planned.plan
+    choice = f"{plan.layout} on {machine.ranks} rank{'s' if machine.ranks > 1 else ''}: {plan.choice.verdict}"
+    if plan.fits:
+        return planned, [passed("plan", choice)]
+    return planned, [failed("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")]
+
+
+def _machine_findings(
+    around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding, *, on_cpu: bool
+) -> list[Finding]:
+    """Checks of this machine alone: packages, GPUs, limits, known bad pairs."""
+    machine, nodes = around.hardware, options.nodes.count
+    config, plan = (planned.config, planned.plan) if planned else (None, None)
+    workers = config.train.dataloader_num_workers if config else 0
+    here = machine.ranks
+    quantised = config is not None and (config.tuning.mode == "qlora" or config.train.optim in _BITSANDBYTES_OPTIMIZERS)
+    layout = plan.layout if plan else str(options.strategy or "")
+    optional = frozenset(
+        name
+        for name, used in (
+            ("bitsandbytes", quantised or config is None),
+            ("deepspeed", layout.startswith("zero") or options.deepspeed is not None),
+        )
+        if not used
+    )
+    pairs = known_bad.Pairs(
+        versions=around.versions,
+        kernel=around.kernel if around.system == "Linux" else "",
+        machine=around.machine,
+        driver=around.driver,
+        driver_cuda=around.driver_cuda,
+        torch_cuda=around.torch_cuda,
+        torch_hip=around.torch_hip,
+        nccl=around.nccl,
+        gpu_names=tuple(gpu.name for gpu in machine.gpus),
+        capabilities=tuple(gpu.capability for gpu in machine.gpus if gpu.capability and not gpu.is_amd),
+        bitsandbytes_cuda=around.bitsandbytes_cuda,
+        bitsandbytes_rocm=around.bitsandbytes_rocm,
+        ranks=here * nodes,
+        nodes=nodes,
+        layout=layout,
+        quantised=quantised,
+        environment=around.environment,
+    )
+    return [
+        packages.check_python(around.python, around.python_wanted),
+        *packages.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
+        chosen,
+        *device.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
+        *device.check_build(around),
+        *device.check_compiler(around),
+        *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
+        *gpus.check_peer_path(around.gpus),
+        *known_bad.find_known_bad(pairs),
+        host.check_shared_memory(
+            around.shm,
+            gpus_per_node=len(machine.gpus),
+            ranks_per_node=here,
+            workers=workers,
+            batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
+        ),
+        host.check_locked_memory(
+            around.locked_memory, infiniband=around.infiniband_bytes_per_s > 0 and bool(machine.gpus), nodes=nodes
+        ),
+        host.check_open_files(around.open_files, workers=workers),
+    ]
+
+
+def disk_findings(planned: Planned, options: LaunchOptions, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether the weights to download and the checkpoints fit on their disks."""
+    config, layout = planned.config, planned.plan.choice.layout
+    findings = []
+    if options.nodes.rank > 0 and not layout.is_zero:
+        findings.append(skipped("disk", "node 0 writes checkpoints and the final weights"))
+    else:
+        try:
+            folder = output_dir(config.output)
+        except SftPlayError as error:
+            findings.append(failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"))
+        else:
+            existing, space = free_at(folder)
+            written = disk.written_by(config, planned.shape, planned.plan)
+            may_write = surroundings.writable(existing)
+            findings.append(disk.check_disk(written, folder=folder, there=existing, space=space, may_write=may_write))
+    existing, space = free_at(surroundings.hub_cache(environment))
+    cached = has_weights(config, environment)
+    return [*findings, disk.check_fetch(planned.shape, cached=cached, there=existing, space=space)]
+
+
+def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Whether the model's weights are on this machine already."""
+    name = config.model.name
+    if name == BASE_NAME or local_folder(name) is not None:
+        return True
+    snapshots: Path = surroundings.hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(snapshots.glob("*/*.safetensors"))
+
+
+def _together(
+    around: Surroundings,
+    options: LaunchOptions,
+    chosen: Finding,
+    environment: Mapping[str, str],
+    *,
+    meeting_s: float,
+    all_reduce_s: Callable[[], float],
+) -> list[Finding]:
+    """Checks that need all nodes and ranks."""
+    findings: list[Finding] = []
+    variables: Mapping[str, str] = {}
+    if options.nodes.count > 1:
+        met, finding = meet_nodes(around, options.nodes, limit_s=meeting_s)
+        findings.append(finding)
+        if met is None:
+            return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
+        variables = met.variables(environment)
+    if chosen.verdict == "FAIL" and not around.hardware.gpus:
+        return [*findings, skipped(ranks.NAME, "GPUs were requested, but there are none")]
+    if "torch" not in around.versions:
+        return [*findings, skipped(ranks.NAME, "torch is not installed")]
+    outcome = ranks.run_ranks(
+        around.hardware, options, limit_s=all_reduce_s(), environment={**environment, **variables}
+    )
+    return [*findings, *ranks.judge(outcome, around, options.nodes)]
+
+
+def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[node_rendezvous.Met | None, Finding]:
+    """All nodes meet before a rank is started: which ones are missing, and what differs between them."""
+    try:
+        met = node_rendezvous.meet(nodes, card_of(around), limit_s=limit_s)
+    except SftPlayError as error:
+        # The doctor's time limit is fixed: distributed.timeout_s does not change it.
+        words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
+        return None, failed("nodes", one_line(words, limit=800),
+                            "fix it there, then start make doctor on all nodes within half a minute")  # fmt: skip
+    hosts = listed(one_line(str(card.get("host"))) for card in met.cards)
+    address = f"{one_line(str(nodes.address))}:{nodes.port}"
+    same = "the same packages, driver, GPUs and number of ranks"
+    return met, passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
+
+
+def card_of(around: Surroundings) -> node_rendezvous.Card:
+    """This node's description, which the others compare with theirs."""
+    names = [name for name in around.versions if name in COMPUTING or name.startswith("nvidia-nccl")]
+    return {
+        "host": around.host,
+        "alike": {
+            "command": "doctor",
+            "version of Python": around.python,
+            **{f"version of {name}": around.versions[name] for name in sorted(names)},
+            "CUDA of torch": around.torch_cuda or "none",
+            "driver": around.driver or "none",
+            "GPUs": ", ".join(gpu.name for gpu in around.hardware.gpus) or "none",
+            "number of ranks": around.hardware.ranks,
+        },
+    }

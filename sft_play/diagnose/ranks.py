@@ -1,0 +1,365 @@
+"""An all-reduce over all ranks: started like a run's ranks, ended at a time limit, and judged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sft_play.diagnose.report import listed, ranks_words
+from sft_play.diagnose.surroundings import Surroundings
+from sft_play.endings import ends_with_me
+from sft_play.facts.gpu_catalog import find
+from sft_play.facts.hardware import Hardware
+from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.launch.command import LAUNCHER, Launch, Nodes, torchrun
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.log import one_line, redact
+
+NAME, SPEED = "all-reduce", "bandwidth"
+MODULE = "sft_play.training.collective_check"
+GIVE_UP_S = 5.0
+"""The ranks' own limit is this much shorter, so that they can report what they were waiting for."""
+NVLINK_SHARE = 0.30
+"""Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it."""
+PCIE_SHARE = 0.15
+"""The same for PCIe, where data may pass through the host's memory or between sockets."""
+NETWORK_SHARE = 0.30
+BUS_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
+_TAIL_LINES = 3
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SFT_PLAY_RUN")
+"""What a launcher above the doctor may have set, and its own ranks must not inherit."""
+
+_EXPLAINED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        r"system not yet initialized|\b802\b",
+        "start nvidia-fabricmanager, of exactly the driver's version (on a rented machine: ask its owner)",
+        ("https://github.com/pytorch/pytorch/issues/35710",),
+    ),
+    (
+        r"driver on your system is too old|driver version is insufficient",
+        "install a driver for the CUDA that torch was built with (580 or newer for CUDA 13), or another build of torch",
+        ("https://github.com/pytorch/pytorch/pull/162531",),
+    ),
+    (
+        r"no kernel image",
+        "install a torch whose build has kernels for this GPU (for Volta and Pascal: that for CUDA 12.6)",
+        ("https://github.com/pytorch/pytorch/issues/172352",),
+    ),
+    (
+        r"CPU-only build",
+        "install torch's CUDA build: make setup, or with VENV= pip install torch from PyPI",
+        (),
+    ),
+    (
+        r"No space left on device|shared memory segment|posix_fallocate",
+        "give /dev/shm more: docker run --shm-size=8g",
+        ("https://github.com/NVIDIA/nccl/issues/342",),
+    ),
+    (
+        r"Duplicate GPU detected",
+        "one rank a GPU: NPROC= at most their number; slices of one GPU (MIG) count as that GPU",
+        ("https://github.com/NVIDIA/nccl/issues/1716", "https://github.com/NVIDIA/nccl/issues/103"),
+    ),
+    (
+        r"ibv_reg_mr|memory region|ibv_create_cq",
+        "ulimit -l unlimited: the network card locks the memory that it reads",
+        ("https://github.com/NVIDIA/nccl-tests/issues/206",),
+    ),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        "give another port on every node: MASTER_PORT=29600",
+        (),
+    ),
+    (r"out of memory", "stop what else is on the GPU (nvidia-smi), or name others: GPUS=0,1", ()),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks reported. `notes` are this node's, by rank; `result` is rank 0's, on its node."""
+
+    expected: tuple[int, ...]
+    """The ranks of this node."""
+    world: int
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    result: Mapping[str, Any] | None = None
+    timed_out: bool = False
+    code: int = 0
+    tail: str = ""
+    limit_s: float = 0.0
+
+
+def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s: float) -> Launch:
+    """The command that starts this node's ranks: a run's, with another module."""
+    here = len(machine.gpus) or machine.cpu_ranks
+    kind = "cuda" if machine.gpus else "cpu"
+    launch = torchrun(
+        ["--out", str(out), "--device", kind, "--timeout", str(timeout_s)],
+        processes=here,
+        nodes=options.nodes,
+        threads=None if machine.gpus else max(1, machine.cpu_cores // here),
+        gpus=",".join(str(gpu) for gpu in options.gpus) or None,
+    )
+    at = launch.words.index("--module") + 1
+    return replace(launch, words=(*launch.words[:at], MODULE, *launch.words[at + 1 :]))
+
+
+def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, environment: Mapping[str, str]) -> Outcome:
+    """Start this node's ranks, wait at most `limit_s`, and read their reports; no rank survives."""
+    here = len(machine.gpus) or machine.cpu_ranks
+    first = options.nodes.rank * here
+    outcome = Outcome(tuple(range(first, first + here)), here * options.nodes.count, limit_s=limit_s)
+    with tempfile.TemporaryDirectory(prefix="sft-play-doctor-") as text:
+        out = Path(text)
+        launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
+        at = launch.words.index(LAUNCHER)
+        kept = {name: value for name, value in environment.items() if name not in _RANK_VARIABLES}
+        with (out / "output").open("wb") as sink:
+            process = subprocess.Popen(
+                [*launch.words[:at], "sft_play.endings", *launch.words[at:]],  # so that it ends with the doctor
+                env=ends_with_me({**kept, **launch.environment}),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # ctrl-C goes to the doctor, which ends the ranks itself
+            )
+            try:
+                code = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                code, outcome = -1, replace(outcome, timed_out=True)
+            finally:
+                _end(process)
+        # The last lines with words: the launcher frames its report with lines of dashes.
+        lines = (out / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
+        return replace(
+            outcome,
+            notes={rank: note for rank in outcome.expected if (note := _read(out / f"rank-{rank}.json"))},
+            result=_read(out / "result.json"),
+            code=code,
+            tail=" | ".join(redact(one_line(line, limit=160)) for line in tail),
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and every process below it; ranks have their own sessions, so each is signalled."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+    if process.poll() is not None:
+        return  # a launcher that has ended took its ranks with it
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+    psutil.wait_procs(family, timeout=3)
+    process.wait()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) else None
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
+    """The findings of the all-reduce: the sum, the ranks that did not arrive, whether ranks are identical, the
+    bandwidth."""
+    errors = {rank: str(note["error"]) for rank, note in outcome.notes.items() if "error" in note}
+    wrong = {rank: int(note["wrong"]) for rank, note in outcome.notes.items() if note.get("wrong")}
+    done = [rank for rank in outcome.expected if outcome.notes.get(rank, {}).get("stage") == "done"]
+    if wrong:
+        counts = ", ".join(f"rank {rank} has {count} wrong elements" for rank, count in wrong.items())
+        remedy = "test the machine's memory: gloo on the CPU returned wrong numbers"
+        if around.hardware.gpus:
+            remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
+        return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
+    if len(done) < len(outcome.expected):
+        only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
+        return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
+    if outcome.result is None and nodes.rank == 0:
+        return [_hung(outcome, around, errors) if outcome.timed_out else _died(outcome, errors)]
+    ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
+    return [_sum(outcome, ranks, around), *_ranks_alike(ranks), *_bandwidth(outcome, around, nodes)]
+
+
+def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundings) -> Finding:
+    hosts: dict[str, list[int]] = {}
+    for note in ranks:
+        hosts.setdefault(one_line(str(note.get("host"))), []).append(int(note["rank"]))
+    where = "; ".join(f"{ranks_words(sorted(members))} on {host}" for host, members in hosts.items())
+    versions = f"torch {one_line(str(ranks[0].get('torch')))}"
+    if around.hardware.gpus:
+        versions += f", NCCL {one_line(str(ranks[0].get('nccl')))}, driver {around.driver or '?'}"
+    part = "" if outcome.result else f" (this node's part of {outcome.world}; node 0 reports on all)"
+    how = "NCCL" if around.hardware.gpus else "gloo"
+    devices = listed(one_line(str(note.get("device"))) for note in ranks)
+    return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}; {devices}; {versions}")
+
+
+def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """What differs between ranks in the libraries that they actually loaded."""
+    first = ranks[0]
+    differing = [
+        f"{name} is {one_line(str(first.get(name)))} on rank {first['rank']} ({one_line(str(first.get('host')))}) and "
+        f"{one_line(str(note.get(name)))} on rank {note['rank']} ({one_line(str(note.get('host')))})"
+        for note in ranks[1:]
+        for name in ("torch", "cuda", "nccl", "device")
+        if note.get(name) != first.get(name)
+    ]
+    if not differing:
+        return []
+    return [
+        failed(
+            "ranks alike", "; ".join(differing[:4]), "give all nodes the same packages and GPUs (make setup on each)"
+        )
+    ]
+
+
+_STAGES = {
+    "started": "has not reached its device",
+    "device": "is waiting to join the others",
+    "joined": "is waiting in the first all-reduce",
+    "reduced": "is waiting in a later all-reduce",
+    "done": "is done",
+    "failed": "gave up",
+}
+
+
+def _hung(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
+    by_stage: dict[str, list[int]] = {}
+    for rank in outcome.expected:
+        stage = str(outcome.notes.get(rank, {}).get("stage", "absent"))
+        by_stage.setdefault(stage, []).append(rank)
+    words = []
+    for stage, ranks in by_stage.items():
+        state = "never started" if stage == "absent" else _STAGES.get(stage, stage)
+        words.append(f"{ranks_words(ranks)} {state}")
+    reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
+    return failed(
+        NAME,
+        f"not done after {outcome.limit_s:.0f} s: {'; '.join(words)}{reason}",
+        *_hang_remedy(around, outcome),
+    )
+
+
+def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
+    several = outcome.world > len(outcome.expected)
+    if several:
+        sockets = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if around.hardware.gpus else "GLOO_SOCKET_IFNAME"
+        return (
+            f"name the network interface that joins the nodes: export {sockets}=eth0 (ip -br address shows them), and "
+            "let the firewall pass all ports between the nodes: ranks choose their own",
+        )
+    if around.hardware.gpus:
+        return (
+            "export NCCL_P2P_DISABLE=1 and run make doctor again: where that passes, boot with iommu=pt and switch ACS "
+            "off in the BIOS; NCCL_DEBUG=INFO shows where it hangs",
+            "https://github.com/NVIDIA/nccl/issues/2079",
+            "https://github.com/NVIDIA/nccl/issues/631",
+        )
+    return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
+
+
+_SECONDARY = re.compile(
+    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
+)
+
+
+def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
+    """The first rank that failed by itself, not because another was gone."""
+    own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)} or dict(errors)
+    if not own:
+        absent = [rank for rank in outcome.expected if rank not in outcome.notes]
+        who = f"{ranks_words(absent)} never started" if absent else "a rank was killed"
+        return failed(
+            NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *_explained(outcome.tail)
+        )
+    text = next(iter(own.values()))
+    same = [other for other, message in own.items() if message == text]
+    return failed(NAME, f"{ranks_words(same)}: {redact(one_line(text, limit=300))}", *_explained(text))
+
+
+def _explained(text: str) -> tuple[str, ...]:
+    for pattern, remedy, sources in _EXPLAINED:
+        if re.search(pattern, text, re.IGNORECASE):
+            return remedy, *sources
+    return ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
+
+
+# --- bandwidth --------------------------------------------------------------------------------------------------------
+
+
+def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
+    """Bytes per second over each rank's link: size / time x 2(n-1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+    return size / seconds * 2 * (ranks - 1) / ranks
+
+
+def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
+    if outcome.result is None:
+        return [skipped(SPEED, "node 0 reports it")]
+    if outcome.world == 1:
+        return [skipped(SPEED, "one rank has no other to reduce with")]
+    speeds = [(int(item["bytes"]), float(item["seconds"])) for item in outcome.result["speeds"]]
+    measured = [(size, bus_bandwidth(size, seconds, outcome.world)) for size, seconds in speeds]
+    best = max(speed for _, speed in measured)
+    words = f"{best / 1e9:.2f} GB/s a rank (" + ", ".join(f"{s // 2**20} MiB: {v / 1e9:.2f}" for s, v in measured) + ")"
+    if not around.hardware.gpus:
+        return [skipped(SPEED, f"{words}; CPU ranks have no expected rate")]
+    wanted, share, link = expected(around, nodes)
+    if wanted is None:
+        return [skipped(SPEED, f"{words}; the expected rate of {link} is not known")]
+    words += f", {best / wanted:.0%} of the {wanted / 1e9:.0f} GB/s of {link}"
+    if best >= share * wanted:
+        return [passed(SPEED, words)]
+    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _slow_remedy(link), BUS_SOURCE)]
+
+
+def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, str]:
+    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name.
+
+    Between nodes all GPUs of a node share its network, and 1/N of what they send stays on the node
+    (https://github.com/NVIDIA/nccl-tests/issues/130).
+    """
+    machine = around.hardware
+    link = machine.link_bytes_per_s
+    entries = find(machine.gpus[0].name)
+    over_pcie = link is not None and bool(entries) and link <= entries[0].pcie
+    inner = (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")
+    if nodes.count == 1:
+        return inner
+    network = around.infiniband_bytes_per_s or around.network_bytes_per_s
+    if network is None:
+        return None, NETWORK_SHARE, "the network"
+    share = network / len(machine.gpus) * nodes.count / (nodes.count - 1)
+    if link is not None and link * inner[1] < share * NETWORK_SHARE:
+        return inner
+    return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"
+
+
+def _slow_remedy(link: str) -> str:
+    if link == "PCIe":
+        return (
+            "nvidia-smi topo -m shows how the GPUs are connected, nvidia-smi -q the lanes in use; switch ACS off and "
+            "boot with iommu=pt so that P2P works; NCCL_DEBUG=INFO shows which path NCCL took"
+        )
+    if link == "the link between the GPUs":
+        return "nvidia-smi nvlink -s shows links that are down; unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL"
+    return (
+        "NCCL_DEBUG=INFO shows which network NCCL took: NET/Socket instead of NET/IB means that it found no InfiniBand "
+        "(give the container --device=/dev/infiniband, name the cards with NCCL_IB_HCA)"
+    )

@@ -1,0 +1,276 @@
+"""This machine as a run would find it: packages, driver, state of the GPUs, limits, networks.
+
+The only module of the doctor that reads them; the checks get what was read as arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import resource
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from sft_play.facts import compiler, nvml, unseen
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.installed import torch_cuda, torch_hip
+from sft_play.facts.space import Space, space_of
+
+DISTRIBUTION = "sft-play"
+SHM = Path("/dev/shm")
+_SYS = Path("/sys")
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+_BITS = 8
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One GPU's health as the driver reports it; None: not reported.
+
+    `others` are the other processes on it: pid and bytes. `fabric` is NVML's state of the NVSwitch fabric (3: ready).
+    `translated`: whether the IOMMU translates its addresses (a kernel without `iommu=pt`).
+    """
+
+    index: int
+    compute_mode: int | None = None
+    others: tuple[tuple[int, int], ...] = ()
+    uncorrected_errors: int | None = None
+    remap_failed: bool | None = None
+    remap_pending: bool | None = None
+    fabric: int | None = None
+    pcie_lanes: tuple[int, int] | None = None
+    """Lanes in use, and lanes that the GPU has."""
+    nvlinks: int = 0
+    translated: bool | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was read. Sizes and limits are in bytes; a limit of None is unlimited; packages that are not installed are
+    absent."""
+
+    hardware: Hardware
+    python: str = ""
+    system: str = "Linux"
+    machine: str = "x86_64"
+    kernel: str = ""
+    host: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What each installed package, this one included, requires of others."""
+    python_wanted: str = ""
+    torch_cuda: str | None = None
+    torch_hip: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
+    """CUDA versions for which the installed bitsandbytes has a library."""
+    bitsandbytes_rocm: tuple[tuple[int, int], ...] = ()
+    """The same for ROCm."""
+    toolchain: compiler.Toolchain | None = None
+    """The compiler that Triton would use; None without a GPU."""
+    devices: unseen.Devices | None = None
+    """What the machine shows of accelerators; None where GPUs were detected."""
+    gpus: tuple[GpuState, ...] = ()
+    shm: Space | None = None
+    """None where /dev/shm is not a separate file system."""
+    locked_memory: int | None = None
+    open_files: int | None = None
+    infiniband_bytes_per_s: float = 0.0
+    """All active InfiniBand and RoCE ports together."""
+    network_bytes_per_s: float | None = None
+    """The fastest other network interface that is up."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
+    """Read everything about this machine that a check needs; what cannot be read stays unknown."""
+    installed: dict[str, str] = {}
+    for item in metadata.distributions():
+        with contextlib.suppress(Exception):  # a damaged distribution has no name
+            installed.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
+    driver, driver_cuda, states = _driver(hardware.gpus)
+    infiniband, network = _networks()
+    return Surroundings(
+        hardware=hardware,
+        python=platform.python_version(),
+        system=platform.system(),
+        machine=platform.machine(),
+        kernel=platform.release(),
+        host=socket.gethostname(),
+        versions=installed,
+        requirements=_requirements(installed),
+        python_wanted=_project().get("requires-python", ""),
+        torch_cuda=torch_cuda(),
+        torch_hip=torch_hip(),
+        nccl=next(
+            (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
+        ),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        bitsandbytes_cuda=_bitsandbytes_for("cuda", r"(\d\d)(\d)"),
+        bitsandbytes_rocm=_bitsandbytes_for("rocm", r"(\d)(\d+)"),
+        toolchain=compiler.look(environment) if hardware.gpus else None,
+        devices=None if hardware.gpus else unseen.look(environment),
+        gpus=states,
+        shm=space_of(SHM) if SHM.is_mount() else None,
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        infiniband_bytes_per_s=infiniband,
+        network_bytes_per_s=network,
+        environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
+    )
+
+
+# --- packages ---------------------------------------------------------------------------------------------------------
+
+
+def _project() -> dict[str, Any]:
+    """The project's metadata: from `pyproject.toml` beside the package, or from the installed distribution."""
+    if _PYPROJECT.is_file():
+        project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+        if project.get("name") == DISTRIBUTION:
+            return project
+    try:
+        installed = metadata.metadata(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return {}
+    return {
+        "dependencies": metadata.requires(DISTRIBUTION) or [],
+        "requires-python": (installed.get_all("Requires-Python") or [""])[0],
+    }
+
+
+def _requirements(installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    own = tuple(_project().get("dependencies", []))
+    required = {DISTRIBUTION: own}
+    for text in own:
+        with contextlib.suppress(Exception):  # a requirement or a distribution that cannot be read is checked by none
+            name = canonicalize_name(Requirement(text).name)
+            if name in installed:
+                required[name] = tuple(metadata.requires(name) or ())
+    return required
+
+
+def _bitsandbytes_for(kind: str, version: str) -> tuple[tuple[int, int], ...]:
+    """CUDA or ROCm versions, from the names of the libraries that bitsandbytes ships."""
+    with contextlib.suppress(Exception):
+        spec = importlib.util.find_spec("bitsandbytes")
+        if spec is not None and spec.origin is not None:
+            names = [path.name for path in Path(spec.origin).parent.glob(f"libbitsandbytes_{kind}*")]
+            matches = [re.match(rf"libbitsandbytes_{kind}{version}\.", name) for name in names]
+            return tuple(sorted({(int(match[1]), int(match[2])) for match in matches if match}))
+    return ()
+
+
+# --- driver and GPUs --------------------------------------------------------------------------------------------------
+
+
+def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
+    """The driver's version, the newest CUDA it can run, and the state of each GPU; None without NVML."""
+    if not gpus:
+        return None, None, ()
+    try:
+        with nvml.opened() as library:
+            return *nvml.driver(library), tuple(_state(library, gpu) for gpu in gpus)
+    except Exception:  # NVML raises its own exceptions, which differ between platforms
+        return None, None, ()
+
+
+def _state(library: Any, gpu: Gpu) -> GpuState:
+    handle = library.nvmlDeviceGetHandleByIndex(gpu.index)
+
+    def ask(name: str, *arguments: Any) -> Any:
+        return nvml.ask(library, name, handle, *arguments)
+
+    remapped = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+    lanes = (ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth"))
+    busy = ask("nvmlDeviceGetComputeRunningProcesses") or []
+    links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 0))]
+    return GpuState(
+        index=gpu.index,
+        compute_mode=ask("nvmlDeviceGetComputeMode"),
+        others=tuple((int(item.pid), int(item.usedGpuMemory or 0)) for item in busy if item.pid != os.getpid()),
+        uncorrected_errors=ask(
+            "nvmlDeviceGetTotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
+        ),
+        remap_failed=bool(remapped[3]) if remapped else None,
+        remap_pending=bool(remapped[2]) if remapped else None,
+        fabric=_fabric(library, handle),
+        pcie_lanes=(int(lanes[0]), int(lanes[1])) if all(lanes) else None,
+        nvlinks=sum(link == 1 for link in links),
+        translated=_translated(nvml.text(getattr(ask("nvmlDeviceGetPciInfo"), "busId", "")) or ""),
+    )
+
+
+def _fabric(library: Any, handle: Any) -> int | None:
+    """State of the NVSwitch fabric; None where the GPU has none (0: not supported)."""
+    try:
+        info = library.c_nvmlGpuFabricInfo_t()
+        library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
+    except Exception:
+        return None
+    return int(info.state) or None
+
+
+def _translated(bus: str) -> bool | None:
+    """Whether the IOMMU translates a device's addresses: its group is not of type `identity`."""
+    match = re.fullmatch(r"[0-9a-fA-F]*([0-9a-fA-F]{4}):(.+)", bus)
+    if match is None:
+        return None
+    kind = _read(_SYS / "bus/pci/devices" / f"{match[1]}:{match[2]}".lower() / "iommu_group/type")
+    return kind != "identity" if kind else None
+
+
+# --- limits and networks ----------------------------------------------------------------------------------------------
+
+
+def writable(folder: Path) -> bool:
+    """Whether this process may create files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where weights from the hub are kept (huggingface_hub's HF_HUB_CACHE and HF_HOME)."""
+    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _networks() -> tuple[float, float | None]:
+    """Bytes per second one way: of all active InfiniBand ports together, and of the fastest other interface."""
+    infiniband = sum(
+        float(match[1]) * 1e9 / _BITS
+        for port in (_SYS / "class/infiniband").glob("*/ports/*")
+        if "ACTIVE" in _read(port / "state") and (match := re.match(r"([0-9.]+) Gb/sec", _read(port / "rate")))
+    )
+    speeds = [
+        int(text) * 1e6 / _BITS
+        for link in (_SYS / "class/net").glob("*")
+        if link.name != "lo" and (text := _read(link / "speed")).isdigit()
+    ]
+    return infiniband, max(speeds, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # also EINVAL: an interface that is down has no speed
+        return ""

@@ -1,0 +1,1 @@
+"""Documents to clean text: an optional part (`sft-play[documents]`)."""

@@ -1,0 +1,47 @@
+"""The result of a check: PASS, WARN, FAIL or SKIP, a text, the remedy, and the threads that it rests on.
+
+`make check` and `make doctor` both collect these, and each has its own page (`commands/check.py`,
+`diagnose/report.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
+"""WARN: it will run, but slower, less safely or differently than intended. SKIP: not checked, with the reason."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's answer; a FAIL or a WARN says what to do about it."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str | None = None
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.verdict in ("PASS", "SKIP"), f"{self.name}: {self.verdict} without a remedy"
+
+
+def passed(name: str, found: str) -> Finding:
+    """A check that found nothing wrong."""
+    return Finding(name, "PASS", found)
+
+
+def skipped(name: str, why: str) -> Finding:
+    """A check that was not made, and why."""
+    return Finding(name, "SKIP", why)
+
+
+def warned(name: str, found: str, remedy: str, *sources: str) -> Finding:
+    """Something that runs, but slower, less safely or differently than intended."""
+    return Finding(name, "WARN", found, remedy, sources)
+
+
+def failed(name: str, found: str, remedy: str, *sources: str) -> Finding:
+    """Something that would stop or spoil a run."""
+    return Finding(name, "FAIL", found, remedy, sources)

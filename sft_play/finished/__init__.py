@@ -1,0 +1,1 @@
+"""What is done with a finished run: its weights merged, compared, used."""

@@ -1,0 +1,446 @@
+"""`make eval`: the figures of a finished run's model beside those of its base, on the same held-out rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft_play import runs
+from sft_play.errors import ConfigError
+from sft_play.finished.eval_rows import EvalRows, eval_rows
+from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
+from sft_play.finished.load import free_memory, load_base
+from sft_play.finished.metrics import TITLES, Metric, metrics_named
+from sft_play.finished.respond import Responder, greedy_answers
+from sft_play.finished.run import FinishedRun
+from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
+from sft_play.finished.statistics import Interval, paired_bootstrap
+from sft_play.log import one_line
+from sft_play.training.model import weights_facts
+from sft_play.training.quiet import quiet_libraries
+
+logger = logging.getLogger(__name__)
+
+ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
+LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
+_WORST = 3
+_SHOWN_CHARS = 100
+_SAME_LOSS = 0.005
+"""How far the loss may be from the one that the run recorded, beside 0.5% of it: batches of other sizes and other
+kernels round otherwise, in bf16 by up to 1e-3 of the loss."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model's figures: of each row, and of each question its answer and the metrics' values."""
+
+    scores: list[RowScore]
+    answers: list[str]
+    values: dict[str, list[float]]
+    tasks: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of base and trained model, and the interval of its difference."""
+
+    name: str
+    base: float
+    tuned: float
+    interval: Interval
+    is_share: bool = False
+    is_loss: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """better or worse, where the whole interval says so."""
+        if self.interval.is_above or self.interval.is_below:
+            return "better" if self.interval.is_above != self.is_loss else "worse"
+        return "same" if self.interval.low == self.interval.high == 0 else "not sure"
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "base": _number(self.base), "tuned": _number(self.tuned), **self.interval.as_json(),
+            "verdict": self.verdict,
+        }  # fmt: skip
+
+    def cells(self) -> list[str]:
+        """Its line of the table."""
+        form = "{:.1%}" if self.is_share else "{:.4f}"
+        low, high = (_signed(end, is_share=self.is_share) for end in (self.interval.low, self.interval.high))
+        difference = _signed(self.interval.difference, is_share=self.is_share)
+        return [
+            TITLES.get(self.name, self.name),
+            form.format(self.base),
+            form.format(self.tuned),
+            f"{difference} [{low}, {high}]",
+            self.verdict,
+        ]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `make eval` measured, and where it is written."""
+
+    run: Path
+    rows: EvalRows | None
+    tokens: int
+    figures: tuple[Figure, ...]
+    tasks: tuple[TaskFigures, ...]
+    facts: dict[str, Any]
+    """Further fields of the summary: what was used, the balance loss, what the run recorded."""
+    worst: tuple[str, ...]
+    rows_path: Path | None
+    path: Path
+
+    @property
+    def ok(self) -> bool:
+        """Everything was measured."""
+        return True
+
+    @property
+    def perplexity(self) -> dict[str, float | None] | None:
+        """That of base and tuned, and their ratio with its interval, from the loss."""
+        loss = next((figure for figure in self.figures if figure.is_loss), None)
+        if loss is None:
+            return None
+        ends = {"base": loss.base, "tuned": loss.tuned, "ratio": loss.interval.difference, "low": loss.interval.low,
+                "high": loss.interval.high}  # fmt: skip
+        return {name: _number(_exp(value)) for name, value in ends.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data: `eval.json`."""
+        rows = self.rows
+        return {
+            "ok": True,
+            "run": str(self.run),
+            "split": rows.name if rows and rows.is_own else None,
+            "data": rows.name if rows and not rows.is_own else None,
+            "rows": len(rows.numbers) if rows else 0,
+            "rows_of_split": rows.whole if rows else 0,
+            "answers": len(rows.asked) if rows else 0,
+            "trained_on": rows.seen if rows else None,
+            "tokens": self.tokens,
+            "figures": {figure.name: figure.as_json() for figure in self.figures},
+            "perplexity": self.perplexity,
+            "tasks": [one.as_json() for one in self.tasks],
+            **self.facts,
+            "rows_path": str(self.rows_path) if self.rows_path else None,
+            "path": str(self.path),
+        }
+
+    def lines(self) -> list[str]:
+        """In words."""
+        lines = [*self._rows_lines(), *_table(self.figures, self.perplexity)]
+        for task in self.tasks:
+            lines += task.lines()
+        lines += self.worst
+        paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
+        return [*lines, f"Written to: {paths}", f"Next: make ship RUN={self.run}"]
+
+    def _rows_lines(self) -> list[str]:
+        rows = self.rows
+        if rows is None:
+            return []
+        of = f" of {rows.whole:,}" if len(rows.numbers) < rows.whole else ""
+        answers = f", {len(rows.asked):,} answers" if rows.asked else ""
+        lines = [f"Evaluated: {len(rows.numbers):,}{of} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"]
+        if rows.seen:
+            lines.append(
+                f"Warning: {rows.seen:,} of {rows.whole:,} rows were trained on, token for token; on those the trained "
+                "model's figures say nothing of new data"
+            )
+        recorded = self.facts.get("recorded")
+        if recorded:
+            lines.append(recorded["line"])
+        return lines
+
+
+def evaluate_run(
+    run: FinishedRun,
+    *,
+    split: str | None = None,
+    data: str | None = None,
+    limit: int | None = None,
+    metrics: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    out: Path | None = None,
+    max_new_tokens: int | None = None,
+) -> Evaluation:
+    """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`.
+
+    Args:
+        split: `val` or `test`; None for test where there is one, else val.
+        data: a file instead, in any format that training reads.
+        limit: how many rows, evenly spaced, and how many examples of each task.
+        metrics: names of metrics; none for all built-in ones that are installed.
+        tasks: names of lm-evaluation-harness.
+        out: the JSONL, beside which the summary is written as .json; None for the run folder.
+        max_new_tokens: the longest answer; None for the run's `eval.max_new_tokens`.
+
+    Raises:
+        ConfigError: a name is wrong, a package is missing, or a place cannot be written.
+        DataError: there are no rows to evaluate.
+        ModelError: the base is gone.
+    """
+    rows_path, path = _places(run, out)
+    chosen_tasks = find_tasks(tasks)
+    wanted = metrics_named(metrics)
+    quiet_libraries()
+    rows = None
+    if not tasks or _has_rows(run, split, data):
+        rows = eval_rows(run, split=split, data=data, limit=limit, asks=bool(wanted))
+        if metrics and wanted and not rows.asked:
+            raise ConfigError(
+                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
+            )
+        if rows.asked:  # what fails on the first row is known before anything is generated
+            _values(rows, wanted, [rows.asked[0].question.answer])
+    length = max_new_tokens or run.config.eval.max_new_tokens
+    base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
+    figures = _figures(rows, wanted, base, tuned) if rows else ()
+    facts = {
+        "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
+               "resamples": RESAMPLES, "seed": SEED},
+        "balance_loss": _balance(tuned.scores),
+        "recorded": _recorded(run, rows, tuned, wanted),
+    }  # fmt: skip
+    worst = _worst(rows, wanted, tuned) if rows else ()
+    task_results = task_figures(base.tasks, tuned.tasks) if base.tasks and tuned.tasks else ()
+    tokens = sum(one.tokens for one in tuned.scores)
+    evaluation = Evaluation(
+        run.folder.path, rows, tokens, figures, task_results, facts, worst, rows_path if rows else None, path
+    )
+    try:
+        if rows:
+            runs.write_text(rows_path, _jsonl(run, rows, base, tuned))
+        runs.write_json(path, evaluation.as_json())
+    except OSError as error:
+        raise ConfigError(f"{path.parent} cannot be written to: {error.strerror}") from None
+    return evaluation
+
+
+def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
+    """The JSONL and the summary; raises ConfigError where they cannot be written, before anything is measured."""
+    if out is None:
+        return run.folder.path / ROWS_FILE, run.folder.path / SUMMARY_FILE
+    shown = one_line(str(out))
+    if out.suffix == ".json":
+        raise ConfigError(f"OUT={shown} names the rows, a JSONL; the summary is written beside it as .json")
+    if out.is_dir():
+        raise ConfigError(f"OUT={shown} is a folder; name a file, such as OUT={shown}/eval.jsonl")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"OUT={shown} cannot be written: {error.strerror}") from None
+    return out, out.with_suffix(".json")
+
+
+def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
+    """Whether rows are asked for, or the run has held-out ones: with tasks it needs none."""
+    config = run.config.data
+    own = config.val_path or config.test_path or config.val_fraction or any(one.val_path for one in config.sources)
+    return bool(split or data or own)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _both(
+    run: FinishedRun,
+    rows: EvalRows | None,
+    metrics: Sequence[Metric],
+    *,
+    tasks: Tasks | None,
+    limit: int | None,
+    max_new_tokens: int,
+) -> tuple[Measured, Measured]:
+    """Base and trained model. An adapter is switched off for the base; of a run that trained all weights the trained
+    model is freed before the base is loaded."""
+    responder = Responder(run)
+
+    def measured(model: Any, whose: str) -> Measured:
+        scores, given = [], []
+        if rows is not None:
+            logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
+            scores = score_rows(model, rows.rows, most_tokens=batch_tokens(run), compute=compute_dtype(run))
+            asked = [one.question for one in rows.asked]
+            answered = greedy_answers(
+                run, model, responder.tokenizer, asked, stop=responder.stop, max_new_tokens=max_new_tokens, whose=whose
+            )
+            given = [answer.text for answer in answered]
+        results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
+        return Measured(scores, given, _values(rows, metrics, given), results)
+
+    if run.is_adapter:
+        with responder.base():
+            base = measured(responder.model, "base")
+        return base, measured(responder.model, "trained model")
+    tuned = measured(responder.model, "trained model")
+    responder.model = None
+    free_memory()
+    return measured(load_base(run), "base"), tuned
+
+
+def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[str]) -> dict[str, list[float]]:
+    """Each metric's value of each answer, in the order asked; raises ConfigError, naming the row, where a user's own
+    fails."""
+    values: dict[str, list[float]] = {metric.name: [] for metric in metrics} if given and rows else {}
+    for asked, answer in zip(rows.asked if rows else (), given, strict=False):
+        for metric in metrics:
+            try:
+                value = metric.compare(answer, asked.question.answer, asked.messages)
+            except ConfigError as error:
+                raise ConfigError(f"row {asked.row + 1} of {rows.name if rows else ''}: {error}") from error
+            values[metric.name].append(value)
+    return values
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _figures(rows: EvalRows, metrics: Sequence[Metric], base: Measured, tuned: Measured) -> tuple[Figure, ...]:
+    tokens = np.array([one.tokens for one in tuned.scores])
+    per_token: list[tuple[str, Callable[[RowScore], float]]] = [
+        ("loss", lambda one: one.nll), ("token_accuracy", lambda one: one.correct)
+    ]  # fmt: skip
+    figures = []
+    for name, amount in per_token:
+        means = [np.array([amount(one) / max(1, one.tokens) for one in measured.scores]) for measured in (base, tuned)]
+        is_loss = name == "loss"
+        figures.append(_figure(name, *means, weights=tokens, is_share=not is_loss, is_loss=is_loss))
+    for metric in metrics if rows.asked else ():
+        values = [np.array(measured.values[metric.name]) for measured in (base, tuned)]
+        figures.append(_figure(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))
+    return tuple(figures)
+
+
+def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> Figure:
+    interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
+    return Figure(
+        name, float(np.average(base, weights=weights)), float(np.average(tuned, weights=weights)), interval, **kind
+    )
+
+
+def _balance(scores: Sequence[RowScore]) -> float | None:
+    """The experts' balance loss over trained tokens, which the run's own eval_loss contains; None without one."""
+    tokens = sum(one.tokens for one in scores)
+    balance = sum(one.balance for one in scores)
+    return balance / tokens if balance else None
+
+
+def _recorded(
+    run: FinishedRun, rows: EvalRows | None, tuned: Measured, metrics: Sequence[Metric]
+) -> dict[str, Any] | None:
+    """The figures of the run's own evaluation after training, where it read the same rows."""
+    try:
+        summary = json.loads((run.folder.path / "summary.json").read_text(encoding="utf-8"))
+        after = summary["after"] or {}
+        split, count, loss = summary["split"], after["rows"], after["loss"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != (split, count) or loss is None:
+        return None
+    tokens = sum(one.tokens for one in tuned.scores)
+    now = sum(one.nll + one.balance for one in tuned.scores) / tokens
+    is_same = abs(now - loss) <= _SAME_LOSS * (1 + abs(loss))
+    line = f"The run's own evaluation after training: loss {loss:.4f}"
+    line += f" (the experts' balance loss of {_balance(tuned.scores):.4f} is in it)" if _balance(tuned.scores) else ""
+    match = after.get("exact_match")
+    if match is not None and run.config.eval.generate_rows >= len(rows.asked) and "exact_match" in tuned.values:
+        line += f", exact match {match:.1%}"
+    if not is_same:
+        logger.warning(
+            "The loss is now %.4f, and was %.4f when the run ended: are its data, its base or the libraries others?",
+            now, loss,
+        )  # fmt: skip
+    return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}
+
+
+def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: Measured) -> tuple[str, ...]:
+    """The rows that the trained model does worst on: by the first metric, then by loss."""
+    mean_nll = {number: one.nll / max(1, one.tokens) for number, one in zip(rows.numbers, tuned.scores, strict=True)}
+    if not tuned.values:
+        order = sorted(mean_nll, key=lambda number: -mean_nll[number])[:_WORST]
+        shown = [f"  row {number + 1}: loss {mean_nll[number]:.3f}" for number in order]
+        return (f"Worst of {len(mean_nll):,} rows, by loss:", *shown)
+    first = metrics[0]
+    values = tuned.values[first.name]
+    wrong = [at for at, value in enumerate(values) if not first.is_share or value < 1]
+    if not wrong:
+        return (f"No answer is worse than its reference ({first.title})",)
+    places = sorted(wrong, key=lambda at: (values[at], -mean_nll[rows.asked[at].row]))[:_WORST]
+    lines = [f"Worst of {len(values):,} answers, by {first.title} and loss:"]
+    for at in places:
+        asked = rows.asked[at]
+        lines.append(f"  row {asked.row + 1}: {_short(asked.question.shown)}")
+        lines.append(f"    answer    {_short(tuned.answers[at])}")
+        lines.append(f"    reference {_short(asked.question.answer)}")
+    return tuple(lines)
+
+
+def _jsonl(run: FinishedRun, rows: EvalRows, base: Measured, tuned: Measured) -> str:
+    """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
+    from sft_play.training.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run.config).tokenizer
+    places = {asked.row: at for at, asked in enumerate(rows.asked)}
+    lines = []
+    for index, number in enumerate(rows.numbers):
+        line: dict[str, Any] = {"row": number + 1}
+        at = places.get(number)
+        if at is None:
+            line["text"] = tokenizer.decode(rows.rows[index]["input_ids"])
+        else:
+            line |= {"prompt": list(rows.asked[at].messages), "reference": rows.asked[at].question.answer}
+        for name, measured in (("base", base), ("tuned", tuned)):
+            score = measured.scores[index]
+            line[name] = {
+                **({} if at is None else {"answer": measured.answers[at]}),
+                "nll": score.nll, "tokens": score.tokens, "correct": score.correct,
+                **({} if at is None else {metric: values[at] for metric, values in measured.values.items()}),
+            }  # fmt: skip
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None) -> list[str]:
+    if not figures:
+        return []
+    cells = [["", "base", "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
+    for figure in figures:
+        cells.append(figure.cells())
+        if figure.is_loss and perplexity is not None:
+            base, tuned, ratio, low, high = ("?" if one is None else f"{one:.4g}" for one in perplexity.values())
+            cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", figure.verdict])
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _signed(value: float, *, is_share: bool) -> str:
+    if not math.isfinite(value):
+        return "?"
+    return f"{100 * value:+.1f} pts" if is_share else f"{value:+.4f}"
+
+
+def _short(text: str) -> str:
+    return one_line(text, limit=_SHOWN_CHARS)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

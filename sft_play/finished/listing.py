@@ -1,0 +1,240 @@
+"""`make runs` and `make prune`: every run of an output folder at a glance, and the removal of those that are named.
+
+Only folders with this toolkit's manifest are looked at or removed. A run that is being written is never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from sft_play import runs
+from sft_play.diagnose.processes import lock_holder
+from sft_play.errors import RunFolderError
+from sft_play.log import one_line
+from sft_play.runs import RunFolder
+from sft_play.units import GIB, MIB
+
+Status = Literal["running", "finished", "stopped", "failed"]
+What = Literal["run", "checkpoints"]
+"""What of a run `prune` removes: all of it, or its checkpoints only."""
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run at a glance."""
+
+    folder: RunFolder
+    model: str
+    mode: str
+    status: Status
+    """`failed` also where the manifest says running and no process writes it: it was killed."""
+    step: int | None
+    """The last step that was logged."""
+    best: tuple[str, float] | None
+    """The best held-out figure: name (`exact_match`, else `loss`) and value."""
+    bytes: int
+    checkpoint_bytes: int
+    started: datetime | None
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        name, value = self.best or (None, None)
+        return {
+            "name": self.folder.path.name,
+            "path": str(self.folder.path),
+            "model": self.model,
+            "mode": self.mode,
+            "status": self.status,
+            "step": self.step,
+            "best_metric": name,
+            "best_value": value,
+            "bytes": self.bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "started": self.started.isoformat() if self.started else None,
+        }
+
+
+@dataclass(frozen=True)
+class RunList:
+    """The runs of an output folder, the newest first."""
+
+    output: Path
+    runs: tuple[ListedRun, ...]
+    now: datetime
+
+    @property
+    def ok(self) -> bool:
+        """A list is never refused."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {"ok": True, "output": str(self.output), "runs": [run.as_json() for run in self.runs]}
+
+    def lines(self) -> list[str]:
+        """A table in words."""
+        if not self.runs:
+            return [f"There are no runs in {self.output}; make train starts one"]
+        rows = [("run", "status", "step", "best", "size", "age", "model")]
+        for run in self.runs:
+            best = "-"
+            if run.best is not None:
+                name, value = run.best
+                best = f"exact match {value:.1%}" if name == "exact_match" else f"{name} {value:.4g}"
+            rows.append((
+                one_line(run.folder.path.name, limit=48), run.status, "-" if run.step is None else str(run.step), best,
+                _size(run.bytes), _age(run.started, self.now), one_line(f"{run.mode} {run.model}", limit=48),
+            ))  # fmt: skip
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        total = sum(run.bytes for run in self.runs)
+        checkpoints = sum(run.checkpoint_bytes for run in self.runs)
+        return [*table, f"{len(self.runs)} runs, {_size(total)}, of which checkpoints {_size(checkpoints)}"]
+
+
+def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
+    """Every run directly below an output folder, those moved aside too."""
+    listed = [_listed(folder) for folder in runs.runs_in(output, replaced=True)]
+    listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
+    return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
+
+
+def _listed(folder: RunFolder) -> ListedRun:
+    manifest = folder.manifest()
+    resolved = read_json(folder.path / "resolved.json")
+    path = folder.metrics_path
+    metrics = [entry for _, entry in runs.metrics(path)] if path.is_file() else []
+    return ListedRun(
+        folder,
+        model=str((resolved.get("model") or {}).get("name", "?")),
+        mode=str((resolved.get("tuning") or {}).get("mode", "?")),
+        status=status_of(folder, manifest),
+        step=max((entry["step"] for entry in metrics), default=None),
+        best=best_of(metrics, read_json(folder.path / "summary.json")),
+        bytes=_bytes(folder.path),
+        checkpoint_bytes=sum(_bytes(place) for place in folder.path.rglob("checkpoints") if place.is_dir()),
+        started=_date(manifest.get("started")),
+    )
+
+
+def status_of(folder: RunFolder, manifest: dict[str, Any]) -> Status:
+    """`running` while a process writes it; `failed` where the manifest says running and none does."""
+    if lock_holder(folder) is not None:
+        return "running"
+    status = manifest.get("status")
+    return status if status in ("finished", "stopped") else "failed"
+
+
+def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple[str, float] | None:
+    """The best of all evaluations, the one after training among them: exact match where it was measured, else loss."""
+    after = summary.get("after") if isinstance(summary.get("after"), dict) else {}
+    for name, choose in (("exact_match", max), ("loss", min)):
+        values = [entry.get(f"eval_{name}") for entry in metrics] + [(after or {}).get(name)]
+        numbers = [float(value) for value in values if isinstance(value, (int, float))]
+        if numbers:
+            return name, choose(numbers)
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none to read, as in a run that was killed early."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _date(text: Any) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text)).astimezone(UTC)
+    except ValueError:
+        return None
+
+
+def _bytes(folder: Path) -> int:
+    """Bytes of all files below a folder; links count as links, and files that vanish meanwhile not at all."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size if not path.is_dir() else 0
+        except OSError:
+            continue
+    return total
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
+
+
+def _age(started: datetime | None, now: datetime) -> str:
+    if started is None:
+        return "-"
+    seconds = max(0, int((now - started).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` removed."""
+
+    output: Path
+    removed: tuple[Path, ...]
+    bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """What is returned was removed."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {"ok": True, "removed": [str(path) for path in self.removed], "freed_bytes": self.bytes}
+
+    def lines(self) -> list[str]:
+        """In words."""
+        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {_size(self.bytes)}"]
+
+
+def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
+    """The folders that `prune` would remove for these runs, with their bytes.
+
+    Raises:
+        RunFolderError: a run is not there, is being written, or could still be resumed from the checkpoints that are
+            to go.
+    """
+    chosen: dict[Path, int] = {}
+    for name in names:
+        folder = runs.run_at(output, runs.checked_name(name, key="RUNS"))
+        listed = _listed(folder)
+        if listed.status == "running":
+            raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
+        if what == "run":
+            chosen[folder.path] = listed.bytes
+            continue
+        if listed.status != "finished":
+            raise RunFolderError(
+                f"{folder.path} is not finished ({listed.status}): without its checkpoints it could not be resumed; "
+                "remove the whole run, or finish it with make resume"
+            )
+        places = [place for place in sorted(folder.path.rglob("checkpoints")) if place.is_dir()]
+        chosen |= {place: _bytes(place) for place in places}
+    return chosen
+
+
+def prune(output: Path, chosen: dict[Path, int]) -> Pruned:
+    """Remove these folders, each locked as a run first, so that none goes that somebody has begun to write."""
+    for path in chosen:
+        folder = next(one for one in (path, *path.parents) if (one / runs.MANIFEST).is_file() and one.parent == output)
+        with runs.lock(RunFolder(folder)):
+            shutil.rmtree(path)
+    return Pruned(output, tuple(chosen), sum(chosen.values()))

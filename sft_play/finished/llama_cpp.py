@@ -1,0 +1,244 @@
+"""llama.cpp's own converters, found or fetched, and run as a program of their own.
+
+They travel in the source package of llama-cpp-python, which pip downloads (index, proxies and certificates are the
+user's own settings) and compares with the digest below. Nothing of that package is built, and of its files only the
+converters and the table of pre-tokenizers are unpacked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from sft_play import endings
+from sft_play.cache import cache_dir, locked
+from sft_play.errors import BackendError, ConfigError
+from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
+
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+"""Of llama_cpp_python-0.3.36.tar.gz (76.6 MB), as PyPI lists it."""
+CONVERTER = "convert_hf_to_gguf.py"
+VOCABULARIES = Path("src") / "llama-vocab.cpp"
+"""The file that names the pre-tokenizers which llama.cpp knows, with their expressions."""
+_VENDORED = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+_WANTED = ("conversion/", "gguf-py/gguf/", "convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "LICENSE")
+_MOST_BYTES = 64 << 20
+"""Of the unpacked files, which have 3 MB: more is not this package."""
+_LAST_LINES = 6
+
+# pip builds a source package's metadata by running its build system. This one answers from what is known already, so
+# that nothing is installed, compiled or run for a download.
+_BUILD_SYSTEM = f"""
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = Path(metadata_directory) / "llama_cpp_python-{VERSION}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\\nName: {PACKAGE}\\nVersion: {VERSION}\\n")
+    return folder.name
+"""
+
+
+@dataclass(frozen=True)
+class Converter:
+    """A folder with llama.cpp's converters, and how it is called in messages."""
+
+    folder: Path
+    version: str
+
+    @property
+    def vocabularies(self) -> Path:
+        """The source file with the pre-tokenizers; a checkout may lack it."""
+        return self.folder / VOCABULARIES
+
+
+def find_converter(given: Path | None) -> Converter:
+    """llama.cpp's converters: a checkout or a downloaded source package that `given` names, else those in the cache,
+    which are fetched the first time.
+
+    Raises:
+        ConfigError: `given` holds none; they cannot be fetched.
+    """
+    if given is None:
+        return _cached(None)
+    if given.is_file():
+        if _digest(given) != SHA256:
+            raise ConfigError(
+                f"LLAMA_CPP={one_line(str(given))} is not llama_cpp_python-{VERSION}.tar.gz (its SHA-256 is another "
+                f"one); name that file, or a checkout of llama.cpp"
+            )
+        return _cached(given)
+    if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
+        raise ConfigError(
+            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp ({CONVERTER} and gguf-py/ belong into "
+            "it); leave it out to fetch the converter"
+        )
+    return Converter(given.resolve(), f"LLAMA_CPP={given}")
+
+
+def _cached(archive: Path | None) -> Converter:
+    """The converters in the cache, unpacked from `archive` or from what pip downloads where there are none yet."""
+    folder = cache_dir() / "llama.cpp"
+    final = folder / f"{VERSION}-{SHA256[:12]}"
+    converter = Converter(final, f"{PACKAGE} {VERSION}")
+    if (final / CONVERTER).is_file():
+        return converter
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache {folder} cannot be created ({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
+        ) from None
+    with locked(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
+        if (final / CONVERTER).is_file():
+            return converter
+        for leftover in folder.glob(".building-*"):  # of a process that was killed: this one holds the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+        building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
+        try:
+            unpacked = building / "unpacked"
+            unpack(archive or _download(building), unpacked)
+            unpacked.rename(final)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return converter
+
+
+def _download(folder: Path) -> Path:
+    """The source package, by pip; raises ConfigError where pip cannot get it."""
+    logger.info("llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", PACKAGE, VERSION)
+    wanted, build, target = folder / "wanted.txt", folder / "build", folder / "download"
+    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    (build / "scikit_build_core").mkdir(parents=True)
+    (build / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
+    (build / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
+    words = [
+        *(sys.executable, "-m", "sft_play.endings", "pip", "download"),
+        *("--no-deps", "--no-binary", PACKAGE, "--no-build-isolation"),
+        *("--require-hashes", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"),
+        *("-r", str(wanted), "-d", str(target)),
+    ]
+    own = Path(endings.__file__).parent.parent
+    path = os.pathsep.join(filter(None, [str(build), str(own), os.environ.get("PYTHONPATH")]))
+    environment = endings.ends_with_me({**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(
+        words, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False
+    )
+    archives = sorted(target.glob("*.tar.gz")) if target.is_dir() else []
+    if done.returncode or not archives:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
+        raise ConfigError(
+            f"llama.cpp's converter is not in the cache ({folder.parent}) and pip cannot fetch it: "
+            f"{one_line(reason, limit=200)}. Give LLAMA_CPP= a checkout of llama.cpp (git clone --depth 1 "
+            f"https://github.com/ggml-org/llama.cpp), or the file llama_cpp_python-{VERSION}.tar.gz from pypi.org"
+        )
+    return archives[0]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def unpack(archive: Path, target: Path) -> None:
+    """Write the converters of a source package into the folder `target`.
+
+    Only regular files at the expected places are taken; names with `..`, links and devices never are.
+
+    Raises:
+        ConfigError: it is not that package.
+    """
+    left = _MOST_BYTES
+    try:
+        with tarfile.open(archive) as package:
+            for member, place in _members(package):
+                left -= member.size
+                content = package.extractfile(member)
+                if left < 0 or content is None:
+                    raise ConfigError(f"{archive} is not {PACKAGE} {VERSION}: its converter is too large")
+                _write(content, target / place)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
+    if not (target / CONVERTER).is_file():
+        raise ConfigError(f"{archive} holds no {CONVERTER} under {_VENDORED}")
+
+
+def _members(package: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
+    for member in package:
+        if not member.isreg() or not member.name.startswith(_VENDORED):
+            continue
+        name = member.name.removeprefix(_VENDORED)
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts:
+            continue
+        if name.startswith(_WANTED) or name == str(VOCABULARIES):
+            yield member, place
+
+
+def _write(content: IO[bytes], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        shutil.copyfileobj(content, file)
+
+
+def convert(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
+    """Write the model in the folder `model` as the GGUF `target`, by llama.cpp's converter in a process of its own.
+
+    `name`: how the file calls the model. `vocabulary`: JSON for `gguf_vocabulary.py`, which says what the tokenizer's
+    entries are where the converter would guess.
+
+    Raises:
+        BackendError: the converter failed; its last lines say why.
+    """
+    runner = Path(__file__).with_name("run_converter.py")
+    words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
+    done = run_python([str(runner), *words], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
+    if done.returncode or not target.is_file():
+        reason, end = _known_reason(done.stdout), last_lines(done.stdout)
+        raise BackendError(f"llama.cpp's converter ({converter.version}) failed{reason}:\n{end}")
+
+
+def _known_reason(output: str) -> str:
+    """What failures mean that users meet, said before the converter's own words."""
+    if "BPE pre-tokenizer was not recognized" in output:
+        return ": the tokenizer cuts texts in a way that llama.cpp does not know"
+    if "tokenizer.model" in output and "FileNotFoundError" in output:
+        return ": of this architecture it reads only SentencePiece vocabularies, and the base has no tokenizer.model"
+    unsupported = re.search(r"Model (\w+) is not supported", output)
+    return f": it does not know {unsupported[1]}; a newer checkout may (LLAMA_CPP=)" if unsupported else ""
+
+
+def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """This Python with these words, both streams as one text; the variable that would hide gguf-py is left out."""
+    kept = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return subprocess.run(
+        [sys.executable, "-m", "sft_play.endings", sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=endings.ends_with_me({**kept, **own, **environment}),
+        check=False,
+    )
+
+
+def last_lines(text: str) -> str:
+    """The end of a program's output, which is where it says what went wrong."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(f"  {one_line(line, limit=300)}" for line in lines[-_LAST_LINES:])

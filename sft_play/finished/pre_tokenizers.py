@@ -1,0 +1,219 @@
+"""The pre-tokenizers that llama.cpp knows, read from its own source, and which of them a tokenizer's is.
+
+A GGUF names its pre-tokenizer (`tokenizer.ggml.pre`). llama.cpp's converter finds the name by a checksum over the
+tokens of one text, so it knows published tokenizers only. Here the name is proven instead: both cut many texts, from
+every part of Unicode, into the same pieces.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_CASE = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \{(.*?)\n\s*\};", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_TYPE = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
+_NAME = re.compile(r'tokenizer_pre == "([^"]+)"')
+PREFERRED = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon")
+"""Of several names for the same expressions, those of the tokenizers that have them first."""
+_RANDOM_TEXTS = 400
+_ALPHABETS = (
+    *((0x20, 0x7E), (0x20, 0x7E), (0x09, 0x0D), (0xA0, 0x24F), (0x370, 0x52F), (0x5D0, 0x6FF), (0x900, 0xDFF)),
+    *((0xE00, 0x11FF), (0x2000, 0x206F), (0x2070, 0x2BFF), (0x3000, 0x30FF), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3)),
+    *((0xFF01, 0xFFEE), (0x1F300, 0x1FAFF), (0x10400, 0x1044F)),
+)
+"""Ranges of code points from which random texts are drawn."""
+_PIECES = (
+    *(
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        " \n",
+        "\n ",
+        "a",
+        "Ab",
+        "ABC",
+        "'s",
+        "'S",
+        "'re",
+        "'LL",
+        "'",
+        "’s",
+    ),
+    *(
+        "1",
+        "12",
+        "123",
+        "1234",
+        "12345678",
+        "1.5",
+        "½",
+        "٣",
+        "!",
+        "?!",
+        "...",
+        "/",
+        "//",
+        "_",
+        "-",
+        "--",
+        "=",
+        "é",
+        "ß",
+    ),
+    *(
+        "日本",
+        "ひら",
+        "カナ",
+        "한국",
+        "नि",
+        "ก็",
+        "🚀",
+        "👨‍👩‍👧",
+        "\u00a0",
+        "\u3000",
+        "\u200d",
+        "µ",
+        "Ǆ",
+        "$",
+        "+",
+        "<",
+        "|",
+        "^",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """A pre-tokenizer as llama.cpp has it: `expressions` cut a text one after the other."""
+
+    name: str
+    expressions: tuple[str, ...]
+    ignore_merges: bool
+    """Whether a piece that is a token stays whole, whatever the merges say."""
+
+    def built(self) -> Any:
+        """It, as one of the library `tokenizers`."""
+        from tokenizers import Regex, pre_tokenizers
+
+        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in self.expressions]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
+    """By name, those of llama.cpp's `llama-vocab.cpp`; none where the file is not there or is written otherwise."""
+    if not source.is_file():
+        return {}
+    text = source.read_text(encoding="utf-8", errors="replace")
+    expressions = _expressions(text)
+    known = {}
+    for names, kind, settings in _branches(text):
+        if "escape_whitespaces = true" in settings or "normalizer_opts" in settings:
+            continue  # these are no byte-level ones
+        own = expressions.get(kind, expressions.get("default", ()))
+        if all(map(_is_readable, own)):
+            known.update({name: PreTokenizer(name, own, "ignore_merges = true" in settings) for name in names})
+    return known
+
+
+def _branches(text: str) -> Iterator[tuple[list[str], str, str]]:
+    """The branches of the source that ask for a name: the names, the type that they set, and their other settings."""
+    names: list[str] = []
+    kind, settings = "", ""
+    for line in text.splitlines():
+        if "tokenizer_pre ==" in line or line.lstrip().startswith("}"):
+            if names and kind:
+                yield names, kind, settings
+            if kind or "tokenizer_pre ==" not in line:
+                names, kind, settings = [], "", ""
+            names += _NAME.findall(line)
+        elif names:
+            kind = next(iter(_TYPE.findall(line)), kind)
+            settings += line
+
+
+def _is_readable(expression: str) -> bool:
+    """Whether it is a regular expression here; a few name sets that llama.cpp's own code fills."""
+    from tokenizers import Regex
+
+    try:
+        Regex(expression)
+    except Exception:  # the library raises no narrower one
+        return False
+    return True
+
+
+def _expressions(text: str) -> dict[str, tuple[str, ...]]:
+    """The regular expressions of each type of pre-tokenizer; `default` are those of types that are not named."""
+    start = text.find("struct llm_tokenizer_bpe")
+    switch = text[start : text.find("\n};", start)]
+    expressions: dict[str, tuple[str, ...]] = {}
+    cases: list[str] = []
+    for case, default, block in _CASE.findall(switch):
+        if case or default:
+            cases.append(case or default)
+            continue
+        lines = [line for line in block.splitlines() if not line.lstrip().startswith("//")]
+        strings = tuple(str(ast.literal_eval(one)) for one in _STRING.findall("\n".join(lines)))
+        expressions.update(dict.fromkeys(cases, strings))
+        cases = []
+    return expressions
+
+
+def probe_texts(seed: int = 0) -> list[str]:
+    """Texts of all kinds: words, numbers, punctuation, white space, and scripts from every part of Unicode."""
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices(_PIECES, k=draw.randint(1, 24))) for _ in range(_RANDOM_TEXTS)]
+    for _ in range(_RANDOM_TEXTS):
+        ranges = draw.choices(_ALPHABETS, k=3)
+        points = [draw.randint(*draw.choice(ranges)) for _ in range(draw.randint(1, 40))]
+        texts.append("".join(chr(point) for point in points))
+    return [*_PIECES, *texts]
+
+
+def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str]) -> list[str]:
+    """Names of the known pre-tokenizers that cut every text as the tokenizer does, those to prefer first.
+
+    `backend`: a tokenizer of the library `tokenizers`. None is proven where it is not byte-level BPE, changes the text
+    before it cuts it, or merges otherwise than llama.cpp does.
+    """
+    from tokenizers import models
+
+    model = backend.model
+    if not isinstance(model, models.BPE) or backend.pre_tokenizer is None or _changes_text(backend, texts):
+        return []
+    if model.dropout or model.unk_token or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return []
+    own = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
+    verdicts: dict[tuple[str, ...], bool] = {}
+    names = []
+    for name, one in known.items():
+        if one.expressions not in verdicts:
+            built = one.built()
+            verdicts[one.expressions] = all(
+                [piece for piece, _ in built.pre_tokenize_str(text)] == [piece for piece, _ in pieces]
+                for text, pieces in zip(texts, own, strict=True)
+            )
+        if verdicts[one.expressions] and one.ignore_merges == bool(model.ignore_merges):
+            names.append(name)
+    return sorted(names, key=lambda name: (PREFERRED.index(name) if name in PREFERRED else len(PREFERRED), name))
+
+
+def _changes_text(backend: Any, texts: list[str]) -> bool:
+    """Whether a normalizer changes texts that are in Unicode's composed form already (NFC changes none of those)."""
+    if backend.normalizer is None:
+        return False
+    import unicodedata
+
+    composed = [unicodedata.normalize("NFC", text) for text in texts]
+    return any(backend.normalizer.normalize_str(text) != text for text in composed)

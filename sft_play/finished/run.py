@@ -1,0 +1,156 @@
+"""A finished run: found by its name, with its settings, its weights and the base that they belong to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play import runs
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError, RunFolderError
+from sft_play.facts.architecture import local_folder
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan, plan_from_json
+from sft_play.runs import RunFolder
+
+LAST = "last"
+"""The name that means the newest finished run."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that was trained to its end."""
+
+    folder: RunFolder
+    config: RunConfig
+    """Its settings; those of the last stage, of a run with stages."""
+    manifest: dict[str, Any]
+    weights: Path
+    """`adapter/` or `model/`."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are an adapter, which needs its base."""
+        return self.config.tuning.mode != "full"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the adapter was trained on NF4 weights."""
+        return self.config.tuning.mode == "qlora"
+
+    def plan(self) -> Plan:
+        """The plan that the run was trained by; raises RunFolderError where it cannot be read."""
+        path = self.folder.path / "plan.json"
+        try:
+            return plan_from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
+
+
+def find_finished(base: Path, name: str | None) -> FinishedRun:
+    """The finished run that `name` means: `last` (or None), a run's name in the output folder `base`, or a path.
+
+    Raises:
+        RunFolderError: there is none, it is not finished, or its trained weights are gone.
+    """
+    folder = _newest_finished(base) if name in (None, LAST) else runs.run_named(base, str(name))
+    manifest = folder.manifest()
+    if manifest.get("status") != "finished":
+        raise RunFolderError(
+            f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
+            f"make resume RUN={folder.path.name} trains it to its end"
+        )
+    path = folder.path / "resolved.json"
+    try:
+        config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    if config.curriculum:
+        last = folder.of_stage(config.curriculum[-1].name, is_last=True)
+        path = last.path / "resolved.json"
+        if path.is_file():
+            config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
+    weights = folder.model_path(adapter=config.tuning.mode != "full")
+    if not any(weights.glob("*.safetensors")):
+        raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")
+    return FinishedRun(folder, config, manifest, weights)
+
+
+def _newest_finished(base: Path) -> RunFolder:
+    manifests = [(folder, folder.manifest()) for folder in runs.runs_in(base)]
+    finished = [(folder, manifest) for folder, manifest in manifests if manifest.get("status") == "finished"]
+    if not finished:
+        unfinished = f" ({len(manifests)} unfinished)" if manifests else ""
+        raise RunFolderError(f"there is no finished run in {base}{unfinished}; train one with make train")
+    return max(finished, key=lambda item: (str(item[1].get("ended")), str(item[0].path)))[0]
+
+
+def base_folder(run: FinishedRun) -> Path:
+    """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on.
+
+    Raises:
+        ModelError: it is gone, cannot be fetched, or holds other weights than those that the adapter was trained on.
+    """
+    name = run.config.model.name
+    recorded = (run.manifest.get("data") or {}).get("weights") or {}
+    folder = local_folder(name)
+    if folder is not None:
+        if not any(folder.glob("*.safetensors")):
+            raise ModelError(f"the base {folder} holds no weights (*.safetensors); {run.weights} belongs to them")
+        _require_same_base(run, recorded)
+        return folder
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"the base {one_line(name)} is not there any more; {run.weights} belongs to it")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=recorded.get("sha256") or run.config.model.revision,
+                allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"],
+            )
+        )
+    except Exception as error:  # the hub's own errors, and those of every layer below it
+        raise ModelError(f"the base {name} cannot be fetched: {one_line(str(error), limit=300)}") from error
+
+
+def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
+    """Raises ModelError where the base's files are no longer those that the run was trained on."""
+    from sft_play.training.model import weights_facts
+
+    now = weights_facts(run.config.model.name, None)["sha256"]
+    if recorded.get("sha256") not in (None, now):
+        raise ModelError(
+            f"the weights in {run.config.model.name} are not those that {run.folder.path} was trained on (their digest "
+            f"is {str(now)[:12]}, the run's manifest has {str(recorded['sha256'])[:12]}): put the base back"
+        )
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+    """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                part = tensors.get_slice(name)
+                shapes[name] = (file, tuple(part.get_shape()), str(part.get_dtype()))
+    return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read: those of the index where there is one, else all of them.
+
+    A hub repository may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`).
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted({folder / place for place in places.values()})
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

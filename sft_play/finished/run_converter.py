@@ -1,0 +1,68 @@
+"""Runs llama.cpp's converter with what this toolkit knows better than the converter can guess.
+
+A program of its own (`python run_converter.py CONVERTER_FOLDER ARGUMENTS…`), which imports nothing of the toolkit.
+`SFT_PLAY_GGUF_VOCABULARY` is JSON: `pre`, the pre-tokenizer where the converter knows none for this tokenizer;
+`add_bos`, whether prompts of training began with it; `ids`, special tokens by llama.cpp's names (eos, eot, eom).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def with_pre_tokenizer(owner: Any, pre: str | None) -> None:
+    """Where the converter does not know a tokenizer's pre-tokenizer, it is the one that was proven equal."""
+    known = owner.get_vocab_base_pre
+
+    def get_vocab_base_pre(self: Any, tokenizer: Any) -> str:
+        try:
+            return str(known(self, tokenizer))
+        except NotImplementedError:
+            if pre is None:
+                raise
+            return pre
+
+    owner.get_vocab_base_pre = get_vocab_base_pre
+
+
+def with_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, int]) -> None:
+    """The file's stop tokens are those of training, and nothing is added around a prompt that training did not add."""
+    write = vocabulary.add_to_gguf
+
+    def add_to_gguf(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.special_token_ids.update(ids)
+        if add_bos is not None:
+            self.add_special_token.update({"bos": add_bos, "eos": False})
+        write(self, *args, **kwargs)
+
+    vocabulary.add_to_gguf = add_to_gguf
+
+
+def main() -> None:
+    """Convert; the converter's own arguments follow its folder."""
+    folder = Path(sys.argv.pop(1))
+    given = json.loads(os.environ["SFT_PLAY_GGUF_VOCABULARY"])
+    own = str(Path(__file__).parent)  # whose modules have names such as `run` and `merge`
+    sys.path[:] = [str(folder), str(folder / "gguf-py"), *(place for place in sys.path if place != own)]
+    sys.argv[0] = str(folder / "convert_hf_to_gguf.py")
+    import convert_hf_to_gguf as converter  # type: ignore[import-not-found]
+    import gguf
+
+    owners = {
+        one
+        for module in [*sys.modules.values()]
+        for one in vars(module).values()
+        if isinstance(one, type) and "get_vocab_base_pre" in vars(one)
+    }
+    for owner in owners:
+        with_pre_tokenizer(owner, given["pre"])
+    with_special_tokens(gguf.SpecialVocab, given["add_bos"], given["ids"])
+    converter.main()
+
+
+if __name__ == "__main__":
+    main()

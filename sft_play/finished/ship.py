@@ -1,0 +1,392 @@
+"""`make ship`: base and trained model measured on held-out rows and on the general sample, the merge compared, and one
+verdict with everything that it was computed from (`ship_rule.judge`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from sft_play import runs
+from sft_play.data.build import row_digest
+from sft_play.data.masks.render import IGNORED, Renderer
+from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
+from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
+from sft_play.finished.load import HeldOut, free_memory, held_out, load_as_trained, load_base
+from sft_play.finished.merge import MERGED, merge_run
+from sft_play.finished.merge_test import merge_test
+from sft_play.finished.respond import greedy_answers
+from sft_play.finished.run import FinishedRun
+from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
+from sft_play.finished.ship_rule import (
+    Evidence,
+    GeneralEvidence,
+    Losses,
+    MergeEvidence,
+    TaskEvidence,
+    Thresholds,
+    Verdict,
+    chance_losses,
+    judge,
+)
+from sft_play.log import one_line
+from sft_play.training.exact_match import Question, questions, stop_ids
+from sft_play.training.model import weights_facts
+from sft_play.training.quiet import quiet_libraries
+from sft_play.training.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ROWS = 300
+"""Held-out rows that are read."""
+SHIP_FILE = "ship.json"
+FORMAT = "sft_play ship 1"
+_LONGEST = 512
+"""Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
+positions."""
+_CLOSE = 1e-6
+"""Relative difference of two figures that counts as none when a verdict is replayed with other versions."""
+
+Row = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A verdict with its evidence, as it is written to ship.json."""
+
+    run: Path
+    evidence: Evidence
+    thresholds: Thresholds
+    verdict: Verdict
+    about: dict[str, Any]
+    """Digests, versions and date."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether to ship."""
+        return self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data, from which `replay` computes the verdict again."""
+        return {
+            "format": FORMAT, "ok": self.ok, "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
+            "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
+            "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words: the evidence, the verdict, what next."""
+        after = (
+            f"Next: make export RUN={self.run} FORMAT=gguf" if self.ok else f"Next: make eval RUN={self.run} shows rows"
+        )
+        return [*_evidence_lines(self.verdict, self.thresholds), f"Written to: {self.run / SHIP_FILE}", after]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A verdict that was computed again from its file."""
+
+    path: Path
+    verdict: Verdict
+    thresholds: Thresholds
+    differences: tuple[str, ...]
+    """Figures of the file that do not follow from its evidence, by name."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file's figures follow from its evidence, and the verdict is to ship."""
+        return not self.differences and self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "ok": self.ok, "path": str(self.path), "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
+            "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        lines = _evidence_lines(self.verdict, self.thresholds)
+        if self.differences:
+            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
+        return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
+
+
+def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
+    """Measure, judge, and write ship.json into the run folder.
+
+    Args:
+        rows: held-out rows that are read, evenly spaced.
+        tolerance: nats a token by which the loss on general text and chats may rise, in place of the defaults.
+
+    Raises:
+        DataError: the run's data is gone.
+        RunFolderError: another process writes the run folder.
+    """
+    quiet_libraries()
+    thresholds = Thresholds()
+    if tolerance is not None:
+        thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
+    sample = general_sample()
+    about: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sample": {"version": VERSION, "sha256": sample.sha256},
+        "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
+        "base": (run.manifest.get("data") or {}).get("weights"),
+        "versions": runs.versions(),
+    }
+    with runs.lock(run.folder):
+        try:
+            measured = _Measured(run, rows)
+            evidence = measured.evidence()
+            about["rows_sha256"] = measured.rows_sha256
+        except ModelError as error:
+            evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
+        if not judge(evidence, thresholds).reasons:
+            evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
+        shipped = Shipped(run.folder.path, evidence, thresholds, judge(evidence, thresholds), about)
+        run.folder.write_json(SHIP_FILE, shipped.as_json())
+    return shipped
+
+
+def replay(path: Path) -> Replayed:
+    """The verdict of a ship.json computed again from its evidence and thresholds, without the model.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not what `make ship` writes.
+    """
+    named = one_line(str(path))
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise ConfigError(f"REPLAY={named} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"REPLAY={named} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
+        raise ConfigError(f"REPLAY={named} is not a file that make ship writes (its format is not {FORMAT!r})")
+    try:
+        evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
+        thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
+        _require_whole(evidence, thresholds)
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"REPLAY={named}: its evidence is not whole: {one_line(str(error), limit=300)}") from None
+    verdict = judge(evidence, thresholds)
+    computed: dict[str, Any] = {
+        "ok": verdict.ok, "verdict": _word(verdict), "checks": [check.as_json() for check in verdict.checks],
+    }  # fmt: skip
+    differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
+    return Replayed(path, verdict, thresholds, tuple(differences))
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class _Measured:
+    """Rows as tokens, and their losses with the base and with the trained model."""
+
+    def __init__(self, run: FinishedRun, rows: int) -> None:
+        config, plan = run.config, run.plan()
+        self.run, self.plan = run, plan
+        self.tokenizer = load_tokenizer(config).tokenizer
+        today = runs.first_day(run.folder)
+        self.renderer = Renderer(self.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=today)
+        self.held = held_out(run)
+        self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
+        self.asked: list[Question] = []
+        if self.rows and config.eval.generate_rows:
+            asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
+            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=plan.max_seq_len)
+        general = Renderer(
+            self.tokenizer,
+            config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
+            max_seq_len=_LONGEST,
+            today=today,
+        )
+        sample = general_sample()
+        self.text = text_rows(sample, general, longest=_LONGEST)
+        self.chats, self.refused = chat_rows(sample, general, longest=_LONGEST)
+
+    @property
+    def rows_sha256(self) -> str:
+        """Of the tokens and labels of the held-out rows."""
+        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
+
+    def evidence(self) -> Evidence:
+        """All but the merge; raises ModelError where the model cannot be loaded."""
+        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
+        scored: dict[str, dict[str, list[RowScore]]] = {}
+        right: dict[str, tuple[bool, ...]] = {}
+        for name, model in _each_model(self.run):
+            logger.info("Measuring the %s", "base" if name == "base" else "trained model")
+            scored[name] = {part: self._scores(model, chosen) for part, chosen in parts.items()}
+            answered = greedy_answers(
+                self.run, model, self.tokenizer, self.asked, stop=stop_ids(self.tokenizer, model, self.renderer),
+                max_new_tokens=self.run.config.eval.max_new_tokens,
+            )  # fmt: skip
+            right[name] = tuple(answer.right for answer in answered)
+        text = _losses(scored, "text", self.text.rows, self.text.kinds)
+        chats = _losses(scored, "chats", self.chats.rows, self.chats.kinds)
+        split = "" if self.held.name == "train" else self.held.name
+        task = TaskEvidence(split, _losses(scored, "task", self.rows), right["base"], right["tuned"], self.left_out)
+        return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
+
+    def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        cut = [{name: values[:positions] for name, values in row.items()} for row in chosen]
+        scores: list[RowScore] = score_rows(
+            model, cut, most_tokens=batch_tokens(self.run), compute=compute_dtype(self.run)
+        )
+        return scores
+
+
+def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
+    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
+    read = min(len(held.split.rows), 4 * count)
+    trained, chosen = set(np.asarray(held.train.digests, np.uint64).tolist()), {}
+    for index in range(read):
+        row = held.split.rows[index * len(held.split.rows) // read]
+        digest = row_digest(row["input_ids"])
+        if digest not in trained:
+            chosen[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+    rows = list(chosen.values())
+    number = min(count, len(rows))
+    return [rows[index * len(rows) // number] for index in range(number)], read - len(rows)
+
+
+def _each_model(run: FinishedRun) -> Iterator[tuple[str, Any]]:
+    """The base and the trained model, one after the other; of whole models one is in memory at a time."""
+    if run.is_adapter:
+        model = load_as_trained(run)
+        with model.disable_adapter():
+            yield "base", model
+        yield "tuned", model
+    else:
+        model = load_base(run)
+        yield "base", model
+        del model
+        free_memory()
+        model = load_as_trained(run)
+        yield "tuned", model
+    del model
+    free_memory()
+
+
+def _losses(
+    scored: dict[str, dict[str, list[RowScore]]], part: str, rows: Sequence[Row], kinds: Sequence[str] = ()
+) -> Losses:
+    """The losses of rows that have trained tokens."""
+    base, tuned = scored["base"][part], scored["tuned"][part]
+    counts = [at for at, score in enumerate(base) if score.tokens]
+    trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
+    chance = chance_losses(trained) if counts else []
+
+    def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
+        return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
+
+    return Losses(
+        numbers(base),
+        numbers(tuned),
+        tuple(base[at].tokens for at in counts),
+        tuple(chance[at] for at in counts),
+        tuple(kinds[at] for at in counts) if kinds else (),
+    )
+
+
+def _merge_evidence(run: FinishedRun) -> MergeEvidence:
+    """The merged model compared with the adapter; it is made first where the run folder has none."""
+    if not run.is_adapter:
+        return MergeEvidence("no adapter")
+    try:
+        if not (run.folder.path / MERGED / "config.json").is_file():
+            merge_run(run)
+        compared = merge_test(run)
+    except DataError:
+        raise
+    except SftPlayError as error:
+        return MergeEvidence("failed", reason=one_line(str(error), limit=500))
+    kl = compared.divergence if math.isfinite(compared.divergence) else None
+    return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _word(verdict: Verdict) -> str:
+    return "ship" if verdict.ok else "do not ship"
+
+
+def _evidence_lines(verdict: Verdict, thresholds: Thresholds) -> list[str]:
+    """A line for each check, what was asked otherwise than by default, and the verdict."""
+    lines = [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    default = Thresholds()
+    other = [
+        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
+        for field in dataclasses.fields(Thresholds)
+        if getattr(thresholds, field.name) != getattr(default, field.name)
+    ]
+    if other:
+        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
+    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {_word(verdict)}{why}"]
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a figure")
+
+
+def _require_whole(evidence: Evidence, thresholds: Thresholds) -> None:
+    """Raises ValueError where columns of the same rows do not have the same length, or no rule takes such values."""
+    levels = (thresholds.level, thresholds.answers_level, thresholds.general_level)
+    if not all(0 < level < 1 for level in levels) or not 1 <= thresholds.resamples <= 1_000_000 or thresholds.seed < 0:
+        raise ValueError("the thresholds are none of an interval")
+    for name, losses in (
+        ("task", evidence.task.losses), ("text", evidence.general.text), ("chats", evidence.general.chats),
+    ):  # fmt: skip
+        lengths = {len(losses.base), len(losses.tuned), len(losses), len(losses.chance)}
+        lengths |= set() if name == "task" else {len(losses.kinds)}
+        if len(lengths) != 1:
+            raise ValueError(f"the columns of {name} have different lengths")
+        figures = (*losses.base, *losses.tuned, *losses.chance)
+        if any(count < 1 for count in losses.tokens) or not all(map(math.isfinite, filter(None, figures))):
+            raise ValueError(f"a row of {name} has no tokens, or no finite loss")
+    if len(evidence.task.right_base) != len(evidence.task.right_tuned):
+        raise ValueError("the columns of the answers have different lengths")
+
+
+def _differences(recorded: Any, computed: Any, name: str) -> list[str]:
+    """The names of what differs; words (`line`, `reason`) repeat figures and are not compared."""
+    if isinstance(computed, dict):
+        if not isinstance(recorded, dict):
+            return [name]
+        keys = [key for key in {**computed, **recorded} if key not in ("line", "reason")]
+        return [
+            one for key in keys for one in _differences(recorded.get(key), computed.get(key), f"{name}.{key}")
+        ]  # fmt: skip
+    if isinstance(computed, list):
+        if not isinstance(recorded, list) or len(recorded) != len(computed):
+            return [name]
+        pairs = zip(recorded, computed, strict=True)
+        return [
+            one for at, (was, now) in enumerate(pairs) for one in _differences(was, now, f"{name}[{_label(now, at)}]")
+        ]  # fmt: skip
+    is_number = isinstance(computed, float) and isinstance(recorded, int | float) and not isinstance(recorded, bool)
+    if is_number:
+        return [] if math.isclose(recorded, computed, rel_tol=_CLOSE, abs_tol=_CLOSE) else [name]
+    return [] if recorded == computed else [name]
+
+
+def _label(value: Any, at: int) -> str:
+    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(at)

@@ -1,0 +1,28 @@
+"""Settings of the environment that the libraries read when they are imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from sft_play.facts.architecture import hub_answers, local_folder
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.device import allow_fused_attention
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_libraries(model: str, hardware: Hardware) -> None:
+    """Settings that the libraries read when they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not hardware.gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+    allow_fused_attention(hardware, os.environ)
+    offline_without_hub(model)
+
+
+def offline_without_hub(name: str) -> None:
+    """Before the libraries are imported, keep them from waiting for a hub that does not answer."""
+    if local_folder(name) is None and not hub_answers():
+        logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
+        os.environ["HF_HUB_OFFLINE"] = "1"

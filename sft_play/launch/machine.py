@@ -1,0 +1,106 @@
+"""The machine as the processes of a run use it: the GPUs that were named, one of them, or ranks that share a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+from sft_play.errors import HardwareError
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.launch.command import visible_only
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.ranks import Ranks
+from sft_play.log import one_line
+from sft_play.planner import show
+from sft_play.planner.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def machine_of(options: LaunchOptions) -> Hardware:
+    """The machine as the ranks will use it: named GPUs of it, several nodes like it, or processes on its CPU."""
+    hardware = detect()
+    for line in show.detected_lines(hardware):
+        logger.info("%s", line)
+    if not hardware.gpus:
+        if options.gpus:
+            raise HardwareError("GPUS= names GPUs, and this machine has none")
+        count = options.processes or 2
+        return dataclasses.replace(hardware, cpu_ranks=count * options.nodes.count, nodes=options.nodes.count)
+    by_index = {gpu.index: gpu for gpu in hardware.gpus}
+    missing = [index for index in options.gpus if index not in by_index]
+    if missing:
+        raise HardwareError(f"GPUS= names {missing[0]}, and there are {', '.join(map(str, by_index))}")
+    chosen = [by_index[index] for index in options.gpus] or list(hardware.gpus)
+    if options.processes is not None and options.processes > len(chosen):
+        raise HardwareError(f"NPROC={options.processes} and {len(chosen)} GPUs: one process uses one GPU")
+    chosen = chosen[: options.processes]
+    if len({gpu.name for gpu in chosen}) > 1:
+        asked = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
+        kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
+        raise HardwareError(
+            f"the GPUs differ, and a run takes GPUs of one kind ({asked}: {kinds}); name GPUs that are alike: "
+            f"{hardware.alike_words(processes=options.processes)}"
+        )
+    if len(hardware.alike) > 1:  # CUDA's default order is fastest first, which are not the GPUs of the plan
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    machine = dataclasses.replace(hardware, gpus=tuple(chosen))
+    return spread_over(machine, len(chosen) * options.nodes.count, options.nodes.count)
+
+
+def spread_over(hardware: Hardware, world: int, nodes: int) -> Hardware:
+    """The machine as `world` ranks on `nodes` nodes like this one use it."""
+    if not hardware.gpus:
+        return dataclasses.replace(hardware, cpu_ranks=world, nodes=nodes)
+    here = world // nodes
+    if here > len(hardware.gpus):
+        raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+    gpus = tuple(dataclasses.replace(hardware.gpus[n % here], index=n) for n in range(world))
+    return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
+
+
+def one_gpu(hardware: Hardware) -> Hardware:
+    """The machine as one process uses it: one GPU; the log says that the others stay idle.
+
+    Several visible GPUs would make transformers wrap the model in DataParallel and multiply the batch.
+    """
+    for line in show.detected_lines(hardware):
+        logger.info("%s", line)
+    if len(hardware.gpus) < 2:
+        return hardware
+    first = hardware.gpus[0]
+    idle = len(hardware.gpus) - 1
+    logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
+                first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
+    os.environ.update(visible_only(str(first.index), os.environ))
+    return hardware.first(1)
+
+
+def check_gpu(plan: Plan, ranks: Ranks) -> None:
+    """Raises HardwareError where this rank's GPU is not the one that was planned for."""
+    if not plan.hardware.gpus:
+        return
+    machine, planned = detect(), plan.hardware.gpus[0]
+    here = machine.gpus
+    if ranks.local_rank >= len(here):
+        raise HardwareError(f"rank {ranks.rank} needs GPU {ranks.local_rank}, and {len(here)} can be seen")
+    if here[ranks.local_rank].name != planned.name:
+        remedy = "use nodes with GPUs of one kind"
+        if len(machine.alike) > 1:
+            named = machine.alike_words(variable="CUDA_VISIBLE_DEVICES")
+            remedy = f"use GPUs of one kind, with CUDA_DEVICE_ORDER=PCI_BUS_ID and as many ranks: {named}"
+        raise HardwareError(
+            f"rank {ranks.rank} has a {here[ranks.local_rank].name}, and the plan is for {planned.name}: {remedy}"
+        )
+
+
+def log_idle(hardware: Hardware, options: LaunchOptions, file: Path | None) -> None:
+    """Warn where a number of processes leaves GPUs of this node idle, with what would use them all."""
+    total, used = len(detect().gpus), hardware.gpus_per_node
+    if not hardware.gpus or options.gpus or used >= total:
+        return
+    in_file = f", or num_processes: {total * options.nodes.count} in {one_line(str(file))}," if file else ""
+    logger.warning("%d of this node's %d GPUs %s idle: NPROC=%d%s uses them all",
+                   total - used, total, "stay" if total - used > 1 else "stays", total, in_file)  # fmt: skip

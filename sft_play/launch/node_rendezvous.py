@@ -1,0 +1,473 @@
+"""The nodes of a run meet before any rank starts: all are present, have the same settings, and know their interface.
+
+torch's launcher would wait for a node that never comes, count a rank twice where two nodes have the same NODE_RANK, and
+end in tracebacks on every node. Here node 0 listens at MASTER_PORT, and every other node sends it a card (one line of
+JSON). Once the last one has come, or two contradict each other, all get the same answer: every card, or the error
+message, which every node then shows. The port is free again before torch listens on it.
+
+Why not a store of torch (its `static` rendezvous is a `TCPStore` too): its client gets `DistNetworkError` or
+`DistStoreError` after the timeout, and nothing else. It cannot tell that another program holds the port, that a node
+came and left again, which node is missing (only node 0 could, until its own timeout), or at which of its addresses node
+0 is reached, which gloo needs. It would also import torch in the launching process, which takes two seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from sft_play.config.load import differing_keys, resolved_without_paths
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import COMPUTING
+from sft_play.launch.command import Launch, Nodes, require_free_port
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.ranks import Ranks
+from sft_play.log import one_line
+from sft_play.runs import versions
+
+logger = logging.getLogger(__name__)
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+PROGRAM = "sft-play run"
+_MOST_BYTES = 2**20
+"""More than any card has; whatever sends more is not a node."""
+_SHOWN = 6
+"""Differences that a message lists."""
+_ATTEMPT_S = 5.0
+_REFUSED_PAUSE_S = 0.5
+_CLOSED_PAUSE_S = 3.0
+"""Between two attempts at a port that another program holds, which may log each of them."""
+_ANSWER_S = 10.0
+
+Card = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Met:
+    """The result of a meeting: the cards of all nodes by node rank, and this node's address among them."""
+
+    cards: tuple[Card, ...]
+    address: str
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
+        interface = interface_of(self.address)
+        return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
+
+
+def card_of(config: RunConfig, hardware: Hardware, options: LaunchOptions) -> dict[str, Any]:
+    """A node's description: its settings, package versions, device and number of ranks.
+
+    Paths and the output are left out: nodes may keep the same files in different places. The ranks, which read the
+    files, compare their content.
+    """
+    packages = versions()
+    return {
+        "host": socket.gethostname(),
+        "alike": {
+            "number of ranks": hardware.gpus_per_node,
+            "device": hardware.gpus[0].name if hardware.gpus else "CPU",
+            "STRATEGY": options.strategy or "left to the plan",
+            "engine": "DeepSpeed" if options.deepspeed else "left to the plan",
+            **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTING)},
+        },
+        "settings": resolved_without_paths(config),
+    }
+
+
+def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
+    """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
+
+    Raises:
+        ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
+            settings differ.
+        HardwareError: the port is taken, or nodes did not come within `limit_s`.
+    """
+    mine = {**card, "program": PROGRAM, "node": nodes.rank, "nodes": nodes.count}
+    addresses = addresses_of(str(nodes.address), nodes.port or 0)
+    deadline = time.monotonic() + limit_s
+    if nodes.rank == 0:
+        _require_ours(nodes, addresses)
+        require_free_port(Launch((), port=nodes.port))
+        met = _Host(nodes, mine, addresses).receive(deadline, limit_s)
+    else:
+        met = _call(nodes, mine, deadline, limit_s)
+    interface = interface_of(met.address)
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", nodes.count, _place(nodes),
+                ", ".join(one_line(str(item.get("host"))) for item in met.cards), nodes.rank, met.address,
+                f" on {interface}" if interface else "")  # fmt: skip
+    return met
+
+
+# --- addresses and interfaces -----------------------------------------------------------------------------------------
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """The addresses that `MASTER_ADDR` resolves to on this machine.
+
+    Raises:
+        ConfigError: it does not resolve.
+    """
+    try:
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(
+            f"MASTER_ADDR={one_line(host)} does not resolve on this machine ({reason or 'it cannot be a name'}); give "
+            "the IP address of node 0, or a name that every node knows"
+        ) from None
+    return list(dict.fromkeys(str(item[4][0]) for item in resolved))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine; None where none has it."""
+    wanted = _plain(address)
+    for name, held in psutil.net_if_addrs().items():
+        if any(item.family in (socket.AF_INET, socket.AF_INET6) and _plain(item.address) == wanted for item in held):
+            return name
+    return "lo" if _is_loopback(address) and "lo" in psutil.net_if_addrs() else None
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the route to another (no packet is sent); None where there is no route."""
+    for address in addresses_of(host, port):
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port or 9))
+            return str(probe.getsockname()[0])
+    return None
+
+
+def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
+
+    gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
+    resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
+    other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
+    may use several at once.
+
+    Raises:
+        ConfigError: MASTER_ADDR does not resolve here, so this rank would not find the others.
+    """
+    host = environment.get("MASTER_ADDR")
+    if ranks.world_size <= ranks.local_world_size or not host:
+        return
+    port = environment.get("MASTER_PORT", "")
+    try:
+        address = address_towards(host, int(port) if port.isdigit() else 0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
+            "--local-addr with this node's own address on every node"
+        ) from None
+    interface = interface_of(address) if address else None
+    if environment.get(GLOO_VARIABLE) or interface is None:
+        return
+    environment[GLOO_VARIABLE] = interface
+    logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
+                interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
+
+
+def _plain(address: str) -> str:
+    """An address without its zone, and IPv4 inside IPv6 as IPv4."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(_plain(address)).is_loopback
+    except ValueError:
+        return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _require_ours(nodes: Nodes, addresses: list[str]) -> None:
+    """Raises ConfigError where node 0 would listen at another machine's address."""
+    if any(_is_ours(address) for address in addresses):
+        return
+    own = sorted(
+        _plain(item.address)
+        for held in psutil.net_if_addrs().values()
+        for item in held
+        if item.family == socket.AF_INET and not _is_loopback(item.address)
+    )
+    raise ConfigError(
+        f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another address "
+        f"({', '.join(own) or 'none but the loopback'}): give this machine another NODE_RANK= (1 to "
+        f"{nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
+    )
+
+
+def refuse_lone_node(nodes: Nodes) -> None:
+    """Raises ConfigError where MASTER_ADDR is set, but not the number of nodes; on the machine that has the address,
+    where it may have been exported for a single node, only a warning."""
+    if nodes.count > 1 or nodes.address is None:
+        return
+    given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
+    with contextlib.suppress(ConfigError, OSError):
+        addresses = addresses_of(nodes.address, 0)
+        if all(_is_loopback(address) for address in addresses):
+            return
+        if any(_is_ours(address) for address in addresses):
+            logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
+            return
+    raise ConfigError(
+        f"{given} is another machine, and neither {how}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
+        "NODE_RANK=0), or NNODES=1 for this machine alone"
+    )
+
+
+def _is_ours(address: str) -> bool:
+    """Whether this machine can listen at an address."""
+    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def _place(nodes: Nodes) -> str:
+    return f"{one_line(str(nodes.address))}:{nodes.port}"
+
+
+# --- node 0 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Guest:
+    """A connection to node 0, and the card that came over it, if any."""
+
+    client: socket.socket
+    received: bytes = b""
+    card: Card | None = None
+
+
+@dataclass
+class _Host:
+    """Node 0: receives the others' cards, and answers all of them at the same time."""
+
+    nodes: Nodes
+    mine: Card
+    addresses: list[str]
+    _guests: list[_Guest] = field(default_factory=list)
+
+    def receive(self, deadline: float, limit_s: float) -> Met:
+        """All cards; an error is sent to every node that came, then raised."""
+        logger.info("Nodes: node 0 waits at %s for %s, %.0f s at most",
+                    _place(self.nodes), _numbered(self._absent()), limit_s)  # fmt: skip
+        with self._listener() as listener, selectors.DefaultSelector() as ready, contextlib.ExitStack() as stack:
+            stack.callback(self._close_all)
+            listener.setblocking(False)
+            ready.register(listener, selectors.EVENT_READ)
+            try:
+                while self._absent():
+                    if time.monotonic() > deadline:
+                        raise HardwareError(self._late(limit_s))
+                    for key, _ in ready.select(timeout=min(1.0, max(0.01, deadline - time.monotonic()))):
+                        self._accept(listener, ready) if key.data is None else self._read(key.data, ready)
+            except (ConfigError, HardwareError) as error:
+                self._answer({"error": str(error), "kind": type(error).__name__})
+                raise
+            came = sorted((guest for guest in self._guests if guest.card), key=lambda guest: guest.card["node"])  # type: ignore[index]
+            cards = (self.mine, *(guest.card for guest in came if guest.card is not None))
+            reached = _plain(str(came[0].client.getsockname()[0]))
+            self._answer({"cards": cards})
+        return Met(cards, reached)
+
+    def _listener(self) -> socket.socket:
+        port = int(self.nodes.port or 0)
+        with contextlib.suppress(OSError):  # IPv6 may be switched off
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+
+    def _absent(self) -> list[int]:
+        came = {guest.card["node"] for guest in self._guests if guest.card}
+        return [rank for rank in range(1, self.nodes.count) if rank not in came]
+
+    def _late(self, limit_s: float) -> str:
+        return (
+            f"{_numbered(self._absent())} of {self.nodes.count} did not come to {_place(self.nodes)} within "
+            f"{limit_s:.0f} s (distributed.timeout_s): start the same command there with its own NODE_RANK=; where it "
+            f"runs, a firewall closes port {self.nodes.port}, or MASTER_ADDR= means another machine there"
+        )
+
+    def _accept(self, listener: socket.socket, ready: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):
+            client, _ = listener.accept()
+            client.setblocking(False)
+            guest = _Guest(client)
+            self._guests.append(guest)
+            ready.register(client, selectors.EVENT_READ, guest)
+
+    def _read(self, guest: _Guest, ready: selectors.BaseSelector) -> None:
+        """Read from a connection: a card, a part of one, its end, or something that no node sends."""
+        try:
+            part = guest.client.recv(65_536)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        guest.received += part
+        is_whole = guest.received.endswith(b"\n")
+        if part and not is_whole and len(guest.received) < _MOST_BYTES and guest.received.startswith(b"{"):
+            return
+        card = _card(guest.received) if is_whole and guest.card is None else None
+        if card is None:
+            ready.unregister(guest.client)
+            guest.client.close()
+            self._guests.remove(guest)
+            if guest.card is not None:
+                logger.info("Nodes: node %s (%s) left; waiting for it again",
+                            guest.card["node"], one_line(str(guest.card.get("host"))))  # fmt: skip
+            return
+        guest.card = card
+        self._check(guest)
+        logger.info("Nodes: node %s is here (%s)", card["node"], one_line(str(card.get("host"))))
+
+    def _check(self, guest: _Guest) -> None:
+        """Raises ConfigError where a card contradicts this node's, or an earlier one."""
+        card = guest.card or {}
+        rank, host = card.get("node"), one_line(str(card.get("host")))
+        if card.get("nodes") != self.nodes.count:
+            raise ConfigError(
+                f"{host} was given NNODES={one_line(str(card.get('nodes')))}, and node 0 NNODES={self.nodes.count}: "
+                "give all nodes the same"
+            )
+        if not isinstance(rank, int) or not 0 < rank < self.nodes.count:
+            raise ConfigError(f"{host} was given NODE_RANK={one_line(str(rank))}, which node 0 is not waiting for")
+        for other in self._guests:
+            if other is not guest and other.card is not None and other.card["node"] == rank:
+                raise ConfigError(
+                    f"{host} and {one_line(str(other.card.get('host')))} were both given NODE_RANK={rank}: give each "
+                    f"node its own number, 0 to {self.nodes.count - 1}"
+                )
+        wrong = differences(self.mine, card)
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ConfigError(
+                f"the nodes differ: {'; '.join(wrong[:_SHOWN])}{more}; give all nodes the same command, run YAML and "
+                "packages"
+            )
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        text = (json.dumps(answer) + "\n").encode()
+        for guest in self._guests:
+            with contextlib.suppress(OSError):  # it has given up
+                guest.client.settimeout(_ANSWER_S)
+                guest.client.sendall(text)
+
+    def _close_all(self) -> None:
+        for guest in self._guests:
+            guest.client.close()
+
+
+def _numbered(ranks: list[int]) -> str:
+    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def differences(first: Card, other: Card) -> list[str]:
+    """A line for each difference between a node's card and node 0's."""
+    names = f"node {first.get('node')}", f"node {other.get('node')}"
+    lines = []
+    left, right = (card.get("alike") or {} for card in (first, other))
+    for key in [*left, *(key for key in right if key not in left)]:
+        if left.get(key) != right.get(key):
+            lines.append(_differ(key, left.get(key), right.get(key), names))
+    for key, (one, two) in differing_keys(first.get("settings") or {}, other.get("settings") or {}).items():
+        lines.append(_differ(key, one, two, names))
+    return lines
+
+
+def _differ(key: str, one: Any, two: Any, names: tuple[str, str]) -> str:
+    return f"{key} is {one_line(str(one), limit=60)} on {names[0]} and {one_line(str(two), limit=60)} on {names[1]}"
+
+
+def _card(text: bytes) -> Card | None:
+    try:
+        card = json.loads(text)
+    except ValueError:
+        return None
+    return card if isinstance(card, dict) and card.get("program") == PROGRAM else None
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
+    """Find node 0, send it this node's card and wait for the answer."""
+    last, is_logged = "", False
+    while time.monotonic() < deadline:
+        try:
+            address = (str(nodes.address), int(nodes.port or 0))
+            left = max(0.1, min(_ATTEMPT_S, deadline - time.monotonic()))
+            with socket.create_connection(address, timeout=left) as client:
+                if client.getsockname() == client.getpeername():  # on one machine a socket may connect to itself
+                    raise ConnectionRefusedError(None, "Connection refused")
+                client.sendall((json.dumps(mine) + "\n").encode())
+                if not is_logged:
+                    logger.info("Nodes: node %d waits with node 0 at %s for the others", nodes.rank, _place(nodes))
+                    is_logged = True
+                answer = _reply(client, deadline)
+                if answer is not None:
+                    return _understood(answer, _plain(str(client.getsockname()[0])))
+            last, pause = "the program that listens there is not a node of this run, or was stopped", _CLOSED_PAUSE_S
+        except OSError as error:
+            last = "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+            pause = _REFUSED_PAUSE_S
+        if not is_logged:
+            logger.info("Nodes: node %d tries to reach node 0 at %s, %.0f s at most (%s)",
+                        nodes.rank, _place(nodes), limit_s, last)  # fmt: skip
+            is_logged = True
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+    itself = any(_is_loopback(address) for address in addresses_of(str(nodes.address), int(nodes.port or 0)))
+    trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0" if itself else (
+        "MASTER_ADDR= is another machine, or a firewall closes the port"
+    )  # fmt: skip
+    raise HardwareError(
+        f"node 0 was not met at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): start the same "
+        f"command there with NODE_RANK=0; where it runs, {trap}"
+    )
+
+
+def _reply(client: socket.socket, deadline: float) -> Card | None:
+    """The answer of node 0; None where the connection ended without one, or something else answers there."""
+    text = b""
+    while not text.endswith(b"\n"):
+        client.settimeout(max(0.1, deadline + _ANSWER_S - time.monotonic()))  # node 0 gives up first, and says why
+        try:
+            part = client.recv(65_536)
+        except OSError:
+            return None
+        if not part or not (text + part).startswith(b"{") or len(text) > 1_000 * _MOST_BYTES:
+            return None
+        text += part
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and ("cards" in answer or "error" in answer) else None
+
+
+def _understood(answer: Card, address: str) -> Met:
+    if "error" in answer:
+        kind = HardwareError if answer.get("kind") == HardwareError.__name__ else ConfigError
+        raise kind(f"node 0 says: {one_line(str(answer['error']), limit=1_000)}")
+    return Met(tuple(card for card in answer["cards"] if isinstance(card, dict)), address)

@@ -1,0 +1,120 @@
+"""The answer to `MAX`: the longest sequence, the largest micro-batch or the largest known model that fits.
+
+Only what certainly fits counts: layouts that offload are considered only where the machine's RAM is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.facts.architecture import ModelShape, shape_of
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.planner.advice.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
+from sft_play.planner.batching import BatchPlan, effective_batch
+from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
+from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
+from sft_play.planner.plan import PlanRequest, check_targets, job_of
+from sft_play.planner.precision import choose_precision
+
+MOST_ROWS = 1 << 16
+LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (ram=512GiB)"
+
+
+def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
+    """The largest that fits in any layout of `request.only` with the thriftiest settings that the config leaves open:
+    checkpointing of every layer and one row per pass, unless it says otherwise.
+
+    Raises:
+        ConfigError: none of the layouts can run the job.
+    """
+    if question == "model":
+        return _model(request)
+    job, layouts = job_of(request, masters=False), _layouts(request)
+    if not layouts:
+        raise ConfigError(f"MAX={question}: {_none_of(request)}")
+    if question == "batch":
+        rows = largest(lambda rows: _nearest(job, layouts, rows, job.seq_len).fits, step=1, most=MOST_ROWS)
+        how = _how(_nearest(job, layouts, rows or 1, job.seq_len))
+        return Largest("batch", rows, f"{job.seq_len} tokens a row, {how}")
+    micro = _micro(request.config)
+    positions = request.shape.max_positions or LONGEST
+    length = largest(lambda asked: _nearest(job, layouts, micro, asked).fits, step=SEQ_STEP, most=positions)
+    how = _how(_nearest(job, layouts, micro, length or SEQ_STEP))
+    end = f"the model's {positions} positions; " if length == positions else ""
+    return Largest("seq_len", length, f"{end}micro-batch {micro}, {how}")
+
+
+def _layouts(request: PlanRequest) -> tuple[Layout, ...]:
+    """The layouts that certainly count: those that need RAM only where it is known."""
+    config, shape, hardware = request.config, request.shape, request.hardware
+    possible, _ = layouts_for(config, shape, hardware, named=request.named)
+    if config.model.mesh_shape is None:
+        possible += with_context_parallel(config, shape, hardware)
+    always_offloads = config.train.gradient_checkpointing == "offload" and bool(hardware.gpus)
+    return tuple(
+        layout
+        for layout in possible
+        if layout.name in request.only and (hardware.ram_given or not (layout.offloads_states or always_offloads))
+    )
+
+
+def _none_of(request: PlanRequest) -> str:
+    listed, ranks = ", ".join(request.only), request.hardware.ranks
+    left_out = "" if request.hardware.ram_given else LEFT_OUT
+    return f"none of the layouts {listed} can run this job on {ranks} rank(s){left_out}"
+
+
+def _micro(config: RunConfig) -> int:
+    """The given micro-batch, else one row."""
+    return config.train.batch_size if config.train.batch_size != "auto" else 1
+
+
+def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
+    """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
+    given = wished_layers(job.config, job.shape.num_layers)
+    count = job.shape.num_layers if given is None else given
+    job = dataclasses.replace(job, seq_len=length)
+
+    def candidate(layout: Layout) -> Candidate:
+        effective = effective_batch(job.config.train, ranks=layout.data_parallel)
+        accum = max(1, effective // (rows * layout.data_parallel))
+        return candidate_of(job, layout, BatchPlan(rows, accum, layout.data_parallel), count, eval_rows=1)
+
+    return first_that_fits(map(candidate, layouts))
+
+
+def _how(candidate: Candidate) -> str:
+    """The layout in which it fits or is closest to fitting, with the numbers of the GPU and, where they matter, of the
+    host."""
+    left_out = LEFT_OUT if candidate.step.on_gpu and candidate.room.host is None and not candidate.fits else ""
+    return f"{candidate.layout.name} {candidate.verdict}{left_out}"
+
+
+def _model(request: PlanRequest) -> Largest:
+    """The largest model of the table that allows sequences of that length and fits, searched from the top."""
+    config, shapes = request.config, dict[int, ModelShape]()
+    for name in KNOWN_MODELS:
+        try:
+            shape = shape_of(name)
+            check_targets(config, shape)
+            choose_precision(config, request.hardware, shape)
+        except SftPlayError:  # adapters on layers that this model does not have, or values beyond fp16's range
+            continue
+        if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
+            shapes.setdefault(shape.params, shape)
+    how = "no known model allows sequences of that length"
+    for params in sorted(shapes, reverse=True):
+        shape = shapes[params]
+        named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
+        of_model = dataclasses.replace(request, config=named, shape=shape)
+        job, layouts = job_of(of_model, masters=False), _layouts(of_model)
+        if not layouts:
+            how = _none_of(of_model)
+            continue
+        candidate = _nearest(job, layouts, _micro(config), job.seq_len)
+        if candidate.fits:
+            return Largest("model", shape.name, f"{params / 1e9:.1f} B parameters, {_how(candidate)}")
+        how = f"not even {shape.name}: {_how(candidate)}"
+    return Largest("model", None, how)

@@ -1,0 +1,111 @@
+"""micro x accumulation x data-parallel ranks == effective batch, exactly, or an error that says what would work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from sft_play.config.schema import TrainConfig
+from sft_play.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sequences per GPU and pass, passes per step, data-parallel ranks, and their product."""
+
+    micro_batch: int
+    grad_accum: int
+    ranks: int
+
+    @property
+    def effective_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.grad_accum * self.ranks
+
+
+def effective_batch(train: TrainConfig, *, ranks: int) -> int:
+    """Sequences per optimizer step over `ranks` data-parallel ranks.
+
+    It is train.effective_batch_size or, where that was not given and both factors were, their product with the ranks: a
+    config for one GPU works unchanged on more.
+    """
+    if not train.effective_follows:
+        return train.effective_batch_size
+    return int(train.batch_size) * int(train.grad_accum) * ranks
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in ascending order."""
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return sorted({*small, *(number // part for part in small)})
+
+
+def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) -> list[BatchPlan]:
+    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first.
+
+    Args:
+        fixed: the one that a resumed run keeps, whatever the config says.
+
+    Raises:
+        ConfigError: the numbers that were given do not multiply to the effective batch, or the fixed split is one over
+            other ranks.
+    """
+    if fixed is not None:
+        if fixed.ranks != ranks:
+            raise ConfigError(
+                f"the run is resumed with {_product(fixed)}, and in this layout {ranks} rank(s) have rows of their own"
+            )
+        return [fixed]
+    effective = effective_batch(train, ranks=ranks)
+    micro = train.batch_size if train.batch_size != "auto" else 1
+    accum = train.grad_accum if train.grad_accum != "auto" else 1
+    unit = micro * accum * ranks
+    both_given = train.batch_size != "auto" and train.grad_accum != "auto"
+    if (effective != unit) if both_given else effective % unit:
+        raise ConfigError(_refusal(train, ranks, unit, both_given))
+    per_rank = effective // ranks
+    if train.batch_size != "auto":
+        sizes = [train.batch_size]
+    elif train.grad_accum != "auto":
+        sizes = [per_rank // train.grad_accum]
+    else:
+        sizes = divisors(per_rank)
+    return [BatchPlan(size, per_rank // size, ranks) for size in sizes]
+
+
+def arithmetic(train: TrainConfig, batch: BatchPlan, *, is_fixed: bool = False) -> str:
+    """The product, and which factors were given; `is_fixed`: a resumed run keeps it."""
+    words = _product(batch)
+    if is_fixed:
+        return f"{words} = {batch.effective_batch}: the effective batch of the run that is resumed"
+    if train.effective_follows:
+        return f"effective batch {batch.effective_batch} = {words}: train.effective_batch_size was not given"
+    product = f"{words} = {batch.effective_batch}"
+    given = [
+        name
+        for name, value in (("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum))
+        if value != "auto"
+    ]
+    return f"{product} ({' and '.join(given)} {'are' if len(given) > 1 else 'is'} given)" if given else product
+
+
+def _product(batch: BatchPlan) -> str:
+    return f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks"
+
+
+def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str:
+    effective = train.effective_batch_size
+    parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'}"]
+    if train.grad_accum != "auto":
+        parts.insert(0, f"train.grad_accum={train.grad_accum}")
+    if train.batch_size != "auto":
+        parts.insert(0, f"train.batch_size={train.batch_size}")
+    product = " x ".join(parts)
+    if both_given:
+        rest, left = divmod(effective, ranks * int(train.batch_size))
+        other = f" or train.grad_accum={rest}" if rest and not left else ""
+        use = f"use train.effective_batch_size={unit}{other}"
+        return f"train.effective_batch_size={effective} is not {product} = {unit}; {use}"
+    lower, upper = effective // unit * unit, -(-effective // unit) * unit
+    nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
+    return f"train.effective_batch_size={effective} does not split over {product}; use {nearest}"

@@ -1,0 +1,191 @@
+"""Measurements of earlier runs on this machine beside their predictions, and what later plans learn from them.
+
+One JSON line per finished run in the cache folder. A line holds the raw prediction, before any correction: a ratio of
+measured to corrected figures would become 1 as soon as a correction was right, and so undo it.
+
+The two corrections differ. Speed is an expectation: the median ratio of the newest runs, which one outlier does not
+move. Memory is a bound: the largest ratio of all recorded runs, never below 1. More runs can only raise it, so it does
+not fall back when a run grows old, and it is only corrected upwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from sft_play.cache import cache_dir, locked
+
+FILE = "measured.jsonl"
+VERSION = 2
+"""Of a line. Lines without it come from a version that recorded corrected predictions, and are ignored."""
+KEPT = 200
+"""Lines that the record keeps, the newest; older ones only if they are the furthest above their prediction."""
+LOOKED_AT = 10
+"""Runs that a plan learns its speed from, the newest."""
+SELFTEST = "make gpu-selftest"
+"""The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
+not, because for a model of 0.5B the allocator's rounding is a larger share than for others."""
+MOST_MEMORY = 4.0
+"""A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
+SPEEDS = (1e-4, 1e4)
+"""Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
+
+    reserved: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`.
+
+    Predictions are raw, as if no run had been recorded before.
+    """
+
+    device: str
+    mode: str
+    layout: str
+    model: str
+    micro_batch: int
+    seq_len: int
+    predicted_allocated: int
+    measured_allocated: int
+    predicted_reserved: int
+    measured_reserved: int
+    predicted_tokens_per_s: float
+    measured_tokens_per_s: float
+    versions: str
+    finished: str
+    version: int = VERSION
+
+    @property
+    def memory_ratio(self) -> float:
+        """Measured over predicted reserved bytes; 0 where one is unknown."""
+        return self.measured_reserved / self.predicted_reserved if self.predicted_reserved > 0 else 0.0
+
+    @property
+    def speed_ratio(self) -> float:
+        """Measured over predicted tokens per second; 0 where one is unknown."""
+        return self.measured_tokens_per_s / self.predicted_tokens_per_s if self.predicted_tokens_per_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
+    speed."""
+
+    runs: int = 0
+    memory: float = 1.0
+    speed: float = 1.0
+    speed_measured: bool = False
+    speed_of_selftest: bool = False
+
+    @property
+    def reason(self) -> str | None:
+        """The correction in words; None without a run."""
+        if self.speed_of_selftest:
+            share = f"{self.speed:.2f} of the roofline's speed in this mode on this machine"
+            return f"{SELFTEST} measured {share}, which predicts this speed until one of your runs measures it"
+        if not self.runs:
+            return None
+        memory = (
+            f"used {self.memory - 1:.1%} more memory than predicted, which is added here"
+            if self.memory > 1
+            else "stayed within their predicted memory"
+        )
+        text = f"{self.runs} earlier run{'s' if self.runs > 1 else ''} of this kind on this machine {memory}"
+        if self.speed_measured:
+            text += f"; their speed was {self.speed:.2f} of the roofline, and so is this one's"
+        return text
+
+
+def record_path() -> Path:
+    """The file of the record."""
+    return cache_dir() / FILE
+
+
+def add(measured: Measured) -> None:
+    """Append a run; a cache that cannot be written does not fail a run that is done."""
+    path = record_path()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
+            lines = [json.dumps(asdict(run)) for run in _kept([*load(), measured])]
+            # a reader without the lock must never see half a file
+            aside = path.with_suffix(".building")
+            aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            aside.replace(path)
+
+
+def _kept(runs: Sequence[Measured]) -> list[Measured]:
+    """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
+    furthest: dict[tuple[str, str, str, bool], Measured] = {}
+    for run in runs:
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST)
+        if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
+            furthest[kind] = run
+    # by identity: two runs can have the same figures
+    older = [run for run in runs[:-KEPT] if any(run is one for one in furthest.values())]
+    return [*older, *runs[-KEPT:]]
+
+
+def load(path: Path | None = None) -> list[Measured]:
+    """The recorded runs, oldest first, from another file if one is named; unreadable lines and those of other versions
+    are skipped."""
+    try:
+        lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [run for line in lines if (run := _read(line)) is not None]
+
+
+_NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int", "float"))
+
+
+def _read(line: str) -> Measured | None:
+    """The run of a line; None where it is broken, of another version, or has a value that is not a valid number."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        data = json.loads(line)
+        if isinstance(data, Mapping) and data.get("version") == VERSION:
+            run = Measured(**data)
+            if all(math.isfinite(getattr(run, name)) and getattr(run, name) >= 0 for name in _NUMBERS):
+                return run
+    return None
+
+
+def correction(
+    runs: Iterable[Measured], *, device: str, mode: str, layout: str, model: str | None = None
+) -> Correction:
+    """The correction from recorded runs of the closest kind, by their raw ratios.
+
+    Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
+    device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
+    layout does not make another look faster; if there is none, from the self-test's trials.
+    """
+    of_all = [run for run in runs if (run.device, run.mode) == (device, mode)]
+    trainings = [run for run in of_all if run.model != SELFTEST]
+    same = _nearest(trainings, lambda run: run.layout == layout)
+    same = _nearest(same, lambda run: run.model == model)
+    memory = max([1.0, *(run.memory_ratio for run in same)])
+    near = _nearest(trainings, lambda run: run.model == model)
+    speeds = [run.speed_ratio for run in near or of_all if run.speed_ratio > 0]
+    speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
+    low, high = SPEEDS
+    return Correction(
+        len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds),
+        speed_of_selftest=bool(speeds) and not near,
+    )  # fmt: skip
+
+
+def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:
+    """The matching runs; all of them if none matches."""
+    return [run for run in runs if is_near(run)] or runs

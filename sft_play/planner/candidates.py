@@ -1,0 +1,486 @@
+"""The ways a job could run on a machine, each with its predicted memory and speed, and the choice among them.
+
+Candidates are layouts x micro-batches x checkpointed layers. Among those that fit with their margin, speeds within 3%
+of the best count as equal, and the simplest layout with the smallest micro-batch wins: unused memory protects against
+what no prediction sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.architecture import ModelShape
+from sft_play.facts.hardware import Hardware
+from sft_play.planner.attention import AttentionName
+from sft_play.planner.batching import BatchPlan, splits
+from sft_play.planner.calibration import Correction, Raw
+from sft_play.planner.layout import SIMPLICITY, Layout
+from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evaluation_rows
+from sft_play.planner.memory.model_states import loads_by_unit
+from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.precision import Precision, Updates, with_updates
+from sft_play.planner.throughput import Rates, Speed, predict_speed
+from sft_play.units import GIB, gib
+
+AS_FAST = 0.97
+"""Fraction of the best predicted speed from which a candidate counts as equally fast: the roofline is no more
+precise."""
+_FAILURES_IN_A_ROW = 2
+"""Larger micro-batches are not tried after this many that do not fit. A single one can be followed by one that fits,
+because a single pass keeps no gradients between passes."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a job may use: bytes of a rank's device, and of a node's RAM, which is None if unknown."""
+
+    device: int
+    host: int | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run the job; `rejected_because` is None for the chosen one.
+
+    `memory` and `speed` are corrected by earlier runs, `raw` is the prediction without them. `host_required` is the RAM
+    in bytes that the ranks of one node need together.
+    """
+
+    layout: Layout
+    batch: BatchPlan
+    step: Step
+    precision: Precision
+    memory: MemoryEstimate
+    speed: Speed
+    room: Room
+    host_required: int
+    raw: Raw
+    layers: int
+    rejected_because: str | None = None
+    traced: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device and the host have room for it; unknown RAM is left to the reader."""
+        return not self.short_of
+
+    @property
+    def short_of(self) -> tuple[Literal["GPU memory", "RAM"], ...]:
+        """Which memory is too small."""
+        device: Literal["GPU memory", "RAM"] = "GPU memory" if self.step.on_gpu else "RAM"
+        lacking = [device] if self.memory.required > self.room.device else []
+        if self.room.host is not None and self.host_required > self.room.host:
+            lacking.append("RAM")
+        return tuple(lacking)
+
+    @property
+    def needs_unknown_ram(self) -> bool:
+        """Whether it fits only if the host has RAM that is not known."""
+        return self.offloads and self.room.host is None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a step keeps anything in RAM."""
+        return self.layout.offloads_states or self.step.offloads
+
+    @property
+    def overload(self) -> float:
+        """The largest ratio of need to budget: above 1 it does not fit."""
+        host = self.host_required / max(1, self.room.host) if self.room.host is not None else 0.0
+        return max(self.memory.required / max(1, self.room.device), host)
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, with the numbers, and which memory is too small."""
+        device = f"{_of(self.memory.required, self.room.device)} per {'GPU' if self.step.on_gpu else 'process'}"
+        host = "" if self.room.host is None else f"{_of(self.host_required, self.room.host)} on each node"
+        if self.fits:
+            return f"fits, {device}{self.ram_words}"
+        needs = {"GPU memory": device, "RAM": host if self.step.on_gpu else device}
+        text = " and ".join(f"too little {what}: needs {needs[what]}" for what in self.short_of)
+        return f"does NOT fit, {text}{'' if device in text else f' ({device} would be enough)'}"
+
+    @property
+    def ram_words(self) -> str:
+        """The RAM that a step with offload needs, as the end of a sentence; empty for the others."""
+        if not self.offloads:
+            return ""
+        if self.room.host is None:
+            return f", if each node has {gib(self.host_required)} GiB of RAM (not given; set it with ram=512GiB)"
+        return f", and {_of(self.host_required, self.room.host)} of RAM on each node"
+
+    @property
+    def checkpointed(self) -> int:
+        """Layers whose activations are recomputed."""
+        return self.layers if self.step.checkpointed_layers is None else self.step.checkpointed_layers
+
+    @property
+    def checkpointing(self) -> bool | str:
+        """True for all layers, False for none, else `selective`."""
+        return self.checkpointed == self.layers if self.checkpointed in (0, self.layers) else "selective"
+
+    @property
+    def checkpointing_words(self) -> str:
+        """`checkpointing on`, `off`, or how many layers."""
+        if self.checkpointing == "selective":
+            return f"checkpointing in {self.checkpointed} of {self.layers} layers"
+        if self.step.offloads:
+            return "checkpointing with offload"
+        return f"checkpointing {'on' if self.checkpointing else 'off'}"
+
+    @property
+    def key(self) -> tuple[Layout, int, int, str]:
+        """Identifies a candidate."""
+        return (self.layout, self.batch.micro_batch, self.checkpointed, self.step.loss)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every candidate of a plan shares. Sizes in bytes and tokens."""
+
+    config: RunConfig
+    shape: ModelShape
+    precision: Precision
+    hardware: Hardware
+    rates: Rates
+    seq_len: int
+    attention: AttentionName
+    has_eval: bool
+    budget: int
+    host_budget: int | None
+    """Free RAM of one node; None where the machine is only named and its RAM was not given."""
+    learned: Callable[[Layout], Correction]
+    """The correction from earlier runs on this machine, by layout."""
+    masters: bool = True
+    """Whether weights that train in full may be held in fp32 where no engine keeps fp32 copies of them."""
+    fixed: BatchPlan | None = None
+    """The batch that a resumed run keeps; None leaves it to the config and the plan."""
+    updates: Updates | None = None
+    """How updates have reached the weights of a run that is resumed."""
+
+    def precision_of(self, layout: Layout) -> Precision:
+        """The precision of a layout."""
+        return with_updates(self.precision, self.config, layout.name, masters=self.masters, kept=self.updates)
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several chats, which a mask separates as one separates padding."""
+        return self.config.data.packing != "none" and self.config.task_mode != "cpt"
+
+
+def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
+    """Every candidate of the layouts, with its memory and speed, up to the largest micro-batch that fits.
+
+    Layouts whose data-parallel ranks do not divide the batch are left out.
+
+    Raises:
+        ConfigError: the batch that was given does not divide over the ranks of any.
+    """
+
+    def every(layout: Layout) -> list[Candidate]:
+        candidates: list[Candidate] = []
+        failures = 0
+        for batch in splits(job.config.train, ranks=layout.data_parallel, fixed=job.fixed):
+            of_batch = list(_of_batch(job, layout, batch))
+            candidates += of_batch
+            failures = 0 if any(candidate.fits for candidate in of_batch) else failures + 1
+            if failures >= _FAILURES_IN_A_ROW:
+                break
+        return candidates
+
+    return _of_those_that_divide(layouts, every)
+
+
+def weigh_updates(job: Job, layouts: Sequence[Layout]) -> tuple[Job, list[Candidate]]:
+    """The candidates, with trained weights in fp32 in full mode; in bf16 where nothing fits otherwise without offload.
+
+    Raises:
+        ConfigError: as `weigh`.
+    """
+    candidates = weigh(job, layouts)
+    rounding = dataclasses.replace(job, masters=False)
+    changed = [one for one in layouts if rounding.precision_of(one) != job.precision_of(one)]
+    if not changed or any(one.fits and not one.layout.offloads_states for one in candidates):
+        return job, candidates
+    # rounding loses precision, offload loses more speed: bf16 is weighed where fp32 does not fit, or only offloaded
+    smaller = weigh(rounding, changed)
+    if not any(one.fits for one in smaller) and any(one.fits for one in candidates):
+        return job, candidates
+    return rounding, [one for one in candidates if one.layout not in changed] + smaller
+
+
+def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Sequence[Candidate]]) -> list[Candidate]:
+    candidates: list[Candidate] = []
+    refusals: list[ConfigError] = []
+    for layout in layouts:
+        try:
+            candidates += look(layout)
+        except ConfigError as error:
+            refusals.append(error)
+    if not candidates and refusals:
+        raise refusals[0]
+    return candidates
+
+
+def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
+    """The thriftiest candidate of each layout: the smallest micro-batch with as much checkpointing as the config
+    allows, and the next one where it is a single pass, which keeps no gradients between passes.
+
+    Raises:
+        ConfigError: the batch that was given does not divide over the ranks of any layout.
+    """
+    layers = job.shape.num_layers
+    given = wished_layers(job.config, layers)
+    count = layers if given is None else given
+
+    def look(layout: Layout) -> list[Candidate]:
+        batches = splits(job.config.train, ranks=layout.data_parallel, fixed=job.fixed)
+        single_pass = [batch for batch in batches[1:2] if batch.grad_accum == 1]
+        return [candidate_of(job, layout, batch, count, eval_rows=1) for batch in (*batches[:1], *single_pass)]
+
+    return _of_those_that_divide(layouts, look)
+
+
+def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
+    """Checkpointing on and off, or as given; some of the layers only where off does not fit."""
+    layers = job.shape.num_layers
+    given = wished_layers(job.config, layers)
+    if given is not None:
+        yield candidate_of(job, layout, batch, given)
+        return
+    off, on = candidate_of(job, layout, batch, 0), candidate_of(job, layout, batch, layers)
+    yield off
+    yield on
+    if on.fits and not off.fits:
+        for quarter in (1, 2, 3):
+            if 0 < layers * quarter // 4 < layers:
+                yield candidate_of(job, layout, batch, layers * quarter // 4)
+
+
+def wished_layers(config: RunConfig, layers: int) -> int | None:
+    """How many of a model's layers are to be recomputed; None where the plan decides."""
+    wish = config.train.gradient_checkpointing
+    if wish == "auto":
+        return None
+    if isinstance(wish, bool):
+        return layers if wish else 0
+    return layers if wish == "offload" else min(wish, layers)
+
+
+def candidate_of(
+    job: Job,
+    layout: Layout,
+    batch: BatchPlan,
+    checkpointed: int,
+    *,
+    loss: Any = "chunked",
+    eval_rows: int | None = None,
+) -> Candidate:
+    """One candidate with its predictions.
+
+    Args:
+        eval_rows: rows of an evaluation batch where the config leaves them open; None works out the most that need no
+            more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
+    """
+    # a packed row needs a mask even alone, as padded rows do
+    padded = is_padded(job.config, layout, rows=2 if job.packed else batch.micro_batch)
+    step = Step(
+        micro_batch=batch.micro_batch,
+        grad_accum=batch.grad_accum,
+        seq_len=job.seq_len,
+        layout=layout,
+        checkpointed_layers=checkpointed,
+        offloads=job.config.train.gradient_checkpointing == "offload" and bool(job.hardware.gpus),
+        loss=loss,
+        attention=job.attention,
+        padded=padded,
+        saves=True,
+        on_gpu=bool(job.hardware.gpus),
+        capability=min((gpu.capability for gpu in job.hardware.gpus if gpu.capability is not None), default=None),
+        pages=job.hardware.pages and bool(job.hardware.gpus),
+    )
+    learned, precision = job.learned(layout), job.precision_of(layout)
+    walk = Walk(job.config, job.shape, precision, step)
+    if job.has_eval:
+        walk.evaluates(eval_batch(walk, otherwise=eval_rows))
+    step, memory = walk.step, estimate_of(walk, precision)
+    speed = predict_speed(job.config, job.shape, precision, step, job.rates)
+    raw = Raw(memory.reserved, speed.tokens_per_s)
+    return Candidate(
+        layout=layout,
+        batch=batch,
+        step=step,
+        precision=precision,
+        memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
+        speed=speed.scaled(1 / learned.speed),
+        room=Room(job.budget, job.host_budget),
+        host_required=_host_required(job, layout, memory),
+        raw=raw,
+        layers=job.shape.num_layers,
+    )
+
+
+def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
+    """Rows of one rank's evaluation batch: as given, else `otherwise`, else as many as need no more memory than the
+    step."""
+    given = walk.config.eval.batch_size
+    if given != "auto":
+        return given
+    return evaluation_rows(walk) if otherwise is None else otherwise
+
+
+def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
+    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write; or to load
+    the weights, if that is more."""
+    if not job.hardware.gpus:
+        return 0
+    ranks = min(layout.ranks, job.hardware.gpus_per_node)
+    offloaded = memory.host_bytes - memory.host_save_bytes
+    readers = 1 if loads_by_unit(job.config, layout) else ranks
+    return max(offloaded * ranks + memory.host_save_bytes, memory.host_load_bytes * readers)
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate to take among those that fit, or None.
+
+    Offload is chosen only if nothing else fits: its speed depends on the host, of which little is known here.
+    """
+    candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
+    enough = AS_FAST * fastest(candidates)
+    equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
+    return min(
+        equal,
+        key=lambda one: (
+            SIMPLICITY.index(one.layout.name),
+            one.checkpointing == "selective",
+            one.batch.micro_batch,
+            one.memory.required,
+        ),
+        default=None,
+    )
+
+
+def fastest(candidates: Sequence[Candidate]) -> float:
+    """Tokens per second of the fastest candidate that fits; 0 where none does."""
+    return max((one.speed.tokens_per_s for one in candidates if one.fits), default=0.0)
+
+
+def least(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate closest to fitting, for a plan in which nothing fits."""
+    return min(candidates, key=lambda candidate: (candidate.overload, candidate.memory.required))
+
+
+def first_that_fits(candidates: Iterable[Candidate]) -> Candidate:
+    """The first candidate that fits, without evaluating those after it; if none does, the closest to fitting."""
+    too_large = []
+    for candidate in candidates:
+        if candidate.fits:
+            return candidate
+        too_large.append(candidate)
+    return least(too_large)
+
+
+def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """The candidates worth showing, each with why it was not chosen: every micro-batch of the chosen layout and
+    checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
+    kept: dict[Any, Candidate] = {chosen.key: chosen}
+    for candidate in candidates:
+        same_layout = candidate.layout == chosen.layout
+        same_batch = candidate.batch.micro_batch == chosen.batch.micro_batch
+        if same_layout and (same_batch or candidate.checkpointed == chosen.checkpointed):
+            kept.setdefault(candidate.key, candidate)
+    for layout in {candidate.layout: None for candidate in candidates}:
+        mine = [candidate for candidate in candidates if candidate.layout == layout]
+        best = choose(mine) or least(mine)
+        kept.setdefault(best.key, best)
+    whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
+    if chosen.fits or not whole.fits:  # training always computes the loss in chunks
+        kept.setdefault(whole.key, whole)
+    speed = fastest(candidates)
+    return [
+        candidate
+        if candidate.key == chosen.key
+        else dataclasses.replace(candidate, rejected_because=because(job, candidate, chosen, best=speed))
+        for candidate in kept.values()
+    ]
+
+
+def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -> str:
+    """Why a candidate was not chosen, with numbers; `best`: tokens per second of the fastest that fits."""
+    if not candidate.fits:
+        return f"needs {needs_words(candidate, terms=1)}"
+    if candidate.step.loss != chosen.step.loss:
+        more = candidate.memory.allocated - chosen.memory.allocated
+        # less than 0.05 GiB would be printed as 0.0 GiB more
+        if more < GIB // 20:
+            full, chunked = gib(candidate.memory.allocated), gib(chosen.memory.allocated)
+            return f"full logits: {full} GiB allocated; the chunked loss, which training uses, {chunked}"
+        return f"full logits: {gib(more)} GiB more for the same loss"
+    ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
+    if candidate.layout != chosen.layout:
+        return _layout_reason(job, candidate, chosen, ratio)
+    if candidate.speed.tokens_per_s < AS_FAST * best:
+        word = "predicted" if job.rates.known else "with typical rates"
+        return f"{word} {1 - candidate.speed.tokens_per_s / best:.1%} slower than the fastest that fits"
+    more = candidate.memory.required - chosen.memory.required
+    faster = f"only {ratio - 1:.1%} faster" if ratio >= 1.001 else "not faster"
+    return (
+        f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
+    )
+
+
+def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
+    if candidate.layout.offloads_states and not chosen.layout.offloads_states:
+        needed = f"; it needs {gib(candidate.host_required)} GiB of RAM on each node"
+        return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
+    is_less_simple = SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
+    text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_fits_at(job, chosen)}"
+    moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
+    if abs(moved) >= GIB // 10:
+        text += f" and moves {abs(moved) / GIB:.1f} GiB {'less' if moved > 0 else 'more'} per step"
+    if ratio < AS_FAST or not is_less_simple:
+        text += f"; this is predicted {speed_words(ratio)}"
+    return text
+
+
+def speed_words(ratio: float) -> str:
+    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`."""
+    percent = f"{abs(ratio - 1):.0%}"
+    if percent == "0%":
+        return "as fast"
+    return f"{percent} {'faster' if ratio > 1 else 'slower'}"
+
+
+def needs_words(candidate: Candidate, *, terms: int) -> str:
+    """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
+    needs = []
+    if candidate.memory.required > candidate.room.device:
+        unit = "GiB" if candidate.step.on_gpu else "GiB of RAM"
+        largest = largest_terms(candidate.memory, terms)
+        needs.append(f"{_of(candidate.memory.required, candidate.room.device, unit)} ({largest})")
+    if candidate.room.host is not None and candidate.host_required > candidate.room.host:
+        needs.append(f"{_of(candidate.host_required, candidate.room.host, 'GiB of RAM')} on each node")
+    return " and ".join(needs)
+
+
+def largest_terms(memory: MemoryEstimate, count: int) -> str:
+    """The largest terms of a peak, in GiB."""
+    if memory.loading_decides:
+        return f"while loading {gib(memory.load_bytes)}, of which a step keeps {gib(memory.stays)}"
+    largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
+
+
+def _fits_at(job: Job, chosen: Candidate) -> str:
+    return f"{chosen.layout.name} fits at {gib(chosen.memory.required)} of {gib(job.budget)} GiB"
+
+
+def _of(need: int, there: int, unit: str = "GiB") -> str:
+    """`12.6 of 139.8 GiB`, with as many digits as it takes to show that the need is larger."""
+    digits = next((n for n in range(1, 9) if need <= there or round(need / GIB, n) > round(there / GIB, n)), 9)
+    return f"{need / GIB:.{digits}f} of {there / GIB:.{digits}f} {unit}"

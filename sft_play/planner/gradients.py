@@ -1,0 +1,197 @@
+"""How ranks reduce their gradients under a layout: how often, in which dtypes, and what it does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.planner.precision import BYTES, DtypeName, Precision
+from sft_play.units import GIB
+
+Every = Literal["step", "micro_batch"]
+
+DIVIDES_GRADIENTS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
+"""Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing cannot wait."""
+_MEANT = "write step (once per optimizer step), micro_batch (after every micro-batch) or auto"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """How a layout handles gradients, and the dtype of gathered weights."""
+
+    every: Every
+    """When they are reduced over the ranks."""
+    computed: DtypeName
+    """Dtype from the backward pass."""
+    reduced: DtypeName
+    """Dtype in which they are sent."""
+    gathered: DtypeName
+    """Dtype of weights as FSDP2 gathers them; for other layouts the compute dtype."""
+    buffers: DtypeName | None
+    """What DeepSpeed casts buffers to; None leaves them unchanged."""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether they are sent in another dtype than they are computed in."""
+        return self.reduced != self.computed
+
+
+def gradients_of(config: RunConfig, precision: Precision, layout: str) -> Gradients:
+    """What the run's keys mean under a layout that `refusal` accepts.
+
+    Raises:
+        ConfigError: `sync_gradients_every` is a number that no layout supports.
+    """
+    wish, mixed = _wanted_sync(config), config.distributed.mixed_precision
+    gathered = precision.compute
+    if _is_fsdp(layout) and mixed.param != "auto":
+        gathered = mixed.param
+    computed = _computed(config, precision, layout, gathered)
+    own: Every = "micro_batch" if _is_fsdp(layout) or layout in DIVIDES_GRADIENTS else "step"
+    return Gradients(
+        every=own if wish is None or layout == "single" else wish,
+        computed=computed,
+        reduced=computed if mixed.reduce == "auto" or layout == "single" else mixed.reduce,
+        gathered=gathered,
+        buffers=mixed.buffer if mixed.buffer != "auto" and _is_zero(layout) else None,
+    )
+
+
+def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
+    """Dtype of adapters: float32, or bf16 where that is asked for and is the compute dtype."""
+    wants_bf16 = config.tuning.lora.dtype == "bfloat16"
+    return "bfloat16" if wants_bf16 and precision.compute == "bfloat16" else "float32"
+
+
+def _computed(config: RunConfig, precision: Precision, layout: str, gathered: DtypeName) -> DtypeName:
+    """FSDP2's gradients have the dtype that it gathers in, DeepSpeed's the compute dtype, to which it casts the model;
+    otherwise a gradient has its parameter's dtype."""
+    if _is_fsdp(layout):
+        return gathered
+    if _is_zero(layout):
+        return precision.compute
+    return precision.load if config.tuning.mode == "full" else adapter_dtype(config, precision)
+
+
+def _is_fsdp(layout: str) -> bool:
+    return layout.startswith("fsdp") or layout == "tp"
+
+
+def _is_zero(layout: str) -> bool:
+    return layout.startswith("zero")
+
+
+def _wanted_sync(config: RunConfig) -> Every | None:
+    """What the run asks for; None where both are the same, or nothing is asked for.
+
+    Raises:
+        ConfigError: a number of micro-batches at which no engine adds gradients up.
+    """
+    wish, accum = config.distributed.sync_gradients_every, config.train.grad_accum
+    if wish == "auto" or accum == 1:
+        if isinstance(wish, int) and wish > 1:
+            raise ConfigError(f"distributed.sync_gradients_every={wish}: a step has one micro-batch; {_MEANT}")
+        return None
+    if not isinstance(wish, int):
+        return wish
+    if wish == 1:
+        return "micro_batch"
+    if wish == accum:
+        return "step"
+    passes = "as many as the plan takes (train.grad_accum=auto)" if accum == "auto" else f"train.grad_accum={accum}"
+    raise ConfigError(
+        f"distributed.sync_gradients_every={wish}: engines reduce gradients after every micro-batch or once per "
+        f"optimizer step, which has {passes} micro-batches; {_MEANT}"
+    )
+
+
+def refusal(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True) -> str | None:
+    """The run's settings that a layout does not support, and what to write instead; None where it supports all.
+
+    Raises:
+        ConfigError: `sync_gradients_every` is a number that no layout supports.
+    """
+    wish = _wanted_sync(config)
+    if layout == "single":
+        return None  # nothing is sent; the same file must stay usable on more GPUs
+    key, problems = f"distributed.sync_gradients_every={wish}", []
+    if wish == "step" and layout in DIVIDES_GRADIENTS:
+        problems.append(f"{key}: ZeRO-2 and -3 shard gradients after each micro-batch; auto, or ddp, fsdp, zero1")
+    if wish == "micro_batch" and layout == "zero1":
+        problems.append(f"{key}: ZeRO-1 reduces gradients once per step; auto, or zero2")
+    problems += _dtypes_refused(config, precision, layout, on_gpu=on_gpu)
+    return "; ".join(problems) or None
+
+
+def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
+    mixed, compute = config.distributed.mixed_precision, precision.compute
+    param, reduce, buffer = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
+    if mixed.param not in ("auto", compute):
+        if not _is_fsdp(layout):
+            yield f"{param}: only FSDP2 gathers weights in a separate dtype; auto, or fsdp"
+        elif config.tuning.mode == "qlora":
+            yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
+        elif mixed.param != "float32":
+            yield f"{param}: the run computes in {compute} (train.bf16, train.fp16); auto, or float32"
+    if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
+        computed = _computed(config, precision, layout, compute)
+        if layout != "ddp":
+            yield f"{reduce}: this layout has no separate dtype for gradients; auto"
+        elif BYTES[mixed.reduce] >= BYTES[computed] and mixed.reduce != computed:
+            yield f"{reduce}: DDP's gradients are {computed}, and its hooks only narrow them; auto, or fsdp, zero2"
+        elif mixed.reduce == "bfloat16" != computed and not on_gpu:
+            yield f"{reduce}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
+    if mixed.buffer != "auto" and not _is_zero(layout):
+        yield f"{buffer}: only DeepSpeed casts the model's buffers; auto, or zero2, zero3"
+    elif mixed.buffer != "auto" and compute == "float32":
+        yield f"{buffer}: DeepSpeed casts buffers only where the run computes in bf16 or fp16; auto"
+
+
+def effects(config: RunConfig, precision: Precision, layout: str, *, grad_accum: int, whole_bytes: int) -> list[str]:
+    """The effects of the run's keys under the chosen layout, in words.
+
+    Args:
+        whole_bytes: bytes of whole gradients that every rank keeps between micro-batches; 0 where it keeps its part.
+    """
+    wish = config.distributed
+    settings = [
+        f"distributed.{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value, default in (
+            ("sync_gradients_every", wish.sync_gradients_every, "auto"),
+            ("find_unused_parameters", wish.find_unused_parameters, False),
+            *((f"mixed_precision.{part}", value, "auto") for part, value in wish.mixed_precision),
+            ("profile_communication", wish.profile_communication, False),
+        )
+        if value != default
+    ]
+    if layout == "single":
+        return [f"{', '.join(settings)}: no effect on one process, which sends nothing"] if settings else []
+    lines = []
+    chosen = gradients_of(config, precision, layout)
+    if wish.sync_gradients_every != "auto":
+        lines.append(_sync_words(chosen, layout, grad_accum=grad_accum, whole_bytes=whole_bytes))
+    if wish.find_unused_parameters and layout != "ddp":
+        lines.append(f"distributed.find_unused_parameters=true: no effect under {layout}, which needs no search")
+    if wish.mixed_precision.param != "auto" and _is_fsdp(layout):
+        lines.append(f"weights are gathered in {chosen.gathered} (distributed.mixed_precision.param)")
+    if wish.mixed_precision.reduce != "auto":
+        origin = f", computed in {chosen.computed}" if chosen.compressed else ", as computed"
+        lines.append(f"gradients are sent in {chosen.reduced}{origin} (distributed.mixed_precision.reduce)")
+    if chosen.buffers:
+        lines.append(f"buffers are cast to {chosen.buffers} (distributed.mixed_precision.buffer)")
+    return lines
+
+
+def _sync_words(chosen: Gradients, layout: str, *, grad_accum: int, whole_bytes: int) -> str:
+    text = "gradients are reduced over the ranks "
+    if grad_accum == 1:
+        return text + "after the only micro-batch of a step (distributed.sync_gradients_every)"
+    if chosen.every == "micro_batch":
+        return f"{text}after each of a step's {grad_accum} micro-batches (distributed.sync_gradients_every)"
+    text += f"once in a step of {grad_accum} micro-batches (distributed.sync_gradients_every)"
+    if whole_bytes:
+        text += f"; until then {layout} keeps {whole_bytes / GIB:.2f} GiB of full gradients on every rank"
+    return text

@@ -1,0 +1,192 @@
+"""Bytes of a training step's peak, term by term: the closed form for one rank.
+
+A step is a sequence of moments (forward, head, backward, optimizer, evaluation, saving); each has its live bytes, and
+the largest is the peak. What stays between steps comes from `model_states`, what a block and the head hold and use from
+`block` and `lm_head`, which follow the libraries' own forward on sizes, and what a sharded model gathers from `gather`;
+`step_memory` walks through them. No tensor is created: a candidate takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.memory.margins import (
+    DESKTOP_BYTES,
+    MARGIN_BYTES,
+    MARGINS,
+    margin_of,
+    reserved_bytes,
+    reserved_over,
+    stays,
+)
+from sft_play.planner.memory.model_states import paged_bytes
+from sft_play.planner.memory.saving import Form, Saving, saving_of
+from sft_play.planner.memory.step_memory import Step, Walk, largest
+from sft_play.planner.precision import Precision
+from sft_play.units import GIB, MIB
+
+CUDA_CONTEXT_BYTES = GIB // 2
+"""CUDA context and kernels, outside the allocator: 141 MiB seen on a T4, 0.4 to 0.6 GiB reported for H100s."""
+NCCL_BYTES = 688 * MIB
+"""NCCL's buffers per communicator, the upper end of what was reported (544 to 688 MiB)."""
+LOAD_MARGIN = MARGINS["quantised"].share
+"""Fraction of the loading bytes that is kept free beside them. Not measured on a GPU yet; a step's margin covers
+activations, of which loading has none."""
+
+MOST_EVALUATION_ROWS = 64
+"""Rows of an evaluation batch that a plan takes at most: a device that computes so many at once gains nothing from
+more, and each rank's last batch is filled up."""
+
+CPU_ACTIVATION_SLACK = 3.0
+"""What a CPU process keeps of freed activations, as a multiple of their size. With it and CPU_LATE_BYTES the prediction
+is 0.95 to 1.8 times the resident memory of six runs of a 2M model (2026-11-21, two cores)."""
+CPU_LATE_BYTES = GIB // 4
+"""Libraries and threads that a CPU run loads after the imports, from the same runs."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The predicted peak of one rank in bytes: `terms` add up to `allocated`; `required` is what must be free."""
+
+    terms: dict[str, int] = field(default_factory=dict)
+    """What the bytes are for at the peak: weights, adapters, master_weights, gradients, optimizer, gradient_buckets,
+    workspaces, activations, loss_head, dequantised, gather_buffers, optimizer_step; those of no bytes may be absent."""
+    reserved: int = 0
+    margin: int = 0
+    outside_allocator: int = 0
+    """CUDA context, NCCL, and the managed memory of paged optimizer states."""
+    moment: str = ""
+    """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
+    moments: dict[str, int] = field(default_factory=dict)
+    """Allocated bytes at each moment of a step."""
+    load_bytes: int = 0
+    """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
+    weights and keeps a shard of them."""
+    host_bytes: int = 0
+    """RAM that this rank needs for what is offloaded and for writing a checkpoint."""
+    host_save_bytes: int = 0
+    """Of those, what the first rank alone takes to write a checkpoint or the final weights."""
+    host_save_each_bytes: int = 0
+    """Of those, what each rank takes to write its shard of a checkpoint."""
+    host_gather_bytes: int = 0
+    """RAM that the first rank would take to write a checkpoint whole."""
+    checkpoint: Form = "whole"
+    """How a checkpoint is written: whole by the first rank, sharded by all, or by DeepSpeed."""
+    checkpoint_bytes: int = 0
+    """Weights and optimizer states of one checkpoint."""
+    host_load_bytes: int = 0
+    """RAM for loading the weights, for a rank that reads them (under FSDP2 only the first), without file pages, which
+    can be dropped."""
+    margin_reason: str = ""
+    kept_free: int = MARGIN_BYTES
+    """Of the margin: what is kept free whatever the size of the run."""
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that tensors hold at the peak."""
+        return sum(self.terms.values())
+
+    @property
+    def stays(self) -> int:
+        """Of those: bytes that stay between steps."""
+        return stays(self.terms)
+
+    @property
+    def required_to_load(self) -> int:
+        """Bytes that must be free for loading: tensors of known sizes, with a margin for what quantising them one by
+        one leaves in the allocator."""
+        return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
+
+    @property
+    def loading_decides(self) -> bool:
+        """Whether loading needs more than any step does."""
+        return self.required_to_load > self.reserved + self.margin + self.outside_allocator
+
+    @property
+    def required(self) -> int:
+        """Bytes that must be free on the device before the run starts: for the steps, or for loading if it needs
+        more."""
+        return max(self.reserved + self.margin + self.outside_allocator, self.required_to_load)
+
+
+def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
+    """The predicted peak of a step on one rank: the largest of its moments, and what must be free for it."""
+    return estimate_of(Walk(config, shape, precision, step), precision)
+
+
+def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
+    """The same for a walk that was already set up."""
+    config, shape, step = walk.config, walk.shape, walk.step
+    moments = largest(walk.moments())
+    sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
+    peak = max(moments, key=lambda name: sums[name])
+    terms, mode, layout = moments[peak], config.tuning.mode, step.layout
+    reserved = max(_held(name, one, step) for name, one in moments.items() if step.on_gpu or name == peak)
+    if step.on_gpu:  # an evaluation starts with an empty cache
+        steps = [one for name, one in moments.items() if name != "evaluation"]
+        reserved = max(reserved, reserved_over(steps, attention=step.attention, layout=layout))
+    margin = margin_of(
+        mode=mode,
+        padded=step.padded,
+        attention=step.attention,
+        optim=config.train.optim,
+        layout=layout,
+        experts=shape.num_experts > 0,
+        approximate=bool(shape.note),
+        autocast=precision.load != precision.compute,
+    )
+    free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
+    desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
+    paged = paged_bytes(config.train.optim, walk.trained)
+    # layouts of two dimensions have a communicator for each
+    communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
+    saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
+    return MemoryEstimate(
+        terms=terms,
+        reserved=reserved,
+        margin=int(reserved * margin.share) + free,
+        outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else 0),
+        moment=peak,
+        moments=sums,
+        load_bytes=sum(walk.loading().values()),
+        host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
+        host_save_bytes=saving.first,
+        host_save_each_bytes=saving.each,
+        host_gather_bytes=saving.gathered,
+        checkpoint=saving.form,
+        checkpoint_bytes=saving.total,
+        host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
+        margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
+        kept_free=free,
+    )
+
+
+def evaluation_rows(walk: Walk) -> int:
+    """Rows of the largest evaluation batch of one rank that is never the run's peak: it reserves at most what the
+    training step's own tensors take. At least one row, at most MOST_EVALUATION_ROWS."""
+    step, training = walk.step, walk.training
+    if step.on_gpu:
+        room = max(sum(terms.values()) for terms in training.values())
+    else:
+        room = max(_held(name, terms, step) for name, terms in training.items())
+
+    def is_beyond(rows: int) -> bool:
+        return any(_held(name, terms, step) > room for name, terms in walk.evaluation(rows))
+
+    if not is_beyond(MOST_EVALUATION_ROWS):
+        return MOST_EVALUATION_ROWS
+    # more rows never need less, so the limit can be searched by halves
+    return max(1, bisect.bisect_left(range(1, MOST_EVALUATION_ROWS), True, key=is_beyond))
+
+
+def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
+    """Bytes reserved, or resident on a CPU, when a moment's terms are live."""
+    if not step.on_gpu:  # above the level after the imports: tensors, and what malloc does not return
+        passing = terms["activations"] + terms["loss_head"]
+        return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES
+    evaluates = moment == "evaluation"
+    return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)

@@ -1,0 +1,129 @@
+"""What a rank with a shard of the weights gathers: buffers of FSDP2 and ZeRO-3, moment by moment.
+
+FSDP2 (torch/distributed/fsdp/_fully_shard): a unit is gathered into one flat buffer and copied out into its parameters;
+the buffer of the last unit stays until the next one is waited for. In the backward pass the next unit's buffer is
+filled while this one computes, and the flat input of the last reduction stays until the next. accelerate's units are
+the blocks, the embedding, and [last norm, head], with the embedding where it is tied; the last unit stays gathered from
+the forward to the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft_play.facts.model_shape import LayerKind, ModelShape
+from sft_play.planner.layout import Layout
+from sft_play.planner.memory.model_states import Targets, kind_adapters, packed_bytes
+
+ZERO_BUCKET_PARAMS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
+(`stage3_max_live_parameters`) by its own defaults (deepspeed/runtime/zero/config.py)."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """Bytes of the gathered units, in the compute dtype."""
+
+    blocks: tuple[int, ...]
+    """By index in `ModelShape.layers`."""
+    embedding: int
+    """0 where it belongs to the tail."""
+    tail: int
+
+
+def units(shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets, parts: int = 1) -> Units:
+    """The units of a model; `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included.
+
+    Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
+    """
+    blocks = tuple(_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) // parts for kind in shape.layers)
+    table = width * shape.table_params
+    return Units(blocks, 0 if shape.tied else table, table)
+
+
+def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Targets) -> int:
+    adapters = width * kind_adapters(kind, rank, targets=targets, dora=False) if rank else 0
+    if not nf4:
+        return width * kind.params + adapters
+    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)
+    return packed + width * (kind.params - kind.linear_weights) + adapters
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The buffers at each moment."""
+
+    units: Units
+    order: tuple[int, ...]
+    trained_share: float
+    """Fraction of a unit's parameters that train: what is reduced of it."""
+    ranks: int
+    wider: float = 1.0
+    """Bytes of a gradient as sent over its bytes as computed."""
+
+    def block(self, layer: int) -> int:
+        """The unit of a block."""
+        return self.units.blocks[self.order[layer]]
+
+    def _whole(self) -> int:
+        return self.units.tail if not self.units.embedding else 0
+
+    def forward(self, layer: int) -> int:
+        """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
+        return 2 * self.block(layer) + self._whole()
+
+    def before_tail(self) -> int:
+        """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
+        return self.block(len(self.order) - 1) + 2 * self.units.tail
+
+    @property
+    def tail(self) -> int:
+        """While the head computes: its parameters."""
+        return self.units.tail
+
+    @property
+    def head(self) -> int:
+        """While the head runs backward: its parameters and the last block's buffer."""
+        return self.units.tail + self.block(len(self.order) - 1)
+
+    def backward(self, layer: int) -> int:
+        """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
+        last = len(self.order) - 1
+        coming = self.block(layer - 1) if layer else self.units.embedding
+        reduced = self.units.tail if layer == last else self.block(layer + 1)
+        return self.block(layer) + coming + int(reduced * self.trained_share * self.wider) + self._whole()
+
+    def _cut(self, gradients: int) -> int:
+        """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
+        return int(gradients * (1 + self.wider + (2 + self.wider) / self.ranks))
+
+    def reduction(self, layer: int) -> int:
+        """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
+        coming = self.block(layer - 1) if layer else self.units.embedding
+        return coming + self._cut(int(self.block(layer) * self.trained_share)) + self._whole()
+
+    def end(self, dense: int) -> tuple[int, ...]:
+        """When the embedding runs backward: gathered; with its gradient of `dense` bytes; when that is sharded."""
+        table = self.units.embedding or self.units.tail
+        last = int(self.block(0) * self.trained_share)
+        twice = dense if self._whole() else 0
+        return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
+
+
+def zero_buckets(
+    layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0, wider: bool = False
+) -> int:
+    """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2, and in stage 3 one
+    beside the parameters that it keeps gathered.
+
+    A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
+    (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
+    element of one byte. `wider`: gradients made in half precision travel in fp32.
+    """
+    bucket = 2 * min(hidden * hidden, trained_params)
+    if wider:  # a copy being sent, beside the bucket
+        bucket += 4 * min(hidden * hidden, trained_params)
+    if layout.shards_params:
+        wide = min(2 * ZERO_BUCKET_PARAMS, params - packed)
+        return bucket + 2 * wide + min(2 * ZERO_BUCKET_PARAMS - wide, packed // 2)
+    return 2 * bucket

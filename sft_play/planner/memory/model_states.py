@@ -1,0 +1,293 @@
+"""What stays between steps: weights, adapters, gradients and optimizer states, in full and as one rank's shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.planner.layout import Layout
+from sft_play.planner.memory.block import Numbers
+from sft_play.planner.memory.structure import ROW_ROLES, is_target, roles
+from sft_play.planner.memory.tape import rest_of_segment
+
+NF4_BLOCK = 64
+"""Weights that share one absmax in bitsandbytes' NF4: its default, and transformers sets no other."""
+ABSMAX_BLOCK = 256
+"""Absmax values that share one of their own under double quantisation (bitsandbytes functional.py, quantize_4bit)."""
+STATE_BLOCK = 256
+"""Elements that share one absmax in bitsandbytes' 8-bit optimizers."""
+
+
+def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
+    """Whether a layout's ranks get the weights from the first one, a unit at a time, and keep only their shards.
+
+    DoRA's magnitudes are computed from full weights before sharding; tensor parallelism divides differently.
+    """
+    dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
+    return layout.is_fsdp and layout.tensor_parallel == 1 and not dora
+
+
+Targets = tuple[str, ...] | Literal["auto"]
+
+
+def nf4_bytes(elements: int) -> int:
+    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes.
+
+    n/2 + n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py).
+    """
+    blocks = math.ceil(elements / NF4_BLOCK)
+    return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / ABSMAX_BLOCK) + 1024 + 4 + 64
+
+
+def packed_bytes(elements: int) -> int:
+    """Of those: the packed weights, which FSDP can shard with a float storage dtype (`bnb_4bit_quant_storage`)."""
+    return math.ceil(elements / 2)
+
+
+def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
+    """Elements, count and whether a linear layer, of the tensors that can be large: matrices, embedding, head."""
+    for linear, count in shape.linears:
+        yield linear.weights, count, True
+    yield shape.table_params, 1 if shape.tied else 2, False
+    for kind in shape.layers:
+        if kind.expert_params:
+            yield kind.expert_params * 2 // 3, kind.count, False
+            yield kind.expert_params // 3, kind.count, False
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Elements of the largest tensor of the weights."""
+    return max(elements for elements, _, _ in large_tensors(shape))
+
+
+def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
+    """The weights as loaded: `width` bytes each; in NF4 the linear layers, never embedding, head, norms, biases or
+    experts (transformers keeps those as one tensor, which bitsandbytes leaves alone)."""
+    linears = sum(count * linear.weights for linear, count in shape.linears)
+    packed = sum(count * nf4_bytes(linear.weights) for linear, count in shape.linears)
+    rests = sum(
+        count * rest_of_segment(elements // 2 if nf4 and linear else width * elements)
+        for elements, count, linear in large_tensors(shape)
+    )
+    return (packed if nf4 else width * linears) + width * (shape.params - linears) + rests
+
+
+def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", dora: bool = False) -> int:
+    """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
+    inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
+    return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
+
+
+def part_of_linear(linear: Linear, ranks: int, *, by_row: bool) -> Linear:
+    """One tensor-parallel rank's part of a linear layer."""
+    if by_row:
+        return replace(linear, inputs=max(1, linear.inputs // ranks))
+    return replace(linear, outputs=max(1, linear.outputs // ranks))
+
+
+def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:
+    """The same for one block."""
+    return _adapters(kind.linears, rank, targets, dora=dora)
+
+
+def _adapters(linears: tuple[Linear, ...], rank: int, targets: Targets, *, dora: bool) -> int:
+    chosen = [linear for linear in linears if is_target(linear, targets)]
+    return sum(rank * (x.inputs + x.outputs) + (x.outputs if dora else 0) for x in chosen)
+
+
+EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes of a state's element.
+
+    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32.
+    """
+
+    params: int
+    width: int
+    embedding: bool
+    head: bool
+    states: int
+
+    @property
+    def rounded(self) -> bool:
+        """Whether each tensor is stepped in fp32 and rounded back."""
+        return self.states > self.width
+
+
+def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
+    """The trained parameters: all of them, or adapters and modules_to_save (PEFT copies those)."""
+    if config.tuning.mode == "full":
+        states = widths.states or widths.weights
+        return Trained(shape.params, widths.weights, embedding=True, head=True, states=states)
+    lora = config.tuning.lora
+    names = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
+    params = adapter_params(shape, lora.r, targets=lora.target_modules, dora=lora.use_dora)
+    return Trained(params + shape.table_params * (embedding + head), widths.adapters, embedding, head, widths.adapters)
+
+
+def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
+    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it);
+    8-bit paged AdamW: none, its states are managed memory (`paged_bytes`); Adafactor: a row and a column of fp32 for
+    each matrix."""
+    if optim == "paged_adamw_8bit":
+        return 0
+    if optim == "adafactor":
+        linears = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
+        tables = (1 if shape.tied else 2) * (shape.vocab_size + shape.hidden_size)
+        rows_and_columns = linears + tables + shape.other_params
+        return 4 * rows_and_columns if full else int(0.02 * parameters.params * 4)
+    rests = _rests(shape, parameters.states) if full and parameters.params == shape.params else 0
+    return 2 * (parameters.states * parameters.params + rests)
+
+
+def paged_bytes(optim: str, parameters: Trained) -> int:
+    """States of paged 8-bit AdamW: two bytes and two fp32 absmax per 256 for each parameter (optim/adamw.py)."""
+    return int(parameters.params * (2 + 8 / STATE_BLOCK)) if optim == "paged_adamw_8bit" else 0
+
+
+def optimizer_transient(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
+    """Temporary bytes of the optimizer's step. Fused AdamW: none; foreach AdamW (`adamw_torch`): the list of square
+    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor. Stochastic rounding steps an
+    fp32 copy of one tensor and of its gradient."""
+    largest = largest_tensor(shape) if full else parameters.params
+    copies = 8 * largest if parameters.rounded else 0
+    if optim == "adamw_torch":
+        return copies + (4 * largest if parameters.rounded else parameters.width * parameters.params)
+    return copies + (8 * largest if optim == "adafactor" else 0)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """One rank's bytes between steps; `gradients` once all exist, `host` in the host's RAM."""
+
+    weights: int
+    adapters: int
+    master: int
+    gradients: int
+    optimizer: int
+    buckets: int
+    host: int
+
+
+def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
+    """Weights, adapters, gradients and states of one rank under its layout."""
+    full, nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
+    own = trained(config, shape, widths)
+    frozen = 0 if full else weight_bytes(shape, width=widths.weights, nf4=nf4)
+    if layout.is_zero:
+        # ZeRO-3 keeps whole on every rank, offloaded or not: NF4's constants, and norms and biases, which are below
+        # `stage3_param_persistence_threshold` (10 times the hidden size)
+        whole = _nf4_constants(shape) + widths.weights * shape.other_params
+        return _zero(own, frozen, whole if nf4 and layout.shards_params else 0, layout, config.train.optim, full=full)
+    if layout.tensor_parallel > 1:
+        own = part_of_trained(config, shape, own, layout.tensor_parallel)
+        elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
+        frozen = frozen and frozen - elsewhere
+    if layout.is_fsdp:
+        return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
+    rests = _rests(shape, own.width) if full and layout.tensor_parallel == 1 else 0
+    held = own.params * own.width + rests
+    return Resident(
+        weights=held if full else frozen,
+        adapters=0 if full else held,
+        master=0,
+        gradients=held,
+        optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
+        buckets=own.params * own.width if layout.name == "ddp" else 0,
+        host=0,
+    )
+
+
+def _rests(shape: ModelShape, width: int) -> int:
+    return sum(count * rest_of_segment(width * elements) for elements, count, _ in large_tensors(shape))
+
+
+def _sharded(
+    whole: Trained, frozen: int, shape: ModelShape, layout: Layout, optim: str, *, upcast: bool, nf4: bool
+) -> Resident:
+    """FSDP2: everything divided by W. Under mixed precision what trains is made fp32 (accelerate, utils/fsdp_utils.py),
+    except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
+    packed weights are sharded too, their absmax is not (it is not a parameter)."""
+    width = 4 if upcast and not nf4 else whole.width
+    own = replace(whole, params=-(-whole.params // layout.shard), width=width, states=width)
+    constants = _nf4_constants(shape) if nf4 else 0
+    part = constants + (frozen - constants) // layout.shard
+    states = 2 * width * own.params if optim.startswith("adamw") else optimizer_bytes(optim, shape, own, full=False)
+    held = own.params * width
+    return Resident(
+        weights=part + (held if not frozen else 0),
+        adapters=held if frozen else 0,
+        master=0,
+        gradients=held,
+        optimizer=states,
+        buckets=0,
+        host=0,
+    )
+
+
+def part_of_trained(config: RunConfig, shape: ModelShape, whole: Trained, ranks: int) -> Trained:
+    """What one rank of a tensor-parallel group trains: its part of the blocks' linear layers, or of their adapters'
+    factors on the divided side; embedding, head and norms are whole on each."""
+    if ranks == 1:
+        return whole
+    full = config.tuning.mode == "full"
+    elsewhere = _divided(shape) * (ranks - 1) // ranks if full else adapters_elsewhere(config, shape, ranks)
+    return replace(whole, params=whole.params - elsewhere)
+
+
+def _divided(shape: ModelShape) -> int:
+    """Weights of the linear layers inside the blocks."""
+    return sum(kind.count * kind.linear_weights for kind in shape.layers)
+
+
+def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
+    """LoRA parameters that belong to other ranks of a tensor-parallel group: lora_B of layers divided by their outputs,
+    lora_A of those divided by their inputs."""
+    lora, total = config.tuning.lora, 0
+    for kind in shape.layers:
+        for role, linear in roles(kind, shape).items():
+            if is_target(linear, lora.target_modules):
+                own = part_of_linear(linear, ranks, by_row=role in ROW_ROLES)
+                total += kind.count * lora.r * (linear.inputs - own.inputs + linear.outputs - own.outputs)
+    return total
+
+
+def _nf4_constants(shape: ModelShape) -> int:
+    """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so are never sharded."""
+    return sum(count * (nf4_bytes(linear.weights) - packed_bytes(linear.weights)) for linear, count in shape.linears)
+
+
+def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:
+    """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
+    states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
+    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes.
+
+    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too; a
+    gradient leaves the GPU with its bucket (stage3.py `grad_partitions_flat_buffer`, stage_1_and_2.py).
+    """
+    own = -(-whole.params // layout.shard)
+    half = 2 * (own if layout.shards_params else whole.params)
+    gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)
+    states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
+    frozen = (frozen - kept) // layout.shard if layout.shards_params else frozen
+    on_gpu = not layout.offloads_params
+    host = 16 * own if layout.offloads_states else 0
+    host += 0 if on_gpu else half + frozen
+    return Resident(
+        weights=kept + (frozen + (half if full else 0)) * on_gpu,
+        adapters=0 if full else half * on_gpu,
+        master=0 if layout.offloads_states else 4 * own,
+        gradients=gradients,
+        optimizer=0 if layout.offloads_states else states,
+        buckets=0,
+        host=host,
+    )

@@ -1,0 +1,453 @@
+"""The moments of one training step on one rank, from the first block to the last and back, each with its bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.attention import AttentionName
+from sft_play.planner.gradients import gradients_of
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
+from sft_play.planner.memory.gather import Gathering, units, zero_buckets
+from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
+from sft_play.planner.memory.model_states import (
+    kind_adapters,
+    largest_tensor,
+    loads_by_unit,
+    nf4_bytes,
+    optimizer_transient,
+    part_of_trained,
+    resident,
+    trained,
+    weight_bytes,
+)
+from sft_play.planner.memory.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
+from sft_play.planner.precision import BYTES, Precision
+from sft_play.units import MIB
+
+Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
+Terms = dict[str, int]
+
+WORKSPACE_THREADS = 2
+"""Threads that multiply: the forward's and the autograd engine's."""
+TOKEN_BYTES = 3 * 8
+"""A token's id, its label and its entry in the mask."""
+_ALWAYS_NAMED = ("weights", "gradients", "optimizer", "activations", "loss_head")
+"""Terms that a moment has even where they are 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of one rank, as the estimate assumes it: a full-length batch with every token scored."""
+
+    micro_batch: int
+    grad_accum: int
+    seq_len: int
+    layout: Layout = SINGLE
+    checkpointed_layers: int | None = None
+    """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
+    loss: Literal["chunked", "logits"] = "chunked"
+    """TRL's chunked head, or full logits."""
+    attention: AttentionName = "sdpa"
+    padded: bool = False
+    """Rows are padded or packed, so attention gets a mask of S x S per sequence."""
+    eval_batch: int = 0
+    """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
+    repeats_kv: bool = True
+    """Keys and values are repeated for all heads where grouped ones would use PyTorch's math kernel, as in training."""
+    offloads: bool = False
+    """What checkpointed blocks need for recomputation is kept in RAM."""
+    saves: bool = True
+    on_gpu: bool = True
+    capability: tuple[int, int] | None = (9, 0)
+    pages: bool = False
+    """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row on this rank: all of them, or its part under context parallelism."""
+        return -(-self.seq_len // self.layout.context_parallel)
+
+    @property
+    def tokens(self) -> int:
+        """T = B * S of this rank."""
+        return self.micro_batch * self.length
+
+
+def cublas_workspace(capability: tuple[int, int] | None) -> int:
+    """Bytes of a thread's cuBLAS workspace, from the caching allocator; cuBLASLt shares it.
+
+    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on compute capability 9, 10 and 12, else
+    `:4096:2:16:8` in KiB.
+    """
+    return 32 * MIB if capability and capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
+
+
+def is_padded(config: RunConfig, layout: Layout, *, rows: int) -> bool:
+    """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of text never are."""
+    return config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
+
+
+class Walk:
+    """A step's way through the model. `moments` yields every moment that can be the peak."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> None:
+        layout = step.layout
+        self.config, self.shape, self.step, self.precision = config, shape, step, precision
+        self.full, self.nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
+        loaded = numbers(config, precision, layout)
+        self.trained = trained(config, shape, loaded)
+        self.part = part_of_trained(config, shape, self.trained, layout.tensor_parallel)
+        self.resident = resident(config, shape, loaded, layout)
+        self.synced = gradients_of(config, precision, layout.name)
+        self.loaded = self.numbers = loaded
+        if layout.is_fsdp and loaded.autocast is not None:  # modules see what is gathered, adapters included
+            gathered = BYTES[self.synced.gathered]
+            self.numbers = Numbers(gathered, loaded.autocast, gathered)
+        self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
+        self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
+        self.adds_up = step.grad_accum > 1
+        waits = layout.is_fsdp and self.synced.every == "step" and self.adds_up
+        self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
+        """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
+        FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
+        self.specs = self._specs(padded=step.padded, packed=config.data.packing != "none")
+        self.gathering = self._gathering() if layout.shards_params else None
+        self.blocks, self.widths = self._blocks()
+
+    # --- what the step is made of -------------------------------------------------------------------------------------
+    def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
+        """The kinds of blocks, for batches whose rows are padded or packed as given."""
+        step, tuning = self.step, self.config.tuning
+        specs = []
+        for kind in self.shape.layers:
+            masked = sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
+            kernel = kernel_of(
+                kind,
+                self.shape,
+                attention=step.attention,
+                masked=masked,
+                half=self.numbers.autocast is not None or self.width == 2,
+                capability=step.capability,
+                on_gpu=step.on_gpu,
+                gathers=padded and not packed,
+                repeats=step.repeats_kv,
+            )
+            spec = block_spec(
+                kind,
+                self.shape,
+                widths=self.numbers,
+                mode=tuning.mode,
+                rank=tuning.lora.r,
+                targets=tuning.lora.target_modules,
+                lora_dropout=tuning.lora.dropout,
+                dora=tuning.lora.use_dora,
+                kernel=kernel,
+                masked=masked,
+            )
+            specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
+        return tuple(specs)
+
+    def _gathering(self) -> Gathering:
+        lora = self.config.tuning.lora
+        rank = 0 if self.full else lora.r
+        model_units = units(
+            self.shape,
+            width=self.numbers.weights,
+            nf4=self.nf4,
+            rank=rank,
+            targets=lora.target_modules,
+            parts=self.step.layout.tensor_parallel,
+        )
+        share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
+        wider = BYTES[self.synced.reduced] / BYTES[self.synced.computed]
+        return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
+
+    def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
+        """Every block's bytes, and the width of each one's input and of the last one's output."""
+        blocks: list[BlockBytes] = []
+        widths = [self.width]
+        for layer, place in enumerate(self.shape.layer_order):
+            # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
+            block = block_bytes(
+                self.specs[place],
+                batch=self.step.micro_batch,
+                length=self.step.length,
+                width=widths[-1],
+                input_has_grad=layer > 0 or self.trained.embedding or self.layers > 0,
+                accumulating=self._accumulating(),
+            )
+            blocks.append(block)
+            widths.append(block.width)
+        return blocks, widths
+
+    def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
+        spec, width = specs[self.shape.layer_order[layer]], self.widths[layer]
+        return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
+
+    def _head(self, batch: int, *, grad: bool) -> HeadBytes:
+        words = self.shape.vocab_size
+        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)  # a CPU process has the pages it touches
+        copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
+        return head_bytes(
+            self.specs[self.shape.layer_order[-1]],
+            Vocabulary(words, self.trained.head, self.numbers.adapters if copied else self.width, tile),
+            batch=batch,
+            length=self.step.length,
+            width=self.widths[-1],
+            loss=self.step.loss,
+            accumulating=self._accumulating(),
+            grad=grad,
+        )
+
+    def _accumulating(self) -> bool:
+        """Whether a gradient is added to an older one of full size; a rank that keeps shards divides each new one."""
+        whole = not self.step.layout.shards_grads or self.whole_gradients > 0
+        return whole and self.adds_up
+
+    def _kept_of(self, gradients: int) -> int:
+        """What a rank keeps of newly computed gradients."""
+        if not self.step.layout.shards_grads:
+            return gradients
+        whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
+        return self.resident.gradients * gradients // max(1, whole)
+
+    def _batch(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+        """Token ids, labels and mask of a batch, and the S x S masks that all blocks share: one for each kind of
+        attention, booleans for sdpa, numbers for eager."""
+        step, squares = self.step, batch * self.step.length**2
+        own = TOKEN_BYTES * batch * step.length
+        if step.attention == "flash_attention_2":
+            return own
+        pairs = zip(self.shape.layers, specs, strict=True)
+        kinds = {kind.attention for kind, spec in pairs if spec.masked or step.attention == "eager"}
+        return own + len(kinds) * squares * (self.width if step.attention == "eager" else 1)
+
+    # --- moments -----------------------------------------------------------------------------------------------------
+    def _at(self, name: Moment, gradients: int, activations: int, **more: int) -> tuple[Moment, Terms]:
+        """A moment: what is always live, gradients, activations, and the other terms."""
+        terms = self._lasting | {"gradients": gradients, "activations": activations} | more
+        return name, {term: size for term, size in terms.items() if size or term in _ALWAYS_NAMED}
+
+    @cached_property
+    def _lasting(self) -> Terms:
+        """What is live at every moment of a step, with the terms that a moment sets, in order."""
+        parts = self.resident
+        workspaces = WORKSPACE_THREADS * cublas_workspace(self.step.capability) if self.step.on_gpu else 0
+        return {
+            "weights": parts.weights, "adapters": parts.adapters, "master_weights": parts.master, "gradients": 0,
+            "optimizer": parts.optimizer, "gradient_buckets": self._buckets(), "workspaces": workspaces,
+            "activations": 0, "loss_head": 0,
+        }  # fmt: skip
+
+    def _buckets(self) -> int:
+        layout = self.step.layout
+        if layout.is_zero:
+            packed = self.shape.linear_params - self.shape.expert_params if self.nf4 else 0
+            return zero_buckets(
+                layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed,
+                wider=BYTES[self.synced.reduced] > BYTES[self.synced.computed],
+            )  # fmt: skip
+        return self.resident.buckets
+
+    def loading(self) -> Terms:
+        """The most that a rank holds on its device until the model is there and wrapped.
+
+        Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/fsdp_loading.py).
+        Under ZeRO-3 NF4 weights are created on each rank's own device, all of them: transformers reads and quantises
+        one layer after the other (core_model_loading.py; ZeRO-3's partitioned reading is only for plain weights), PEFT
+        adds adapters in fp32, and only then does DeepSpeed partition, tensor by tensor. Plain weights are partitioned
+        as they arrive.
+        """
+        parts, layout = self.resident, self.step.layout
+        if loads_by_unit(self.config, layout):
+            own = {} if self.step.on_gpu else {"host_copies": self.copied_in_ram()}
+            passing = self._largest_unit() + self.loaded.weights * largest_tensor(self.shape)
+            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing, **own}
+        if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 shards what is already there
+            whole = resident(self.config, self.shape, self.loaded, replace(layout, shard=1))
+            cut = parts.weights + parts.adapters
+            return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
+        if not self.nf4:
+            passing = self.loaded.weights * largest_tensor(self.shape) if layout.shards_params else 0
+            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
+        sizes = [linear.weights for linear, _ in self.shape.linears]
+        sizes += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
+        adapters = 4 * self.trained.params
+        cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
+        weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
+        beside = max(cut, self.loaded.weights * max(sizes, default=0) - adapters)
+        return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
+
+    def _largest_unit(self) -> int:
+        """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
+        mixed precision, packed matrices with their constants."""
+        width = 4 if self.full and self.loaded.autocast is not None else self.loaded.weights
+        adapters = 4 if self.loaded.autocast is not None and not self.nf4 else self.loaded.adapters
+        lora = self.config.tuning.lora
+        units_bytes = [width * self.shape.table_params]
+        for kind in self.shape.layers:
+            packed = sum(nf4_bytes(linear.weights) for linear in kind.linears) if self.nf4 else 0
+            plain = width * (kind.params - (kind.linear_weights if self.nf4 else 0))
+            beside = 0 if self.full else kind_adapters(kind, lora.r, targets=lora.target_modules, dora=False)
+            units_bytes.append(packed + plain + adapters * beside)
+        return max(units_bytes)
+
+    def read_in_ram(self) -> int:
+        """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
+        layout = self.step.layout
+        reads_into_ram = layout.is_fsdp or (layout.is_zero and layout.shards_params and not self.nf4)
+        return self.loaded.weights * largest_tensor(self.shape) + (self.copied_in_ram() if reads_into_ram else 0)
+
+    def copied_in_ram(self) -> int:
+        """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
+        copies what is cast from another dtype (DeepSpeed: each tensor in transit) or stacked (experts)."""
+        as_stored = self.shape.stored_dtype == self.precision.load or self.step.layout.is_zero
+        return self.loaded.weights * (self.shape.expert_params if as_stored else self.shape.params)
+
+    def offloaded(self) -> int:
+        """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
+        layers = range(self.layers) if self.step.offloads else ()
+        return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
+
+    def moments(self) -> Iterator[tuple[Moment, Terms]]:
+        """Every moment that can be the peak, with its terms: of each part of the step the highest, then the others."""
+        yield from self.training.items()
+        if self.step.eval_batch:
+            yield from self.evaluation(self.step.eval_batch)
+        if self.step.saves:
+            # a sharded tensor is gathered one at a time, and copied once more on its way to the host
+            gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
+            yield self._at("saving", self._between(), 0, gather_buffers=gathered)
+
+    def evaluates(self, rows: int) -> None:
+        """Evaluate in batches of this many rows."""
+        self.step = replace(self.step, eval_batch=rows)
+
+    @cached_property
+    def training(self) -> Mapping[Moment, Terms]:
+        """The step itself: of each moment's visits the one with the most bytes."""
+        held = [self._batch(self.step.micro_batch, self.specs)]
+        if self.shape.embedding_dropout:
+            held[0] += self.step.tokens * self.shape.hidden_size  # its mask
+        passing = optimizer_transient(self.config.train.optim, self.shape, self.part, full=self.full)
+        if self.step.layout.shards_states:
+            passing //= self.step.layout.shard
+        update = self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
+        # in this order: the forward pass fills `held`, which the backward pass reads
+        return largest(itertools.chain(self._forward(held), self._backward(held), [update]))
+
+    def _hidden(self, batch: int, layer: int) -> int:
+        """Hidden states before a block, or after the last."""
+        return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
+
+    def _between(self) -> int:
+        """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others free them."""
+        layout = self.step.layout
+        return self.resident.gradients if layout.is_zero and layout.shards_params else 0
+
+    def _older_gradients(self) -> int:
+        """Gradients of earlier micro-batches, in all but the first."""
+        return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
+
+    def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
+        """Through the blocks to the loss. `held` collects what is held before each block, and at the head.
+
+        A checkpointed block keeps its input, and autocast the half-precision copies of its fp32 adapters until the
+        pass ends; the model's own forward keeps the embedding's output until it returns.
+        """
+        gathering, batch = self.gathering, self.step.micro_batch
+        older, cast = self._older_gradients(), 0
+        for layer, block in enumerate(self.blocks):
+            checkpointed = layer < self.layers
+            cast += block.cast_weights if checkpointed else 0
+            alone = self._forward_alone(layer, batch, self.specs, training=True)
+            embedded = self._hidden(batch, 0) if layer and not self.layers else 0
+            live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
+            yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
+            kept = 0 if self.step.offloads else self._hidden(batch, layer)
+            held.append(held[-1] + (kept if checkpointed else block.kept))
+        size = self._hidden(batch, -1)
+        if gathering:
+            yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
+        head = self._head(self.step.micro_batch, grad=True)
+        gaolderd = gathering.tail if gathering else 0
+        beyond = max(0, head.forward - size)
+        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gaolderd)
+
+    def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
+        """From the loss back to the embedding; gradients of parameters arrive and stay, what blocks held is freed."""
+        gathering = self.gathering
+        head = self._head(self.step.micro_batch, grad=True)
+        gathered = gathering.head if gathering else 0
+        yield self._at("head", self._older_gradients(), held[-1], loss_head=head.backward, gather_buffers=gathered)
+        with_embedding = gathering is not None and self.shape.tied  # one unit, sharded when the embedding is done
+        new = 0 if self.adds_up else self._kept_of(head.gradients)
+        done = self._older_gradients() + (head.gradients if with_embedding else new)
+        for layer, block in reversed(list(enumerate(self.blocks))):
+            peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
+            peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
+            yield self._at(
+                "backward",
+                done,
+                held[layer] + peak - block.rebuilt,
+                dequantised=block.rebuilt,
+                gather_buffers=gathering.backward(layer) if gathering else 0,
+            )
+            if gathering:
+                yield self._at("backward", done, held[layer] + block.input, gather_buffers=gathering.reduction(layer))
+            done += 0 if self.adds_up else self._kept_of(block.gradients)
+        yield from self._end(held[0] + self._hidden(self.step.micro_batch, 0))
+
+    def _end(self, live: int) -> Iterator[tuple[Moment, Terms]]:
+        """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
+        sharded only then, it is live in addition."""
+        width = self.numbers.weights if self.full else self.numbers.adapters
+        dense = self.shape.table_params * width if self.trained.embedding else 0
+        done = max(self.resident.gradients, self.whole_gradients)
+        if self.gathering:
+            before = done - (0 if self.adds_up else self._kept_of(dense))
+            for gathered in self.gathering.end(dense):
+                yield self._at("backward", before, live, gather_buffers=gathered)
+            return
+        beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
+        yield self._at("backward", done, live + (dense if beside else 0))
+
+    def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:
+        """A batch of the evaluation: the last block of each kind, then the head; nothing is held for a backward pass
+        except, as in training, the embedding's output until the model's forward returns, and autocast's half-precision
+        copies of fp32 parameters until the pass ends.
+
+        Rows are not packed there, so their mask is not the training's.
+        """
+        specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows))
+        batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
+        last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
+        for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):
+            if last[place] == layer:
+                embedded = self._hidden(rows, 0) if layer else 0
+                live = batch + cast + embedded + self._forward_alone(layer, rows, specs, training=False)
+                yield self._at("evaluation", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
+            cast += block.cast_weights
+        head = self._head(rows, grad=False)
+        live = batch + cast + self._hidden(rows, 0) + 2 * self._hidden(rows, -1)
+        before = gathering.before_tail() if gathering else 0
+        yield self._at("evaluation", there, live, gather_buffers=before)
+        gathered = gathering.tail if gathering else 0
+        yield self._at("evaluation", there, batch + cast, loss_head=head.forward, gather_buffers=gathered)
+
+
+def largest(moments: Iterable[tuple[Moment, Terms]]) -> Mapping[Moment, Terms]:
+    """Of each moment's visits the one with the most bytes."""
+    best: dict[Moment, tuple[int, Terms]] = {}
+    for name, terms in moments:
+        size = sum(terms.values())
+        if name not in best or size > best[name][0]:
+            best[name] = (size, terms)
+    return {name: terms for name, (_, terms) in best.items()}

@@ -1,0 +1,212 @@
+"""From a model's shape, a run and a step to the structure of each block: projections by role, kernel, adapters,
+dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.planner.gradients import adapter_dtype
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.planner.precision import BYTES, Precision
+
+ROW_ROLES = ("o", "down")
+"""Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs."""
+FLASH_SINCE = (8, 0)
+"""Compute capability from which PyTorch's flash kernel runs (aten/native/transformers/cuda/sdp_utils.cpp)."""
+FLASH_HEAD = 256
+"""Widest head that it takes (the same file)."""
+
+
+def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
+    """Bytes of weights, of autocast's dtype, of adapters and of optimizer states.
+
+    DeepSpeed casts what trains to the dtype of the computation, and keeps fp32 copies beside it.
+    """
+    load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
+    adapters = BYTES[adapter_dtype(config, precision)]
+    if layout.is_zero and compute is not None:
+        adapters = compute
+    return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
+
+
+def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
+    """Whether a linear layer gets an adapter."""
+    return targets == "auto" or any(linear.matches(target) for target in targets)
+
+
+def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
+    """Whether attention of these blocks gets a mask of S x S: real padding, or a window shorter than the rows.
+
+    transformers omits the mask where causality alone expresses it (masking_utils.py, `_ignore_causal_mask_sdpa`).
+    """
+    windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
+    return kind.attention != "none" and (padded or windowed)
+
+
+def kernel_of(
+    kind: LayerKind,
+    shape: ModelShape,
+    *,
+    attention: str,
+    masked: bool,
+    half: bool,
+    capability: tuple[int, int] | None,
+    on_gpu: bool,
+    gathers: bool = False,
+    repeats: bool = True,
+) -> AttentionKernel:
+    """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for.
+
+    `gathers`: rows are padded, which flash-attn 2 takes without their padding; `repeats`: keys and values are repeated
+    where `repeats_kv` says so, as training does and other scripts do not.
+    """
+    if attention == "eager":
+        return "eager"
+    if attention == "flash_attention_2" or not on_gpu:
+        return "varlen" if gathers and on_gpu else "flash"
+    able = flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
+    if able and not masked:
+        return "flash"
+    return "math" if _grouped(shape) and not masked and not repeats else "efficient"
+
+
+def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether a run on GPUs of this capability (None: unknown) repeats keys and values for all heads for sdpa.
+
+    transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Only flash attention supports
+    them; where it does not run, PyTorch would use its math kernel, with S x S scores in fp32.
+    """
+    return attention == "sdpa" and _grouped(shape) and not flash_runs(half=half, capability=capability)
+
+
+def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch's flash kernel runs for these numbers on this GPU."""
+    return half and (capability or FLASH_SINCE) >= FLASH_SINCE
+
+
+def _grouped(shape: ModelShape) -> bool:
+    """Whether heads are grouped in a way that transformers would leave to PyTorch."""
+    return shape.num_heads != shape.num_kv_heads and shape.mla is None and shape.head_dim <= FLASH_HEAD
+
+
+@lru_cache(maxsize=4096)
+def block_spec(
+    kind: LayerKind,
+    shape: ModelShape,
+    *,
+    widths: Numbers,
+    mode: str,
+    rank: int,
+    targets: tuple[str, ...] | Literal["auto"],
+    lora_dropout: float,
+    dora: bool,
+    kernel: AttentionKernel,
+    masked: bool,
+) -> BlockSpec:
+    """A block of this kind, trained this way."""
+    key_dim, value_dim = shape.head_dim, shape.head_dim
+    if shape.mla is not None:
+        key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
+    specs = {}
+    for role, linear in roles(kind, shape).items():
+        chosen = mode != "full" and is_target(linear, targets)
+        specs[role] = LinearSpec(linear.inputs, linear.outputs, rank if chosen else 0)
+    norms = max(1, shape.norms_per_layer)
+    return BlockSpec(
+        hidden=shape.hidden_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_heads if shape.mla is not None else shape.num_kv_heads,
+        head_dim=key_dim,
+        value_dim=value_dim,
+        linears=tuple(specs.items()),
+        norm=_norm(shape),
+        norm_after=norms >= 4,
+        parallel=shape.parallel_blocks,
+        parallel_norms=shape.parallel_blocks and norms >= 2,
+        qk_norm=shape.qk_norm,
+        rotary=shape.rotary_dim / max(1, shape.head_dim),
+        rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.fused_qkv and shape.rotary_dim > 0),
+        activation="gelu_new" if shape.activation in STEPWISE_ACTIVATIONS else "kernel",
+        dropout=shape.dropout,
+        attention_dropout=shape.attention_dropout,
+        kernel=kernel,
+        masked=masked,
+        softcap=shape.attention_softcap is not None,
+        experts=kind.num_experts,
+        experts_per_token=shape.experts_per_token,
+        expert_width=kind.expert_width,
+        attends=kind.attention != "none",
+        full=mode == "full",
+        nf4=mode == "qlora",
+        lora_dropout=lora_dropout,
+        dora=dora,
+        numbers=widths,
+    )
+
+
+def _norm(shape: ModelShape) -> Literal["rms", "gemma", "layer"]:
+    """The norm by how it is computed: a LayerNorm without a bias is written out in fp32 (Cohere), as Gemma's norm
+    is."""
+    if shape.norm == "layer" and not shape.norm_bias:
+        return "gemma"
+    return "rms" if shape.norm == "none" else shape.norm
+
+
+STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
+"""Activations that transformers computes step by step in Python, with a tensor per step (activations.py)."""
+
+_LATENT = {
+    "q_proj": "q",
+    "q_a_proj": "q_a",
+    "q_b_proj": "q_b",
+    "kv_a_proj_with_mqa": "kv_a",
+    "kv_b_proj": "kv_b",
+    "o_proj": "o",
+}
+
+
+def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
+    """The block's linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; others by name."""
+    attention = [linear for linear in kind.linears if linear.is_attention]
+    rest = [linear for linear in kind.linears if not linear.is_attention]
+    by_role: dict[str, Linear] = {}
+    if shape.mla is not None:
+        by_role |= {_LATENT[linear.name]: linear for linear in attention if linear.name in _LATENT}
+    elif len(attention) == 4:
+        by_role |= dict(zip("qkvo", attention, strict=True))
+    elif len(attention) == 2:
+        by_role |= dict(zip(("qkv", "o"), attention, strict=True))
+    else:
+        by_role |= {f"attention.{linear.path}": linear for linear in attention}
+    router_widths = (kind.num_experts, 1) if kind.num_experts else (1,)
+    mlp = [linear for linear in rest if linear.inputs > 1 and linear.outputs not in router_widths]
+    by_count = {3: ("gate", "up", "down"), 2: ("gate_up" if shape.fused_gate_up else "up", "down")}
+    names = by_count.get(len(mlp), tuple(f"mlp.{linear.path}" for linear in mlp))
+    by_role |= dict(zip(names, mlp, strict=True))
+    named = {id(linear) for linear in by_role.values()}
+    return by_role | {f"other.{linear.path}": linear for linear in rest if id(linear) not in named}
+
+
+def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
+    """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
+    if ranks == 1:
+        return spec
+    linears = tuple((role, _cut(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
+    return replace(
+        spec,
+        linears=linears,
+        heads=max(1, spec.heads // ranks),
+        kv_heads=max(1, spec.kv_heads // ranks),
+        expert_width=spec.expert_width // ranks,
+    )
+
+
+def _cut(linear: LinearSpec, ranks: int, *, by_row: bool) -> LinearSpec:
+    if by_row:
+        return replace(linear, inputs=max(1, linear.inputs // ranks))
+    return replace(linear, outputs=max(1, linear.outputs // ranks))

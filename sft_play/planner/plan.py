@@ -1,0 +1,566 @@
+"""The plan of a run: layout, precision, batch, predicted peak and speed, and the reasons, before anything loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DoesNotFit
+from sft_play.facts.architecture import ModelShape
+from sft_play.facts.hardware import Hardware
+from sft_play.log import one_line
+from sft_play.planner import calibration
+from sft_play.planner.attention import attention_of
+from sft_play.planner.batching import BatchPlan, arithmetic
+from sft_play.planner.candidate_json import candidate_from_json, candidate_json
+from sft_play.planner.candidates import (
+    Candidate,
+    Job,
+    choose,
+    eval_batch,
+    least,
+    needs_words,
+    shown,
+    weigh,
+    weigh_updates,
+)
+from sft_play.planner.gradients import effects
+from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
+from sft_play.planner.memory.estimate import MemoryEstimate
+from sft_play.planner.memory.generation import answer_tokens
+from sft_play.planner.memory.model_states import loads_by_unit
+from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
+from sft_play.planner.memory.step_memory import Walk
+from sft_play.planner.memory.structure import repeats_kv
+from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
+from sft_play.planner.throughput import Speed, rates_of, utilisation
+from sft_play.units import GIB
+
+TRACE_TOLERANCE = 0.03
+"""Difference between closed form and trace from which the plan reports it."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a trace of the chosen step measured: bytes of one rank. `unavailable` says why there is none."""
+
+    allocated: int = 0
+    reserved: int = 0
+    unavailable: str | None = None
+
+
+Confirm = Callable[[Candidate], Traced]
+"""Traces a candidate's step."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change that would need less memory, or provide more. Bytes are those of one rank.
+
+    `setting` is what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
+    `needs` are those bytes in words, with the RAM of a layout that offloads.
+    """
+
+    change: str
+    allocated: int
+    required: int
+    fits: bool
+    needs: str
+    setting: str | None = None
+    hardware: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The amount of training: optimizer steps, and tokens without padding as estimated from the file's size."""
+
+    steps: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions.
+
+    Where nothing fits, the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what
+    was tried and would not.
+    """
+
+    choice: Candidate
+    precision: Precision
+    max_seq_len: int
+    repeats_kv: bool
+    """Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's math kernel."""
+    eval_batch: int
+    """Rows that a rank evaluates at once."""
+    answer_tokens: int
+    """Tokens of prompts and answers that are generated at once."""
+    budget_bytes: int
+    model_params: int
+    hardware: Hardware
+    reasons: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = ()
+    not_possible: tuple[NotPossible, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
+    not_enough: tuple[Suggestion, ...] = ()
+    speed_known: bool = False
+    mfu: float | None = None
+    work: Work | None = None
+
+    @property
+    def layout(self) -> LayoutName:
+        """The name of the layout."""
+        return self.choice.layout.name
+
+    @property
+    def batch(self) -> BatchPlan:
+        """Micro-batch, accumulation and data-parallel ranks."""
+        return self.choice.batch
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """The predicted peak of one rank."""
+        return self.choice.memory
+
+    @property
+    def speed(self) -> Speed:
+        """The predicted step."""
+        return self.choice.speed
+
+    @property
+    def fits(self) -> bool:
+        """Whether the choice fits with its margin."""
+        return self.choice.fits
+
+    @property
+    def confirmed_by_trace(self) -> bool:
+        """Whether the choice was traced, and the larger of the two predictions used."""
+        return self.choice.traced
+
+    @property
+    def checkpointed_layers(self) -> int:
+        """Layers whose activations are recomputed in the backward pass."""
+        return self.choice.checkpointed
+
+    @property
+    def gradient_checkpointing(self) -> bool | str:
+        """True for all layers, False for none, else `selective`."""
+        return self.choice.checkpointing
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the whole run with every row at full length; None where the work or the speed is unknown."""
+        return self.work.steps * self.speed.step_s / 3600 if self.work and self.speed_known else None
+
+    def as_json(self) -> dict[str, Any]:
+        """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
+        return {
+            **candidate_json(self.choice, speed_known=self.speed_known),
+            "speed_known": self.speed_known,
+            "repeats_kv": self.repeats_kv,
+            "eval_batch": self.eval_batch,
+            "answer_tokens": self.answer_tokens,
+            "max_seq_len": self.max_seq_len,
+            "precision": asdict(self.precision),
+            "mfu": self.mfu,
+            "run": self._run_json(),
+            "model_params": self.model_params,
+            "hardware": self.hardware.as_json(),
+            "reasons": list(self.reasons),
+            "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
+            "not_possible": [asdict(item) for item in self.not_possible],
+            "ways_out": [asdict(way) for way in self.suggestions],
+            "not_enough": [asdict(way) for way in self.not_enough],
+        }
+
+    def _run_json(self) -> dict[str, Any] | None:
+        """Time, energy and money of the whole run at full-length rows; None where the work is unknown."""
+        if self.work is None:
+            return None
+        gpus = len(self.hardware.gpus)
+        hours = self.hours
+        gpu_hours = None if hours is None or not gpus else hours * gpus
+        limits = [gpu.tdp_watts for gpu in self.hardware.gpus]
+        watts = sum(limit for limit in limits if limit) if limits and all(limits) else None
+        price = self.hardware.price_per_gpu_hour
+        return {
+            "steps": self.work.steps,
+            "tokens": self.work.tokens,
+            "hours": hours,
+            "gpu_hours": gpu_hours,
+            "energy_kwh": None if hours is None or watts is None else hours * watts / 1000,
+            "cost": None if gpu_hours is None or price is None else gpu_hours * price,
+        }
+
+
+Planned = tuple[Plan, dict[str, Any] | None]
+"""A plan, and DeepSpeed's config where DeepSpeed runs it."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
+
+    `earlier` are runs measured on this machine.
+    """
+
+    config: RunConfig
+    shape: ModelShape
+    hardware: Hardware
+    only: Sequence[LayoutName] = LAYOUT_NAMES
+    """Layouts that may be taken; every one is weighed where none is left out."""
+    has_eval: bool = True
+    """Whether evaluation batches run beside the training."""
+    earlier: Sequence[calibration.Measured] = ()
+
+    @property
+    def named(self) -> LayoutName | None:
+        """The layout that the user named, if it is only one."""
+        return self.only[0] if len(self.only) == 1 else None
+
+
+def make_plan(
+    request: PlanRequest,
+    *,
+    confirm: Confirm | None = None,
+    work: Callable[[int], Work | None] | None = None,
+    keeps_params: bool = False,
+    fixed: BatchPlan | None = None,
+    updates: Updates | None = None,
+) -> Plan:
+    """The plan of a run. Where nothing fits it suggests no changes; `advice.suggestions.make_advised_plan` does.
+
+    Args:
+        confirm: traces the choice; the larger of prediction and trace counts, and a choice that then does not fit is
+            given up for the next best.
+        work: the number of optimizer steps and tokens of the run, given the effective batch.
+        keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
+        fixed: the batch that a resumed run keeps, whatever the config says; nothing is suggested in its place.
+        updates: how updates have reached the weights of a run that is resumed, which `weight_updates: auto` takes.
+
+    Raises:
+        ConfigError: batch sizes that do not divide, a mesh that this machine or job does not allow, adapters on layers
+            that the model does not have.
+    """
+    config, shape, hardware = request.config, request.shape, request.hardware
+    check_targets(config, shape)
+    job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
+    layouts, refused = _layouts(request, keeps_params=keeps_params)
+    job, candidates = weigh_updates(job, layouts)
+    # sharing rows is slower wherever a whole row fits a GPU: weighed only where nothing else fits
+    can_share_rows = "fsdp_cp" in request.only and config.model.mesh_shape is None
+    if can_share_rows and not any(candidate.fits for candidate in candidates):
+        candidates += weigh(job, with_context_parallel(config, shape, hardware))
+    chosen, candidates, notes = _confirmed(job, candidates, confirm)
+    return Plan(
+        choice=chosen,
+        precision=chosen.precision,
+        max_seq_len=job.seq_len,
+        repeats_kv=_repeats_kv(job, chosen),
+        eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
+        answer_tokens=answer_tokens(shape, chosen),
+        budget_bytes=job.budget,
+        model_params=shape.params,
+        hardware=hardware,
+        reasons=_reasons(job, candidates, chosen, notes),
+        candidates=tuple(shown(job, candidates, chosen)),
+        not_possible=refused,
+        speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
+        mfu=utilisation(chosen.speed, job.rates),
+        work=work(chosen.batch.effective_batch) if work else None,
+    )
+
+
+def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:
+    """The layouts to weigh, and those that are not possible; the simplest one where none of `only` is possible."""
+    hardware = request.hardware
+    possible, refused = layouts_for(request.config, request.shape, hardware, named=request.named)
+    layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
+    if not layouts:
+        listed = "; ".join(f"{item.name}: {item.because}" for item in refused)
+        raise ConfigError(f"no layout over {hardware.ranks} ranks can run this job: {listed}")
+    if keeps_params:
+        layouts = [dataclasses.replace(layout, keeps_params=layout.offloads_params) for layout in layouts]
+    return layouts, refused
+
+
+def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_notes: Sequence[str]) -> tuple[str, ...]:
+    """Why the plan is as it is: precision, length, shape, layout, what the trace measured, and advice."""
+    wish, used = job.config.model.max_seq_len, job.seq_len
+    shortened = [f"max_seq_len {used} instead of {wish}: the model has {used} positions"] if used != wish else []
+    return (
+        chosen.precision.reason,
+        *shortened,
+        *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
+        *_why(job, candidates, chosen),
+        *trace_notes,
+        *_adapters_in_bf16(job.config, chosen),
+        *_unknown_of_unsloth(job.config, chosen),
+        *_advice(chosen),
+    )
+
+
+def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
+    """The effect of tuning.lora.dtype=bfloat16."""
+    lora, layout = config.tuning.lora, chosen.layout
+    if config.tuning.mode == "full" or lora.dtype != "bfloat16":
+        return []
+    setting = "tuning.lora.dtype=bfloat16: "
+    if chosen.precision.compute != "bfloat16":
+        return [f"{setting}adapters stay in fp32, because the run computes in {SHORT[chosen.precision.compute]}"]
+    if layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
+        return [f"{setting}{layout.name} still steps adapters in fp32"]
+    return [f"{setting}adapters and their states are bf16, and small updates are lost"]
+
+
+def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
+    """What this plan does not know about a run on Unsloth."""
+    if config.tuning.backend != "unsloth":
+        return []
+    note = "tuning.backend=unsloth: memory and speed are those of backend bnb; Unsloth itself was not measured"
+    if chosen.layout.name in ("single", "ddp"):
+        return [note]
+    return [note, f"Unsloth runs only single and ddp; {chosen.layout.name} would run with backend bnb (STRATEGY=ddp)"]
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that `as_json` wrote, for a rank that receives it: equal in every field, nothing is decided again."""
+    run = data["run"]
+    choice = candidate_from_json(data)
+    return Plan(
+        choice=choice,
+        precision=Precision(**data["precision"]),
+        max_seq_len=data["max_seq_len"],
+        repeats_kv=data["repeats_kv"],
+        eval_batch=data["eval_batch"],
+        answer_tokens=data["answer_tokens"],
+        budget_bytes=choice.room.device,
+        model_params=data["model_params"],
+        hardware=Hardware.from_json(data["hardware"]),
+        reasons=tuple(data["reasons"]),
+        candidates=tuple(candidate_from_json(candidate) for candidate in data["candidates"]),
+        not_possible=tuple(NotPossible(**item) for item in data["not_possible"]),
+        suggestions=tuple(Suggestion(**way) for way in data["ways_out"]),
+        not_enough=tuple(Suggestion(**way) for way in data["not_enough"]),
+        speed_known=data["speed_known"],
+        mfu=data["mfu"],
+        work=None if run is None else Work(run["steps"], run["tokens"]),
+    )
+
+
+def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
+    """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
+    config, shape, hardware = request.config, request.shape, request.hardware
+    precision = choose_precision(config, hardware, shape)
+    device = hardware.gpus[0].name if hardware.gpus else "cpu"
+
+    @functools.cache
+    def learned(layout: Layout) -> calibration.Correction:
+        model, mode = config.model.name, config.tuning.mode
+        return calibration.correction(request.earlier, device=device, mode=mode, layout=layout.name, model=model)
+
+    return Job(
+        config=config,
+        shape=shape,
+        precision=precision,
+        hardware=hardware,
+        rates=rates_of(hardware, precision),
+        seq_len=min(config.model.max_seq_len, shape.max_positions or config.model.max_seq_len),
+        attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
+        has_eval=request.has_eval,
+        budget=budget_bytes(hardware),
+        host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
+        learned=learned,
+        masters=masters,
+    )
+
+
+def _confirmed(
+    job: Job, candidates: list[Candidate], confirm: Confirm | None
+) -> tuple[Candidate, list[Candidate], list[str]]:
+    """The choice, traced if asked; one that does not fit by its trace is replaced by the next best."""
+    notes: list[str] = []
+    while True:
+        chosen = choose(candidates)
+        if chosen is None:
+            return least(candidates), candidates, notes
+        if confirm is None or chosen.traced:
+            return chosen, candidates, notes
+        traced = confirm(chosen)
+        if traced.unavailable is not None:
+            return chosen, candidates, [*notes, f"not confirmed by a trace: {traced.unavailable}"]
+        notes.append(_trace_words(chosen, traced))
+        # if the traced choice no longer fits, the next round takes, and traces, the next best
+        updated = _with_trace(job, chosen, traced)
+        candidates = [updated if candidate.key == chosen.key else candidate for candidate in candidates]
+
+
+def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
+    """The candidate with the larger of the two predictions, which earlier runs correct like any; the difference becomes
+    a separate term."""
+    memory, raw = candidate.memory, candidate.raw
+    more = max(0, traced.allocated - memory.allocated)
+    terms = memory.terms | ({"trace_says_more": more} if more else {})
+    # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
+    raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
+    reserved = int(raw.reserved * job.learned(candidate.layout).memory)
+    margin = int(memory.margin * reserved / max(1, memory.reserved))
+    memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
+    return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
+
+
+def _trace_words(candidate: Candidate, traced: Traced) -> str:
+    closed = candidate.memory.allocated
+    text = (
+        f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the closed form "
+        f"says {closed / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
+    )
+    if abs(traced.allocated / max(1, closed) - 1) > TRACE_TOLERANCE:
+        text += f", {traced.allocated / max(1, closed) - 1:+.1%} apart: the larger one is used"
+    return text
+
+
+def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """The choice, its arithmetic and what it assumes."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    reasons = [arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)]
+    if fitting:
+        same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
+        largest = max(candidate.batch.micro_batch for candidate in same)
+        if largest > chosen.batch.micro_batch:
+            reasons[0] += f"; up to {largest} would fit and be at most 3% faster"
+        elif len(same) > 1:
+            reasons[0] += "; smaller ones are slower"
+    effective, layout = chosen.batch.effective_batch, chosen.layout
+    if layout.data_parallel < layout.ranks and effective % layout.ranks and job.config.model.mesh_shape is None:
+        reasons.append(
+            f"an effective batch of {effective} does not split over {layout.ranks} ranks that each read their own "
+            f"rows: {layout.name} has {layout.data_parallel}"
+        )
+    learned = job.learned(chosen.layout).reason
+    padding = ", shorter rows padded to it and masked" if chosen.step.padded else ""
+    padding = ", several chats to a row, with a mask between them" if job.packed else padding
+    reasons.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
+    is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
+    if job.config.tuning.mode == "qlora" and is_cut_after_loading:
+        memory = chosen.memory
+        where = ", the packed ones in RAM" if chosen.layout.offloads_params else ""
+        reasons.append(
+            f"{chosen.layout.name} shards NF4 weights after loading: until then each rank holds all of them "
+            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
+        )
+    if chosen.memory.checkpoint == "sharded":
+        reasons.append(_sharded_checkpoint_words(chosen))
+    if _repeats_kv(job, chosen):
+        reasons.append(
+            "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
+            "takes grouped ones, does not run on this GPU in this precision"
+        )
+    if chosen.step.eval_batch:
+        reasons.append(_evaluation_words(job.config, chosen))
+    reasons += effects(
+        job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
+        whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
+    )  # fmt: skip
+    return [*reasons, *([learned] if learned else [])]
+
+
+def _sharded_checkpoint_words(chosen: Candidate) -> str:
+    """How checkpoints are written where each rank writes a shard, and why."""
+    memory = chosen.memory
+    return (
+        f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
+        f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "
+        f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
+        f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
+    )
+
+
+def _repeats_kv(job: Job, chosen: Candidate) -> bool:
+    """Whether the run's sdpa repeats keys and values."""
+    step, half = chosen.step, chosen.precision.compute != "float32"
+    repeats = repeats_kv(job.shape, attention=step.attention, half=half, capability=step.capability)
+    return repeats and step.repeats_kv and step.on_gpu
+
+
+def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
+    """How many rows are evaluated at once, with their memory beside that of a training step."""
+    rows, moments = chosen.step.eval_batch, chosen.memory.moments
+    given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
+    step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
+    return (
+        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of similar length together; "
+        f"{moments['evaluation'] / GIB:.2f} GiB, a training step {step / GIB:.2f}"
+    )
+
+
+def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:
+    """Raises DoesNotFit when the batch was left to the plan and nothing fits; one that was given, or that a resumed run
+    keeps (`is_fixed`), is tried."""
+    train = config.train
+    if plan.fits or is_fixed or train.batch_size != "auto" or train.grad_accum != "auto":
+        return
+    micro, needs = plan.batch.micro_batch, needs_words(plan.choice, terms=3)
+    rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.max_seq_len} tokens"
+    where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
+    ways = plan.suggestions[:5] or plan.not_enough[:3]
+    listed = ", ".join(f"{way.change} ({way.needs})" for way in ways)
+    if plan.suggestions:
+        advice = f"try {listed}"
+    else:
+        advice = f"not even {listed} would be enough" if ways else "try a smaller model"
+    raise DoesNotFit(
+        f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {where}: {rows} at a time in "
+        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice}, or set train.batch_size=1 "
+        "to start anyway",
+        plan=plan.as_json(),
+    )
+
+
+OUTPUT_HEADS = ("lm_head", "embed_out")
+"""What transformers calls the output head."""
+
+
+def check_targets(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
+    targets = config.tuning.lora.target_modules
+    if config.tuning.mode == "full" or targets == "auto":
+        return
+    names = sorted({linear.name for linear, _ in shape.linears})
+    problems = []
+    for target in targets:
+        if target in OUTPUT_HEADS:
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif not any(linear.matches(target) for linear, _ in shape.linears):
+            near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"{one_line(target)} matches nothing{hint}")
+    if problems:
+        listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
+        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+
+
+def budget_bytes(hardware: Hardware) -> int:
+    """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
+    if not hardware.gpus:
+        return hardware.ram_free_bytes // hardware.gpus_per_node
+    # all ranks run the same plan, so the GPU with the least room decides
+    return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
+
+
+def _advice(chosen: Candidate) -> list[str]:
+    reasons = []
+    if chosen.step.pages and (chosen.offloads or chosen.step.offloads):
+        need = f"{chosen.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
+        reasons.append(f"{need}, but WSL has been seen to give only 0.5 to 1 GiB: the run may fail at the start")
+    if chosen.fits and chosen.needs_unknown_ram:
+        need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
+        reasons.append(f"{need}, and the machine's RAM was not given (ram=512GiB)")
+    if not chosen.fits:
+        reasons.append(f"nothing fits: the closest is predicted to need {needs_words(chosen, terms=3)}")
+    return reasons

@@ -1,0 +1,85 @@
+"""What every start of a run does before it trains: log the base model, build the starter's, check the data's files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.sources.files import data_paths
+from sft_play.errors import in_stage
+from sft_play.facts.hardware import Hardware
+from sft_play.launch import tensorboard
+from sft_play.launch.device import require_machine
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan
+from sft_play.runs import RunFolder
+from sft_play.starter.names import BASE_NAME
+from sft_play.starting.over_ranks import parts_of
+from sft_play.starting.plan_run import shape_for
+
+logger = logging.getLogger(__name__)
+
+
+def log_base(loaded: LoadedConfig) -> None:
+    """The first line of every run: which weights it trains, and which file says so."""
+    name = loaded.config.model.name
+    base = f"{name} ({loaded.path})"
+    if name == BASE_NAME:
+        base = f"{name}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
+    logger.info("Base model: %s", one_line(base, limit=400))
+
+
+def require_usable(config: RunConfig, hardware: Hardware) -> None:
+    """Raises HardwareError where this machine would surprise the user (its GPU is unusable), or cannot take a step."""
+    require_machine(config, hardware, os.environ, params=lambda: shape_for(config).params)
+
+
+def require_data(loaded: LoadedConfig) -> None:
+    """Raises DataError where a file is missing, naming the stage where the run has stages."""
+    for part, _ in parts_of(loaded, None):
+        with in_stage(part.stage):
+            data_paths(part.config.data)
+
+
+def require_backend(loaded: LoadedConfig) -> None:
+    """Raises BackendError where the requested backend cannot run, before minutes go into the starter's base."""
+    if loaded.config.tuning.backend != "bnb":
+        from sft_play.training.backend import choose_backend
+
+        choose_backend(loaded.config, staged=bool(loaded.stages))
+
+
+def require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
+    """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
+    if loaded.config.model.adapter is None:
+        return
+    from sft_play.training.model import build_model_spec
+    from sft_play.training.origin import origin_of
+    from sft_play.training.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(loaded.config).tokenizer
+    origin_of(loaded.config, build_model_spec(loaded.config, plan.precision, tokenizer_size=len(tokenizer)))
+
+
+def with_starter(loaded: LoadedConfig) -> LoadedConfig:
+    """The config with the path of the starter's base model in place of its name; trained now if it does not exist."""
+    if loaded.config.model.name != BASE_NAME:
+        return loaded
+    from sft_play.training.starter_base import ensure_base
+
+    overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
+    return dataclasses.replace(
+        load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
+    )
+
+
+def board_beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """A context with TensorBoard over a run's curves, where it is `wanted`."""
+    if not wanted:
+        return contextlib.nullcontext()
+    return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)

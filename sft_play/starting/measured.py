@@ -1,0 +1,51 @@
+"""What a run measured, kept beside what was predicted, for later plans on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sft_play import runs
+from sft_play.config.schema import RunConfig
+from sft_play.planner import calibration
+from sft_play.planner.plan import Plan
+
+
+def remember(planned: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
+    """Keep what was measured; of stages only those on GPUs, since a CPU's peak is that of the whole process."""
+    of_stages = summary.get("stages")
+    if of_stages is None:
+        _remember_one(*planned[0], summary)
+        return
+    for (config, plan), one in zip(planned, of_stages, strict=False):
+        if plan.hardware.gpus:
+            _remember_one(config, plan, one)
+
+
+def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> None:
+    """Keep what the run measured beside what was predicted without help from earlier runs."""
+    if summary.get("backend") == "unsloth":
+        return  # plans predict the other backend
+    peak, gpus = summary["peak_bytes"], plan.hardware.gpus
+    reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
+    if not reserved or not summary["tokens_per_s"]:
+        return
+    calibration.add(
+        calibration.Measured(
+            device=gpus[0].name if gpus else "cpu",
+            mode=config.tuning.mode,
+            layout=plan.layout,
+            model=config.model.name,
+            micro_batch=plan.batch.micro_batch,
+            seq_len=plan.max_seq_len,
+            predicted_allocated=plan.memory.allocated,
+            measured_allocated=peak["measured_allocated"] or 0,
+            predicted_reserved=plan.choice.raw.reserved,
+            measured_reserved=reserved,
+            predicted_tokens_per_s=plan.choice.raw.tokens_per_s,
+            measured_tokens_per_s=summary["tokens_per_s"],
+            versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+    )

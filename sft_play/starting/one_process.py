@@ -1,0 +1,103 @@
+"""A run in this process, on one GPU or the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+
+from sft_play import endings, runs
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.errors import SftPlayError, in_stage
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.launch.board_commands import with_curves
+from sft_play.launch.device import hide_gpus, machine_for
+from sft_play.launch.libraries import prepare_libraries
+from sft_play.launch.machine import one_gpu
+from sft_play.launch.resolve_options import log_choices, take_choices
+from sft_play.log import start_log_buffer
+from sft_play.planner.batching import effective_batch
+from sft_play.planner.layout import Stopped
+from sft_play.planner.plan import Plan, Planned, require_fit
+from sft_play.runs import RunFolder, first_day
+from sft_play.starting.before import (
+    board_beside,
+    log_base,
+    require_backend,
+    require_data,
+    require_usable,
+    with_starter,
+)
+from sft_play.starting.measured import remember
+from sft_play.starting.over_ranks import log_stage, parts_of
+from sft_play.starting.plan_run import log_plan, plan_for
+from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
+
+logger = logging.getLogger(__name__)
+
+
+def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: bool = False) -> int:
+    """The run in this process, on one GPU or the CPU; `board`: with TensorBoard beside it.
+
+    Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
+    """
+    with endings.StopSignals(endings.interrupt), runs.lock(folder) if resume else contextlib.nullcontext() as mark:
+        buffer = start_log_buffer()
+        log_base(loaded)
+        choices = take_choices()
+        loaded = with_curves(loaded) if board else loaded
+        hide_gpus(loaded.config, os.environ)
+        whole = machine_for(loaded.config, detect())
+        hardware = one_gpu(whole)
+        require_usable(loaded.config, hardware)
+        planned: list[tuple[RunConfig, Plan]] = []
+        for part, place in parts_of(loaded, folder if resume else None):
+            log_stage(part)
+            with in_stage(part.stage):
+                stopped = stopped_run(place) if place is not None else None
+                config, kept = part.config, kept_of(part.config, stopped, 1)
+                log_kept(kept, stopped)
+                if place is not None:
+                    refuse_resuming(place, stopped, "single", 1)
+                trace = config.plan.trace and bool(hardware.gpus)
+                plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
+                log_what_all_would_do(config, whole, plan, stopped)
+                require_fit(plan, config, is_fixed=kept.batch is not None)
+                log_plan(plan, config)
+            planned.append((config, plan))
+        plans = [plan for _, plan in planned]
+        if choices is not None:
+            log_choices(choices, plans[0])
+        require_data(loaded)
+        require_backend(loaded)
+        loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
+        prepare_libraries(loaded.config.model.name, hardware)
+        from sft_play.training.job import job_of
+        from sft_play.training.run import run
+
+        no_engine: list[Planned] = [(plan, None) for plan in plans]
+        job = job_of(loaded, no_engine, folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder))
+        with board_beside(folder, wanted=board):
+            summary = run(job)
+        remember(planned, summary)
+        return 0
+
+
+def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stopped: Stopped | None = None) -> None:
+    """Log which layout the plan would use on all GPUs, where this command uses one of several; `stopped`: how a resumed
+    run was spread."""
+    alike = whole.alike[0] if whole.gpus else ()
+    if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
+        return
+    try:
+        kept = kept_of(config, stopped, len(alike))
+        plan_of_all = plan_for(config, dataclasses.replace(whole, gpus=alike), kept=kept)
+    except SftPlayError:
+        return
+    if plan_of_all.fits:
+        is_all = len(alike) == len(whole.gpus)
+        named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
+        logger.info("On %s %d GPUs the plan would use %s (make train-distributed%s); this run is %s",
+                    "all" if is_all else "the alike", len(alike), plan_of_all.layout, named, plan.layout)  # fmt: skip

@@ -1,0 +1,110 @@
+"""One rank of a run over several, whichever launcher started it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import date
+from pathlib import Path
+
+from sft_play import endings, runs
+from sft_play.config.load import LoadedConfig
+from sft_play.facts.hardware import detect
+from sft_play.launch.board_commands import with_curves
+from sft_play.launch.command import timeout_of
+from sft_play.launch.device import hide_gpus, machine_for
+from sft_play.launch.exported import meeting_variables, rank_variables
+from sft_play.launch.handed import LAUNCH_FILE, Handed
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.libraries import prepare_libraries
+from sft_play.launch.machine import check_gpu, spread_over
+from sft_play.launch.node_rendezvous import choose_interface
+from sft_play.launch.ranks import Ranks
+from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
+from sft_play.log import start_log_buffer
+from sft_play.runs import RunFolder, first_day
+from sft_play.starting.before import board_beside, log_base, require_usable, with_starter
+from sft_play.starting.measured import remember
+from sft_play.starting.over_ranks import parts_of, plan_stages
+
+logger = logging.getLogger(__name__)
+
+
+def start_rank(
+    loaded: LoadedConfig, ranks: Ranks, options: LaunchOptions, *, resume: bool, run_name: str | None
+) -> RunFolder:
+    """Run this process's part of a run over several ranks; returns the run's folder.
+
+    Args:
+        resume: whether to resume a stopped run, the one named `run_name` or the newest; read by rank 0, and only where
+            no parent named the run folder.
+    """
+    buffer = start_log_buffer() if ranks.is_first else None
+    log_base(loaded)
+    hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
+    os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
+    os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
+    choices = take_choices()
+    if choices is not None and ranks.folder is None:  # under a parent of ours they are left over from another launch
+        options, loaded = with_choices(options, choices, loaded.config), with_mesh_of(choices, loaded)
+    choose_interface(ranks, os.environ)
+    loaded = with_curves(loaded) if options.board else loaded
+    handed = _receive(loaded, ranks, options, resume=resume, run_name=run_name)
+    folder = RunFolder(Path(handed.folder))
+    if handed.finished:
+        return folder
+    configs = [part.config for part, _ in parts_of(loaded, None)]
+    loaded = with_starter(loaded)
+    prepare_libraries(loaded.config.model.name, detect())
+    planned = handed.planned()
+    plan = planned[0][0]
+    if choices is not None and ranks.is_first and ranks.folder is None:
+        log_choices(choices, plan)
+    check_gpu(plan, ranks)
+    from sft_play.training.job import job_of
+    from sft_play.training.run import run
+
+    job = job_of(
+        loaded, planned, folder, resume=handed.resume, log_buffer=buffer,
+        has_folder=handed.made, by=runs.WRITER if ranks.folder is not None else None,
+        timeout_s=timeout_of(loaded.config, os.environ),
+        today=date.fromisoformat(handed.today) if handed.today else date.today(),
+    )  # fmt: skip
+    with endings.StopSignals(endings.interrupt), board_beside(folder, wanted=options.board and ranks.is_first):
+        summary = run(job)
+    if ranks.is_first:
+        remember([(config, plan) for config, (plan, _) in zip(configs, planned, strict=True)], summary)
+    return folder
+
+
+def _receive(
+    loaded: LoadedConfig, ranks: Ranks, options: LaunchOptions, *, resume: bool, run_name: str | None
+) -> Handed:
+    """Plan and folder of the run: from the parent's file, or from rank 0 through the rendezvous store."""
+    if ranks.folder is not None:
+        return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
+    from sft_play.training.rendezvous import handed_over
+
+    if not ranks.is_first:
+        return Handed(**json.loads(handed_over(None)))
+    here = machine_for(loaded.config, detect())
+    hardware = spread_over(here, ranks.world_size, ranks.nodes)
+    require_usable(loaded.config, hardware)
+    if hardware.gpus and ranks.local_world_size < len(here.gpus):
+        logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",
+                       len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
+    output = loaded.config.output
+    if resume:
+        folder = runs.find_resumable(output, config_path=loaded.path, name=run_name)
+    else:
+        folder = runs.new_folder(output, config_path=loaded.path)
+        resume = runs.goes_on(folder, output)
+    place = str(folder.path.absolute())
+    if resume and runs.is_finished(folder):
+        handed = Handed(place, {}, resume, made=False, finished=True)
+    else:
+        planned = plan_stages(loaded, hardware, options, going_on=folder if resume else None)
+        handed = Handed.of(place, planned, resume=resume, made=False, today=str(first_day(folder)))
+    handed_over(handed.text())
+    return handed

@@ -1,0 +1,203 @@
+"""The plans of a run over several ranks: its layout, its batch and DeepSpeed's config, for the run or each stage."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sft_play import runs
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, SftPlayError, in_stage
+from sft_play.facts.hardware import Hardware
+from sft_play.launch import deepspeed_config
+from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.log import one_line
+from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
+from sft_play.planner.mesh import mesh_of, mesh_words
+from sft_play.planner.plan import Plan, Planned, require_fit
+from sft_play.runs import RunFolder
+from sft_play.starting.plan_run import log_plan, plan_for, shape_for
+from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
+
+logger = logging.getLogger(__name__)
+
+
+def plan_stages(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+) -> list[Planned]:
+    """The plans of a run over all ranks, logged: one, or one per stage, all in one layout; raises as `plan_ranks`
+    does."""
+    if not loaded.stages:
+        return [plan_ranks(loaded, hardware, options, going_on=going_on)]
+    if options.strategy is None and options.deepspeed is None:
+        stopped = stopped_run(going_on) if going_on is not None else None
+        if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
+            strategy = stopped.layout
+        else:
+            configs = [stage.config for stage in loaded.stages]
+            strategy = common_layout(configs, hardware, only=layouts_over(hardware.ranks))
+        options = dataclasses.replace(options, strategy=strategy)
+    planned = []
+    for part, place in parts_of(loaded, going_on):
+        log_stage(part)
+        with in_stage(part.stage):
+            planned.append(plan_ranks(part, hardware, _as_planned(options, part, going_on), going_on=place))
+    return planned
+
+
+def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+    """The stages of a run, or the run itself, each with its folder where it is resumed: None for a stage that has not
+    begun, or is finished."""
+    if not loaded.stages:
+        return [(loaded, folder)]
+    parts: list[tuple[LoadedConfig, RunFolder | None]] = []
+    for stage in loaded.stages:
+        place = folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) if folder is not None else None
+        goes_on = place is not None and place.has_begun
+        goes_on = goes_on and place is not None and not place.has_finished(adapter=stage.config.tuning.mode != "full")
+        parts.append((loaded.of(stage), place if goes_on else None))
+    return parts
+
+
+def log_stage(part: LoadedConfig) -> None:
+    """Log which stage the next lines are about, where it is one."""
+    if part.stage is not None:
+        logger.info("Stage %s:", part.stage)
+
+
+def _as_planned(options: LaunchOptions, part: LoadedConfig, going_on: RunFolder | None) -> LaunchOptions:
+    """The options with the DeepSpeed file that the first start wrote for a stage, where it did and none is given
+    now."""
+    if going_on is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
+        return options
+    file = going_on.of_stage(part.stage).path / runs.DEEPSPEED_FILE
+    return dataclasses.replace(options, deepspeed=DeepspeedWish(file)) if file.is_file() else options
+
+
+def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
+    """The fastest layout that fits every stage, of those that some stage would use by itself.
+
+    Where none does, the one that the stage with the longest rows would use, whose plan says what does not fit.
+    """
+
+    def plans(layouts: tuple[LayoutName, ...]) -> list[Plan]:
+        return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]
+
+    alone = plans(only)
+    names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
+    if len(names) == 1:
+        return next(iter(names))
+    fitting: dict[LayoutName, float] = {}
+    for name in names:
+        with contextlib.suppress(SftPlayError):
+            together = plans((name,))
+            if all(plan.fits and plan.layout == name for plan in together):
+                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)
+    return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
+
+
+def plan_ranks(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
+
+    Raises:
+        ConfigError: the strategy cannot run the job, or contradicts DeepSpeed's config.
+        RunFolderError: the run cannot be resumed in this layout or over these ranks.
+        DoesNotFit: nothing fits, and the batch was left to the plan.
+    """
+    stopped = stopped_run(going_on) if going_on else None
+    config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
+    if stopped is not None and strategy is None and deepspeed is None:
+        # DeepSpeed's checkpoints are read by the same layout only; the others over any number of ranks
+        strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
+    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
+    raw = None
+    name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
+    if deepspeed is not None:
+        wanted = strategy or "zero2"
+        raw = deepspeed_config.read(deepspeed.file) if deepspeed.file else deepspeed_config.shipped(wanted)
+        raw, notes = deepspeed_config.understand(raw, name=name)
+        strategy = deepspeed_config.layout_of(raw, name=name, planned=wanted)
+        _log_deepspeed((*notes, *deepspeed_config.layout_notes(raw, planned=wanted)))
+    if going_on and strategy:
+        refuse_resuming(going_on, stopped, strategy, hardware.ranks)
+    if raw is not None:
+        train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
+        _log_deepspeed(taken)
+        config = config.model_copy(update={"train": train})
+        mixed, taken = deepspeed_config.with_dtypes(config.distributed.mixed_precision, raw, name=name)
+        _log_deepspeed(taken)
+        distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
+        config = config.model_copy(update={"distributed": distributed})
+    # after DeepSpeed's file, which may fix the batch
+    kept = kept_of(config, stopped, _batches(config, stopped, hardware))
+    log_kept(kept, stopped)
+    refuse_strategy(config, hardware, strategy)
+    only = (strategy,) if strategy else layouts_over(hardware.ranks)
+    if stopped is not None and strategy is None:
+        only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
+    keeps_params = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
+    trace = config.plan.trace and bool(hardware.gpus)
+    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=keeps_params, kept=kept)
+    require_fit(plan, config, is_fixed=kept.batch is not None)
+    log_plan(plan, config)
+    if plan.layout not in DEEPSPEED:
+        return plan, None
+    raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
+    return plan, _resolved_deepspeed(plan, config, raw, name)
+
+
+def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
+    """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is not None:
+        return mesh.batches
+    return stopped.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
+
+
+def _log_deepspeed(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.info("DeepSpeed: %s", line)
+
+
+def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
+    numbers = deepspeed_config.PlanNumbers(
+        micro_batch=plan.batch.micro_batch,
+        grad_accum=plan.batch.grad_accum,
+        data_parallel_ranks=plan.batch.ranks,
+        hidden_size=shape_for(config).hidden_size,
+        max_grad_norm=config.train.max_grad_norm,
+        compute=plan.precision.compute,
+        layout=plan.layout,
+        learning_rate=config.learning_rate,
+        weight_decay=config.train.weight_decay,
+        betas=(deepspeed_config.ADAM_BETA1, config.train.adam_beta2),
+        eps=deepspeed_config.ADAM_EPS,
+        reduce=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
+        buffer=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
+    )
+    obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
+    resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
+    _log_deepspeed(lines)
+    return resolved
+
+
+def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName | None) -> None:
+    """Raises ConfigError for a named layout that cannot run."""
+    if strategy is None:
+        return
+    possible, refused = layouts_for(config, shape_for(config), hardware, named=strategy)
+    names = list(dict.fromkeys(layout.name for layout in possible))
+    if strategy in names:
+        return
+    because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
+    if config.model.mesh_shape is not None:
+        because = f"model.mesh_shape={mesh_words(config.model.mesh_shape)} is another layout"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")

@@ -1,0 +1,111 @@
+"""The plan of a run with what this machine knows: its shapes, the size of its data, earlier runs, a trace."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.size import rough_size
+from sft_play.data.sources.files import has_held_out_file
+from sft_play.facts.architecture import ModelShape, UnknownArchitecture, config_json, shape_of
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.device import machine_for
+from sft_play.planner import calibration, show
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.candidates import Candidate
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan
+from sft_play.starting.resumed import NOTHING_KEPT, Kept
+
+logger = logging.getLogger(__name__)
+
+
+def shape_for(config: RunConfig) -> ModelShape:
+    """The model's shapes; for a class that the tables lack they are measured on the meta device."""
+    model = config.model
+    try:
+        return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except UnknownArchitecture as error:
+        logger.info("%s; measuring it on the meta device", error)
+        from sft_play.trace.meta_shape import shape_on_meta
+
+        return shape_on_meta(
+            config_json(model.name, revision=model.revision),
+            name=model.name,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+def has_eval(config: RunConfig) -> bool:
+    """Whether evaluation batches run beside the training."""
+    return config.data.val_fraction > 0 or has_held_out_file(config.data)
+
+
+def plan_for(
+    config: RunConfig,
+    hardware: Hardware,
+    *,
+    only: tuple[LayoutName, ...] = LAYOUT_NAMES,
+    trace: bool = False,
+    with_suggestions: bool = True,
+    keeps_params: bool = False,
+    kept: Kept = NOTHING_KEPT,
+) -> Plan:
+    """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
+
+    `kept`: what a resumed run keeps.
+    """
+    hardware = machine_for(config, hardware)
+    shape = shape_for(config)
+    # a resumed run's batch is fixed: there is nothing to suggest
+    make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
+    earlier = [] if hardware.named else calibration.load()  # runs here say nothing about a machine that is named
+    return make(
+        PlanRequest(config, shape, hardware, only, has_eval(config), earlier),
+        confirm=_tracer(config, shape) if trace else None,
+        work=_work(config),
+        keeps_params=keeps_params,
+        fixed=kept.batch,
+        updates=kept.updates,
+    )
+
+
+def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
+    """A function that traces candidates of this config; the libraries are imported at its first call."""
+
+    def confirm(candidate: Candidate) -> Traced:
+        from sft_play.trace.confirm import trace_candidate
+
+        model = config_json(config.model.name, revision=config.model.revision)
+        return trace_candidate(config, model, shape, candidate.precision, candidate)
+
+    return confirm
+
+
+def _work(config: RunConfig) -> Callable[[int], Work | None]:
+    """A function of the effective batch: how many steps and tokens the run has, by the size of its files."""
+
+    def work(effective: int) -> Work | None:
+        text = config.task_mode == "cpt"
+        size = rough_size(config.data, text_wanted=text)
+        steps = config.train.max_steps
+        if size is None:
+            return Work(steps, None) if steps else None
+        full = text or config.data.packing != "none"
+        rows = max(1, size.tokens // config.model.max_seq_len) if full else size.rows
+        per_epoch = math.ceil(rows / effective)
+        steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
+        tokens = min(size.tokens, rows * config.model.max_seq_len)
+        return Work(steps, int(tokens * steps / per_epoch))
+
+    return work
+
+
+def log_plan(plan: Plan, config: RunConfig) -> None:
+    """Log layout, batch and predicted peak, with the reasons."""
+    for line in [show.choice_line(plan), *show.batch_lines(plan, config)]:
+        logger.info("%s", line)
+    if not plan.fits:
+        logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -1,0 +1,113 @@
+"""How a run was spread over ranks when it was stopped, and what a resumed run has to keep of that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import RunFolderError
+from sft_play.planner.batching import BatchPlan, divisors
+from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
+from sft_play.planner.precision import ROUNDS_ITSELF, Updates
+from sft_play.runs import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def stopped_run(folder: RunFolder) -> Stopped | None:
+    """How a run was spread when it was stopped: by its manifest, or by its plan where it failed before a rank wrote it.
+
+    None where neither says.
+    """
+    manifest = folder.manifest()
+    plan: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
+    plan = plan if isinstance(plan, dict) else {}
+    batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
+    if not isinstance(batch, dict):
+        batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
+        layout, processes = plan.get("layout"), plan.get("ranks")
+    numbers = [batch.get(name) for name in ("micro_batch", "grad_accum", "ranks")]
+    micro, accum, ranks = (number if isinstance(number, int) else 0 for number in numbers)
+    if min(micro, accum, ranks) < 1:
+        return None
+    processes = processes if isinstance(processes, int) else 0
+    updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
+    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes, updates)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a resumed run keeps from its first start; None leaves it to the config and the plan."""
+
+    batch: BatchPlan | None = None
+    updates: Updates | None = None
+
+
+NOTHING_KEPT = Kept()
+"""A new run."""
+
+
+def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
+    """What a resumed run keeps over `ranks` data-parallel ranks: its batch, and how updates reach its weights.
+
+    Free GPU memory may have changed; the rows of a step must not, and with the same split no number does. Over another
+    number of ranks the effective batch is kept and the accumulation follows, whatever the config says; a micro-batch
+    that does not divide a rank's share becomes the largest that does. A config that was changed meanwhile is reported
+    by the run folder's own check.
+
+    Raises:
+        RunFolderError: the effective batch does not split over the ranks.
+    """
+    if stopped is None:
+        return NOTHING_KEPT
+    train = config.train
+    updates = stopped.updates if train.weight_updates == "auto" else None
+    effective, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    is_another = not train.effective_follows and train.effective_batch_size != effective
+    if is_another or (not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == effective):
+        return Kept(updates=updates)
+    share, left = divmod(effective, ranks)
+    if left:
+        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
+        raise RunFolderError(
+            f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective} "
+            f"(it was stopped with {stopped.ranks}); numbers that do: {fitting}"
+        )
+    micro = stopped.micro_batch if train.batch_size == "auto" else train.batch_size
+    if share % micro and train.batch_size == "auto":
+        return Kept(updates=updates)
+    micro = max(size for size in divisors(share) if size <= micro)
+    return Kept(BatchPlan(micro, share // micro, ranks), updates)
+
+
+def log_kept(kept: Kept, stopped: Stopped | None) -> None:
+    """Log the batch that is kept."""
+    if kept.batch is None or stopped is None:
+        return
+    batch = kept.batch
+    if batch.ranks == stopped.ranks:
+        logger.info("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
+    else:
+        logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
+                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.ranks, batch.effective_batch)  # fmt: skip
+
+
+def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
+    """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
+    because = stopped.cannot_become(layout, ranks) if stopped else None
+    if because is None or stopped is None:
+        return
+    from sft_play.training.checkpoints import last_complete
+
+    if last_complete(folder.checkpoints) is None:
+        return  # without a checkpoint it starts again from the first step
+    raise RunFolderError(
+        f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.processes} STRATEGY={stopped.layout}, "
+        f"or write out what it has learned so far: make consolidate RUN={folder.path}"
+    )

@@ -1,0 +1,229 @@
+"""Stand-ins with the same memory for what cannot run on fake tensors: NF4 layers, TRL's head, bitsandbytes' optimizers.
+
+A fake allocates the buffers that the real code allocates, in the same order, with arbitrary values. `patches.PATCHES`
+lists each with its reason and guard.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft_play.planner.memory.model_states import ABSMAX_BLOCK, NF4_BLOCK
+from sft_play.trace.settings import StepSettings
+from sft_play.trace.storages import StorageLog
+
+
+# --- NF4 --------------------------------------------------------------------------------------------------------------
+class _NF4Product(torch.autograd.Function):
+    """`MatMul4Bit` of bitsandbytes 0.50 beyond its fused kernel's range (1536 rows): dequantise, multiply, free."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, layer: Any, bias: Any) -> Any:
+        """hidden: [..., in]."""
+        ctx.layer = layer
+        return torch.nn.functional.linear(hidden, layer.dequantised(hidden.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of hidden; the weight has none."""
+        weight = ctx.layer.dequantised(ctx.layer.quantised_from, is_backward=True)
+        return torch.matmul(grads[0], weight.to(grads[0].dtype)), None, None
+
+
+@functools.cache
+def nf4_class() -> type:
+    """The fake's class, a subclass of bitsandbytes' Linear4bit so that PEFT sees one."""
+    linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
+
+    class NF4Linear(linear_4bit):  # type: ignore[misc, valid-type]
+        """Packed weight and scales as buffers; not a Params4bit, which cannot wrap a fake tensor."""
+
+        def __init__(self) -> None:
+            # not Linear4bit's own, which would create a Params4bit
+            nn.Module.__init__(self)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            given = x.dtype
+            x = x.to(self.compute_dtype)
+            bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+            return _NF4Product.apply(x, self, bias).to(given)
+
+        def dequantised(self, dtype: torch.dtype, *, is_backward: bool = False) -> torch.Tensor:
+            """The full weight; double quantisation rebuilds its scales in fp32 first."""
+            if self.absmax.dtype is torch.uint8:
+                scales = torch.empty(self.absmax.shape, dtype=torch.float32)
+                if not is_backward:
+                    scales = scales + self.offset
+            return torch.empty(self.out_features, self.in_features, dtype=dtype)
+
+    return NF4Linear
+
+
+def fake_nf4(layer: Any, settings: StepSettings) -> Any:
+    """The fake of a Linear4bit on the meta device, on the meta device too."""
+    fake = nf4_class()()
+    fake.in_features, fake.out_features = layer.in_features, layer.out_features
+    fake.compute_dtype = getattr(torch, settings.quant_compute)
+    fake.quantised_from = getattr(torch, settings.weights)
+    storage = getattr(torch, settings.quant_storage)
+    weights = fake.in_features * fake.out_features
+    blocks = math.ceil(weights / NF4_BLOCK)
+    rows = math.ceil(weights / 2) // storage.itemsize
+    weight = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
+    weight.compress_statistics, weight.quant_type, weight.quant_state = settings.double_quant, "nf4", None
+    weight.blocksize, weight.quant_storage, weight.bnb_quantized = NF4_BLOCK, storage, True
+    fake.weight = weight
+    fake.bias = None
+    if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
+        fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
+
+    def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        fake.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+    buffer("absmax", (blocks,), torch.uint8 if settings.double_quant else torch.float32)
+    buffer("code", (16,), torch.float32)
+    if settings.double_quant:
+        buffer("absmax_of_absmax", (math.ceil(blocks / ABSMAX_BLOCK),), torch.float32)
+        buffer("code_of_absmax", (256,), torch.float32)
+        buffer("offset", (), torch.float32)
+    return fake
+
+
+PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")
+"""What PEFT and bitsandbytes read off a Params4bit."""
+
+
+def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """PEFT's `dequantize_module_weight` (DoRA needs a layer's norm), which also knows the fake."""
+
+    def of(module: Any) -> Any:
+        is_fake = isinstance(module, nf4_class())
+        return module.dequantised(module.quantised_from) if is_fake else original(module)
+
+    return of
+
+
+# --- TRL's chunked head -----------------------------------------------------------------------------------------------
+class ChunkedLogProb(torch.autograd.Function):
+    """TRL 1.16's `ChunkedLogProbFunction` on CUDA: Triton folds each tile of logits, products are summed in fp32.
+
+    hidden: [tokens, width]; weight: [vocabulary, width].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        targets: Any,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+    ) -> Any:
+        """Log-probabilities [tokens], and each optional output that is wanted."""
+        ctx.set_materialize_grads(False)
+        tokens, rows = hidden.shape[0], _token_chunk()
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        sums = [torch.empty(tokens, dtype=torch.float32) for _ in range(7)]
+        tile = torch.empty((min(tokens, rows), chunk_size), dtype=dtype)
+        _cast_chunks(hidden, weight, bias, dtype, rows, chunk_size)
+        log_z = sums[0] + torch.log(sums[1])
+        log_probs = sums[6] - log_z
+        entropy = log_z - sums[2] / sums[1] if "entropy" in outputs else None
+        squares = torch.log(sums[3]) - 2 * torch.log(sums[1]) if "log_sum_sq_probs" in outputs else None
+        mean = sums[4] / weight.shape[0] if "mean_logits" in outputs else None
+        top = (sums[6] >= sums[0]) & (sums[6] > sums[5]) if "is_top1" in outputs else None
+        del sums, tile
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z if entropy is None else entropy)
+        ctx.dtype, ctx.chunk_size = dtype, chunk_size
+        ctx.mark_non_differentiable(*(one for one in (squares, mean, top) if one is not None))
+        return log_probs, entropy, squares, mean, top
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of hidden, weight and bias where they are wanted."""
+        hidden, weight, bias, _, _, _ = ctx.saved_tensors
+        rows = _token_chunk()
+        wanted = [tensor for tensor, needs in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False) if needs]
+        sums = [torch.zeros(tensor.shape, dtype=torch.float32) for tensor in wanted]
+        tile = torch.empty((min(hidden.shape[0], rows), ctx.chunk_size), dtype=ctx.dtype)
+        _cast_chunks(hidden, weight, bias, ctx.dtype, rows, ctx.chunk_size)
+        gradients = iter([total.to(tensor.dtype) for total, tensor in zip(sums, wanted, strict=True)])
+        del tile, sums
+        return *(next(gradients) if needs else None for needs in ctx.needs_input_grad[:3]), *(None,) * 6
+
+
+def _cast_chunks(hidden: Any, weight: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> None:
+    """Casts chunks of hidden, weight and bias to the compute dtype, all live at once as while a tile is computed."""
+    chunks = [hidden[:rows].to(dtype), weight[:columns].to(dtype)]
+    if bias is not None:
+        chunks.append(bias[:columns].to(dtype))
+
+
+def _token_chunk() -> int:
+    return int(importlib.import_module("trl.kernels.chunked_logprob").TOKEN_CHUNK_SIZE)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+class StateOptimizer:
+    """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no values."""
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], states: Callable[[int], tuple[int, ...]], log: StorageLog
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._states, self._log, self._has_states = states, log, False
+
+    def step(self) -> None:
+        """The update happens in place; the first one creates the states."""
+        if not self._has_states:
+            for parameter in self._parameters:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                for nbytes in self._states(int(local.numel())):
+                    self._log.born(nbytes)
+            self._has_states = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def adam_8bit_states(elements: int) -> tuple[int, ...]:
+    """One byte for each of two states and an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py).
+
+    `min_8bit_size=4096`, `blocksize=256` in `init_state` of Optimizer2State.
+    """
+    if elements < 4096:
+        return (4 * elements, 4 * elements)
+    scales = 4 * math.ceil(elements / 256)
+    return (elements, elements, scales, scales)
+
+
+def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not.
+
+    bitsandbytes optimizer.py, `get_state_buffer`: paged where `p.numel() >= 1e5`.
+    """
+    states = adam_8bit_states(elements)
+    return states[2:] if elements >= 100_000 else states
+
+
+def adam_32bit_states(elements: int) -> tuple[int, ...]:
+    """Two fp32 states (bitsandbytes' AdamW)."""
+    return (4 * elements, 4 * elements)
+
+
+def no_states(elements: int) -> tuple[int, ...]:
+    """No optimizer: only the gradients."""
+    return ()

@@ -1,0 +1,575 @@
+"""Every place where a trace differs from what the libraries would run, with its reason and its guard.
+
+A patch replaces one attribute of a library while a trace runs. Its guard is the set of parameter names that the target
+must have, so that a library that has changed is reported instead of giving a wrong number. Fakes and rules patch
+nothing; their guards check what they stand in for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.trace import fakes, kernels
+from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.storages import StorageLog
+
+
+@dataclass
+class Situation:
+    """What a patch may depend on."""
+
+    settings: StepSettings
+    log: StorageLog
+    evaluating: bool = False
+
+    @property
+    def mask(self) -> str:
+        """How rows are separated now (`StepSettings.mask`)."""
+        return (self.evaluating and self.settings.eval_mask) or self.settings.mask
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One difference: `target` is `module:attribute`, `parameters` the names that it must have (none: it must only
+    exist).
+
+    `make(original, situation)` gives the replacement; None leaves the target unchanged and only guards it.
+    """
+
+    name: str
+    reason: str
+    target: str
+    parameters: tuple[str, ...] = ()
+    make: Callable[[Any, Situation], Any] | None = None
+    needed: Callable[[StepSettings], bool] = lambda settings: True
+
+    def holder(self) -> tuple[Any, str, Any]:
+        """The object that holds the target, the attribute's name and its value.
+
+        Raises:
+            TraceUnavailable: the library has no such attribute, or with other parameters than the patch expects.
+        """
+        module, _, path = self.target.partition(":")
+        try:
+            holder: Any = importlib.import_module(module)
+            *way, last = path.split(".")
+            for name in way:
+                holder = getattr(holder, name)
+            value = getattr(holder, last)
+        except (ImportError, AttributeError) as error:
+            raise self._outdated(f"{self.target} does not exist ({error})") from error
+        missing = set(self.parameters) - _parameters(value) if self.parameters else set()
+        if missing:
+            raise self._outdated(f"{self.target} no longer has the parameter {', '.join(sorted(missing))}")
+        return holder, last, value
+
+    def _outdated(self, problem: str) -> TraceUnavailable:
+        library = self.target.partition(".")[0].partition(":")[0]
+        return TraceUnavailable(f"patch '{self.name}' does not know {library} {version(library)}: {problem}")
+
+
+def version(library: str) -> str:
+    """The installed version of a library, or `none`."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _parameters(value: Any) -> set[str]:
+    if isinstance(value, type) and hasattr(value, "forward"):
+        value = value.forward
+    try:
+        return set(inspect.signature(value).parameters)
+    except (TypeError, ValueError):  # C functions have none; `scaled_dot_product_attention` has them in its docstring
+        return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
+
+
+# --- replacements -----------------------------------------------------------------------------------------------------
+def _cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class _HalfSoftmax(torch.autograd.Function):
+    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Any:
+        """Any shape."""
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """In fp16 again."""
+        (out,) = ctx.saved_tensors
+        product = grads[0] * out
+        grad = torch.empty(out.shape, dtype=ctx.dtype)
+        del product
+        return grad
+
+
+def _cuda_softmax(original: Any, _: Situation) -> Any:
+    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dtype is torch.float32 and input.dtype is torch.float16:
+            return _HalfSoftmax.apply(input)
+        return original(input, dim=dim, dtype=dtype)
+
+    return softmax
+
+
+def _flash_mask(original: Any, situation: Situation) -> Any:
+    def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
+        is_read = attention_mask is not None and situation.mask == "padded"
+        return attention_mask[:, -kv_length:] if is_read else None
+
+    return mask
+
+
+def _flash_package(original: Any, _: Situation) -> Any:
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+
+    def imports(implementation: Any, *more: Any, **options: Any) -> Any:
+        if implementation != kernels.FLASH:
+            return original(implementation, *more, **options)
+        return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    return imports
+
+
+def _full_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
+    ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    return indices, ends, int(attention_mask.shape[-1])
+
+
+def _borders_of_packs(original: Any, situation: Situation) -> Any:
+    def borders(position_ids: torch.Tensor) -> Any:
+        rows, longest = situation.settings.micro_batch, situation.settings.seq_len
+        ends = torch.zeros(rows + 1, dtype=torch.int32)
+        return (ends, ends), (longest, longest)
+
+    return borders
+
+
+def _logged_resize(original: Any, situation: Situation) -> Any:
+    def resize_(self: Any, size: int) -> Any:
+        out = original(self, size)
+        situation.log.resized(self)
+        return out
+
+    return resize_
+
+
+def _logged_stream(original: Any, situation: Situation) -> Any:
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        with original(stream), situation.log.on(_named(stream)):
+            yield
+
+    return on
+
+
+def _named(stream: Any) -> Any:
+    """A stream as the log takes it: None is the model's own stream."""
+    return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
+
+
+def _logged_use(original: Any, situation: Situation) -> Any:
+    return lambda tensor, stream: situation.log.used(tensor, _named(stream))
+
+
+def _logged_event(original: Any, situation: Situation) -> Any:
+    class Event(original):
+        """Knows its position in the log, so that the host can wait for it."""
+
+        _at: int | None = None
+
+        def record(self, stream: Any = None) -> None:
+            self._at = len(situation.log.events)
+
+        def synchronize(self) -> None:
+            if self._at is not None:
+                situation.log.wait(self._at)
+
+    return Event
+
+
+def _swap_by_data(t1: Any, t2: Any) -> None:
+    if t1 is not t2:
+        t1.data = t2.data
+
+
+def _hiding(original: Any, situation: Situation) -> Any:
+    def propagate(self: Any, *args: Any, **options: Any) -> Any:
+        with situation.log.hidden():
+            return original(self, *args, **options)
+
+    return propagate
+
+
+def _storage_address(original: Any, _: Situation) -> Any:
+    def data_ptr(self: Any) -> int:
+        if self.device.type != "meta":  # what fake tensors depend on
+            return int(original(self))
+        return int(self._cdata) if self.nbytes() else 0
+
+    return data_ptr
+
+
+def _tensor_address(self: Any) -> int:
+    return int(self.untyped_storage().data_ptr()) + int(self.storage_offset()) * int(self.element_size())
+
+
+def _is_flat(settings: StepSettings) -> bool:
+    return settings.strategy == "fsdp1"
+
+
+def _is_quantised(settings: StepSettings) -> bool:
+    return settings.mode == "qlora"
+
+
+def _is_chunked(settings: StepSettings) -> bool:
+    return settings.loss == "chunked"
+
+
+def _is_flash(settings: StepSettings) -> bool:
+    return settings.attention == "flash_attention_2"
+
+
+def _is_fsdp(settings: StepSettings) -> bool:
+    return settings.strategy == "fsdp2"
+
+
+def _is_sharded(settings: StepSettings) -> bool:
+    return settings.strategy in ("fsdp1", "fsdp2")
+
+
+def _is_half_under_autocast(value: Any) -> bool:
+    return (
+        torch.is_autocast_enabled("cpu")
+        and isinstance(value, torch.Tensor)
+        and value.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def _wide_layer_norm(original: Any, _: Situation) -> Any:
+    def layer_norm(
+        input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> torch.Tensor:
+        if not _is_half_under_autocast(input):
+            return original(input, normalized_shape, weight, bias, eps)
+        wide = [None if one is None else one.float() for one in (weight, bias)]
+        with torch.autocast("cpu", enabled=False):
+            return original(input.float(), normalized_shape, *wide, eps)
+
+    return layer_norm
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "layer norm in fp32 under autocast",
+        "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
+        "torch.nn.functional:layer_norm",
+        ("input", "normalized_shape", "weight", "bias", "eps"),
+        _wide_layer_norm,
+    ),
+    Patch(
+        "powers in fp32 under autocast",
+        "CUDA's autocast takes pow in fp32 (the same list), which the stepwise GELU of GPT-2 calls; a CPU's does not",
+        "torch:pow",
+        (),
+        lambda original, situation: (
+            lambda input, exponent, **options: original(
+                input.float() if _is_half_under_autocast(input) else input, exponent, **options
+            )
+        ),
+    ),
+    Patch(
+        "attention by CUDA's choice",
+        "the CPU kernel saves other tensors; CUDA's flash and memory-efficient operators have fake kernels",
+        "torch.nn.functional:scaled_dot_product_attention",
+        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+        lambda original, situation: kernels.CudaAttention(situation.settings),
+    ),
+    Patch(
+        "dropout",
+        "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
+        "torch.nn.functional:dropout",
+        ("input", "p", "training", "inplace"),
+        lambda original, situation: _cuda_dropout,
+    ),
+    Patch(
+        "softmax of fp16 in fp32",
+        "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
+        "torch.nn.functional:softmax",
+        ("input", "dim", "_stacklevel", "dtype"),
+        _cuda_softmax,
+    ),
+    Patch(
+        "fake tensors count as real ones for masks",
+        "transformers builds every S x S mask when it believes it is traced",
+        "transformers.masking_utils:is_tracing",
+        ("tensor",),
+        lambda original, situation: lambda tensor=None: False,
+    ),
+    Patch(
+        "the mask's content",
+        "transformers reads whether a mask is all ones; fake tensors have no values",
+        "transformers.masking_utils:fast_all",
+        ("tensor",),
+        lambda original, situation: lambda tensor: situation.mask != "padded",
+    ),
+    Patch(
+        "packing",
+        "transformers reads position ids for sequence borders; fake tensors have no values",
+        "transformers.masking_utils:find_packed_sequence_indices",
+        ("position_ids",),
+        lambda original, situation: (
+            lambda position_ids: torch.cumsum(torch.ones_like(position_ids), -1) if situation.mask == "packed" else None
+        ),
+    ),
+    Patch(
+        "the mask's content for flash attention",
+        "transformers asks `attention_mask.all()` to leave out a mask without padding; fake tensors have no values",
+        "transformers.masking_utils:flash_attention_mask",
+        ("attention_mask", "kv_length"),
+        _flash_mask,
+        _is_flash,
+    ),
+    Patch(
+        "the package flash-attn",
+        "it runs only on CUDA; PyTorch's operators of the same kernels have fake implementations",
+        "transformers.modeling_flash_attention_utils:_lazy_imports",
+        ("implementation",),
+        _flash_package,
+        _is_flash,
+    ),
+    Patch(
+        "the loaded flash attention",
+        "transformers remembers which one it loaded; it forgets this one when the trace ends",
+        "transformers.modeling_flash_attention_utils:_loaded_implementation",
+        (),
+        lambda original, situation: None,
+        _is_flash,
+    ),
+    Patch(
+        "where rows end",
+        "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
+        "transformers.modeling_flash_attention_utils:_get_unpad_data",
+        ("attention_mask",),
+        lambda original, situation: _full_rows,
+        _is_flash,
+    ),
+    Patch(
+        "whether a row is a pack",
+        "transformers reads position ids for it, in each layer; fake tensors have no values",
+        "transformers.modeling_flash_attention_utils:_is_packed_sequence",
+        ("position_ids", "batch_size"),
+        lambda original, situation: (
+            lambda position_ids, batch_size: position_ids is not None and batch_size == 1 and situation.mask == "packed"
+        ),
+        _is_flash,
+    ),
+    Patch(
+        "where the chats of a pack end",
+        "a class that does not pass the given boundaries down reads them from position ids",
+        "transformers.modeling_flash_attention_utils:prepare_fa_kwargs_from_position_ids",
+        ("position_ids",),
+        _borders_of_packs,
+        _is_flash,
+    ),
+    Patch(
+        "autocast's device",
+        "PEFT asks for autocast without a device, meaning CUDA; the trace runs under the CPU's",
+        "torch:is_autocast_enabled",
+        (),
+        lambda original, situation: lambda device_type="cpu": original("cpu"),
+    ),
+    Patch(
+        "storages that are resized",
+        "FSDP empties and refills gathered parameters without an operator",
+        "torch:UntypedStorage.resize_",
+        (),
+        _logged_resize,
+    ),
+    Patch(
+        "swapped tensors",
+        "Module.to always swaps fake parameters, which fails where a weak reference is held",
+        "torch.utils:swap_tensors",
+        ("t1", "t2"),
+        lambda original, situation: _swap_by_data,
+    ),
+    Patch(
+        "Triton's way through TRL's head",
+        "only CUDA and XPU devices score just the labelled tokens",
+        "trl.trainer.utils:_use_triton",
+        ("device",),
+        lambda original, situation: lambda device: True,
+        _is_chunked,
+    ),
+    Patch(
+        "TRL's chunked head",
+        "Triton cannot run on fake tensors, and the fallback makes fp32 tiles that CUDA never has",
+        "trl.trainer.utils:_ChunkedLogProbFunction",
+        tuple(inspect.signature(fakes.ChunkedLogProb.forward).parameters)[1:],
+        lambda original, situation: fakes.ChunkedLogProb,
+        _is_chunked,
+    ),
+    Patch(
+        "weights of NF4 fakes",
+        "DoRA takes the norm of a dequantised weight; bitsandbytes' operator refuses fake tensors",
+        "peft.tuners.lora.dora:dequantize_module_weight",
+        ("module",),
+        lambda original, situation: fakes.dequantised_weight(original),
+        lambda settings: _is_quantised(settings) and settings.peft is not None,
+    ),
+    Patch(
+        "NF4 layers",
+        "Params4bit cannot wrap a fake tensor; a fake makes the same buffers, always by dequantising",
+        "bitsandbytes.nn:Linear4bit",
+        ("x",),
+        None,
+        _is_quantised,
+    ),
+    Patch(
+        "NF4 products",
+        "the fake repeats MatMul4Bit: dequantise in forward and again in backward, nothing saved",
+        "bitsandbytes.autograd._functions:MatMul4Bit",
+        ("A", "B", "out", "bias", "quant_state"),
+        None,
+        _is_quantised,
+    ),
+    Patch(
+        "8-bit and paged states",
+        "bitsandbytes' optimizers update in C++; their states are created by formula",
+        "bitsandbytes.optim.optimizer:Optimizer2State.init_state",
+        ("group", "p", "gindex", "pindex"),
+        None,
+        lambda settings: "8bit" in settings.optimizer or "bnb" in settings.optimizer,
+    ),
+    Patch(
+        "tensors of global size",
+        "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+        ("op_schema",),
+        _hiding,
+        _is_fsdp,
+    ),
+    Patch(
+        "addresses of storages",
+        "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",
+        "torch:UntypedStorage.data_ptr",
+        (),
+        _storage_address,
+        _is_flat,
+    ),
+    Patch(
+        "addresses of tensors",
+        "FSDP1 asks the same of tensors, whose addresses are 0 too",
+        "torch._subclasses.fake_tensor:FakeTensor.data_ptr",
+        (),
+        lambda original, situation: _tensor_address,
+        _is_flat,
+    ),
+    Patch(
+        "streams",
+        "both FSDPs gather and reduce on streams of their own, whose blocks the allocator keeps apart; a CPU has none",
+        "torch.cpu:stream",
+        ("stream",),
+        _logged_stream,
+        _is_sharded,
+    ),
+    Patch(
+        "the host's waiting",
+        "FSDP1 lets the host wait for the gather before the last (limit_all_gathers); a CPU's events do nothing",
+        "torch.cpu:Event",
+        (),
+        _logged_event,
+        _is_sharded,
+    ),
+    Patch(
+        "gathered parameters that another stream uses",
+        "FSDP1 tells the allocator so, which then waits before it reuses the block; not for a CPU's tensors",
+        "torch.distributed.fsdp._flat_param:_no_dispatch_record_stream",
+        ("tensor", "stream"),
+        _logged_use,
+        _is_flat,
+    ),
+    Patch(
+        "gradients that another stream uses",
+        "the same for whole gradients, made on the model's stream and reduced on another",
+        "torch.distributed.fsdp._runtime_utils:_no_dispatch_record_stream",
+        ("tensor", "stream"),
+        _logged_use,
+        _is_flat,
+    ),
+    Patch(
+        "gradient buckets",
+        "DistributedDataParallel's C++ reducer reads tensors' data; its own function cuts the buckets",
+        "torch.distributed:_compute_bucket_assignment_by_size",
+        (),
+        None,
+        lambda settings: settings.strategy == "ddp",
+    ),
+    Patch(
+        "gradients summed in place",
+        "the autograd engine sums in place only without modes; the second sum takes over the first one's storage",
+        "torch.autograd.graph:_engine_run_backward",
+        ("t_outputs",),
+        None,
+    ),
+    Patch(
+        "who else holds a gradient",
+        "the engine may sum in place only what nothing else holds: the counts that it checks itself",
+        "torch._C:_storage_Use_Count",
+        (),
+        None,
+    ),
+    Patch(
+        "units of a sharded model",
+        "accelerate's own function cuts them; a stand-in gives it what it reads of an accelerator",
+        "accelerate.utils.fsdp_utils:fsdp2_prepare_model",
+        ("accelerator", "model"),
+        None,
+        _is_fsdp,
+    ),
+    Patch(
+        "which layers are quantised",
+        "transformers' own function swaps them, and the fakes take their places",
+        "transformers.integrations.bitsandbytes:replace_with_bnb_linear",
+        ("model", "modules_to_not_convert", "quantization_config"),
+        None,
+        _is_quantised,
+    ),
+)
+
+
+@contextlib.contextmanager
+def installed(situation: Situation) -> Iterator[None]:
+    """The patches that these settings need, until the end of the block.
+
+    Raises:
+        TraceUnavailable: a library differs from what a patch expects.
+    """
+    with contextlib.ExitStack() as undo:
+        for patch in PATCHES:
+            if not patch.needed(situation.settings):
+                continue
+            holder, name, value = patch.holder()
+            if patch.make is not None:
+                setattr(holder, name, patch.make(value, situation))
+                undo.callback(setattr, holder, name, value)
+        yield

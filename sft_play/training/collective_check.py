@@ -1,0 +1,167 @@
+"""A real all-reduce over every rank, started by the doctor: is the sum right, and how fast is it?
+
+Each rank writes how far it came into a file (`rank-N.json`), so that after a hang it is known who waits for whom. Rank
+0 writes the results of all (`result.json`). The process group is that of a run: gloo on the CPU, gloo and NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sft_play.endings import leave_with
+from sft_play.units import MIB
+
+SIZES = {"cpu": (MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 64 * MIB, 256 * MIB)}
+"""Bytes that are reduced: DDP's buckets and FSDP's layers are in this range."""
+TIMED_S = 1.0
+"""Seconds that repetitions of one size take together."""
+MOST_REPETITIONS = 20
+SLOW_S = 2.0
+"""After a single all-reduce that takes longer, larger ones are skipped."""
+PATTERN = 7
+"""Values repeat after so many elements, so that sums are whole numbers that fp32 represents exactly."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """This rank's part; 0 where every sum was right, 1 otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    given = parser.parse_args(words)
+    leave_with(os.getppid(), signal.SIGKILL)  # the parent is the launcher, which ends with the doctor
+    note = _Note(given.out)
+    note.say("started")
+    try:
+        return _check(note, given.out, given.device, given.timeout)
+    except Exception as error:
+        note.say("failed", error=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if dist.is_initialized() and note.stage != "failed":  # destroying a group that hangs would hang too
+            dist.destroy_process_group()
+
+
+class _Note:
+    """How far this rank came, in a file that is replaced atomically."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank = int(os.environ["RANK"])
+        self._path = folder / f"rank-{self.rank}.json"
+        self._facts: dict[str, Any] = {"rank": self.rank, "host": socket.gethostname(), "torch": torch.__version__}
+        self.stage = ""
+
+    def say(self, stage: str, **facts: Any) -> dict[str, Any]:
+        """Write the stage and new facts; returns all facts."""
+        self.stage = stage
+        self._facts |= {**facts, "stage": stage}
+        _write(self._path, self._facts)
+        return self._facts
+
+
+def _write(path: Path, data: Any) -> None:
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(data), encoding="utf-8")
+    aside.replace(path)
+
+
+def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
+    device = _device(kind)
+    note.say("device", **_facts(device))
+    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    note.say("joined")
+    wrong, speeds = 0, []
+    for size in SIZES[kind]:
+        wrong += wrong_elements(size, device)
+        if size == SIZES[kind][0]:
+            note.say("reduced")  # a broken network hangs in the first one
+        once_s, each_s = timed(size, device)
+        speeds.append({"bytes": size, "seconds": each_s})
+        if once_s > SLOW_S:
+            break
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, note.say("done", wrong=wrong))
+    if dist.get_rank() == 0:
+        _write(out / "result.json", {"ranks": of_ranks, "speeds": speeds})
+    dist.barrier()
+    return 1 if wrong else 0
+
+
+def _device(kind: str) -> torch.device:
+    """This rank's device, tested with a matrix product; raises RuntimeError where torch cannot use it."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a CPU-only build, but there are GPUs")
+    torch.cuda.init()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    ones = torch.ones(64, 64, dtype=torch.float16, device=device)
+    if (ones @ ones).float().mean().item() != 64.0:
+        raise RuntimeError(f"{torch.cuda.get_device_name(device)} computes wrongly: ones(64) @ ones(64) is not 64")
+    return device
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"device": platform.processor() or platform.machine(), "cuda": torch.version.cuda, "nccl": None}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call, unused-ignore]
+    }
+
+
+def wrong_elements(size: int, device: torch.device) -> int:
+    """Elements of an all-reduced pattern that differ from the sum over all ranks; each rank gives rank + 1 times it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pattern = torch.arange(size // 4, dtype=torch.int32, device=device) % PATTERN + 1
+    given = (pattern * (rank + 1)).float()
+    dist.all_reduce(given)
+    expected = (pattern * (world * (world + 1) // 2)).float()
+    return int((given != expected).sum().item())
+
+
+def timed(size: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a single all-reduce, and of each of several in a row, on the slowest rank."""
+    tensor = torch.ones(size // 4, device=device)
+    once_s = _slowest_s(tensor, 1)
+    times = max(1, min(MOST_REPETITIONS, int(TIMED_S / max(once_s, 1e-6))))
+    return once_s, _slowest_s(tensor, times) / times
+
+
+def _slowest_s(tensor: torch.Tensor, times: int) -> float:
+    """Seconds of so many all-reduces of ones, on the slowest rank."""
+    dist.barrier()
+    _wait_for(tensor.device)
+    started = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # ones stay ones
+    _wait_for(tensor.device)
+    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=tensor.device)
+    dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
+    return float(elapsed_s.item())
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # collectives return before the GPU has run them
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model.
+
+DeepSpeed's own `zero_to_fp32` joins its parts, torch's distributed checkpoint those of FSDP. The names that tensors
+have in memory become those of a finished run's files in the same way as at a run's end: the model is built on the meta
+device and saved with these weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, ModelError, RunFolderError
+from sft_play.log import one_line
+from sft_play.planner.precision import Precision
+from sft_play.runs import RunFolder, lock
+from sft_play.training import checkpoints, sharded_checkpoints
+from sft_play.training.full_state_dict import adapter_names, read_weights
+from sft_play.training.model import (
+    build_model_spec,
+    check_saved_weights,
+    empty_model,
+    grown,
+    whole_shapes,
+    write_weights,
+)
+from sft_play.training.quiet import quiet_libraries
+from sft_play.units import GIB, MIB
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = GIB
+"""Weights that are read at once: fewer would read the table of contents too often."""
+_FSDP_PARTS = "pytorch_model_fsdp_0"
+
+
+def consolidate(run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None) -> Path:
+    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
+
+    Args:
+        out: where to write; `consolidated-STEP` in the run folder where None.
+
+    Raises:
+        RunFolderError: there is no complete checkpoint, `out` exists, or lies in a run that is being written.
+        ModelError: the checkpoint does not hold what the model needs.
+    """
+    run.manifest()  # raises where the folder is not a run's
+    settings = run.path / "resolved.json"
+    try:
+        config = config_from_text(settings.read_text(encoding="utf-8"), name=str(settings))
+    except OSError as error:
+        raise RunFolderError(f"{settings} cannot be read: {error.strerror}") from None
+    stages = [run.of_stage(stage.name) for stage in config.curriculum]
+    begun = [stage for stage in stages if checkpoints.last_complete(stage.checkpoints) is not None]
+    run = begun[-1] if begun else run
+    if out is not None and run.whole.path.resolve() not in (out.resolve(), *out.resolve().parents):
+        return _consolidated(run, config, checkpoint, out)  # the run is only read: no lock
+    with lock(run.whole):
+        return _consolidated(run, config, checkpoint, out)
+
+
+def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
+    quiet_libraries()
+    transformers_logging.disable_progress_bar()
+    source = checkpoint or checkpoints.last_complete(run.checkpoints)
+    if source is None:
+        reasons = "; ".join(checkpoints.damage(run.checkpoints)) or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
+    if not checkpoints.is_complete(source):
+        raise RunFolderError(f"the checkpoint {source} is incomplete: {'; '.join(checkpoints.damage(source.parent))}")
+    target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
+    if target.exists():
+        raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    model_spec = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer))
+    if model_spec.peft_config is not None:
+        model_spec.peft_config.base_model_name_or_path = config.model.name
+    model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
+    is_adapter = model_spec.peft_config is not None
+    native = model_spec.is_text_tower and not is_adapter
+    weights: dict[str, torch.Tensor] | None = None
+    tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+    if sharded_checkpoints.is_sharded(source):
+        tensors = _one_by_one(source, model)
+    else:
+        weights = _weights(source, model)
+    logger.info("Checkpoint: %s (%s)", source, _kind(source))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    except OSError as error:
+        raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
+    try:
+        dtype = None if is_adapter else model_spec.dtype
+        write_weights(model, building, native_names=native, state_dict=weights, tensors=tensors, dtype=dtype)
+        tokenizer.save_pretrained(building)
+        has_learned = checkpoints.step_of(source) > 1  # the first step may have a learning rate of zero
+        size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=has_learned)
+        building.chmod(0o755)
+        building.rename(target)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
+    return target
+
+
+def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
+    stored = sharded_checkpoints.stored_weights(source)
+    names: list[str] = []
+    size = 0
+    for name in _require(source, model, stored):
+        shape, dtype = stored[name]
+        names.append(name)
+        size += math.prod(shape) * dtype.itemsize
+        if size >= _READ_BYTES:
+            yield from sharded_checkpoints.read_weights(source, names).items()
+            names, size = [], 0
+    yield from sharded_checkpoints.read_weights(source, names).items()
+
+
+def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
+    """The names of the tensors to save; raises ModelError where the checkpoint lacks one."""
+    wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
+    missing = sorted(name for name in wanted if name not in stored)
+    if missing:
+        raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
+    return wanted
+
+
+def _kind(source: Path) -> str:
+    if sharded_checkpoints.is_sharded(source):
+        return "parts, one of each rank"
+    if (source / "latest").is_file():
+        return "DeepSpeed's parts"
+    return "FSDP's parts" if (source / _FSDP_PARTS).is_dir() else "whole files"
+
+
+def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
+    kind = _kind(source)
+    if kind == "DeepSpeed's parts":
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):  # it prints its progress
+            weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
+        # its tensors are views of one flat tensor, which safetensors refuses
+        weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+    elif kind == "FSDP's parts":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / "whole.pt"
+            dcp_to_torch_save(source / _FSDP_PARTS, whole)
+            weights = torch.load(whole, weights_only=True)["model"]
+    else:
+        weights = read_weights(source, model)
+    return {name: weights[name] for name in _require(source, model, weights)}

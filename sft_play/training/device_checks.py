@@ -1,0 +1,100 @@
+"""Whether the planned device is usable, how much of its memory is free, and the message where it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+
+from sft_play.config.schema import RunConfig
+from sft_play.environment import allocator_words
+from sft_play.errors import DoesNotFit, HardwareError
+from sft_play.facts.unseen import ON_CPU, torch_is_blind
+from sft_play.log import one_line
+from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.plan import Plan
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+
+def check_device(plan: Plan, config: RunConfig) -> None:
+    """Raises HardwareError where torch cannot use the planned GPU, or sees one that the plan does not know of."""
+    planned = plan.hardware.device
+    if planned == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if planned == "cuda" and not torch.cuda.is_available():
+        reason = "it finds none"
+        try:
+            torch.cuda.init()
+        except Exception as error:  # the exception's type differs between builds
+            reason = str(error)
+        raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
+    if planned == "mps" and not torch.backends.mps.is_available():
+        raise HardwareError(
+            f"this Mac has {plan.hardware.shared_gpu}, but torch {torch.__version__} cannot use it (a build without "
+            f"MPS, Python for Intel, or macOS before 14): use a Python for arm64, then make setup; or {ON_CPU}"
+        )
+    if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
+        raise HardwareError(
+            f"torch {torch.__version__} sees an accelerator ({torch.accelerator.current_accelerator()}), but the run "
+            "was planned for the CPU, since no driver's tool shows a GPU that runs are planned for (make gpu-info): "
+            f"{ON_CPU}"
+        )
+
+
+def check_free_memory(plan: Plan, config: RunConfig) -> None:
+    """Compare the plan with the memory that the driver reports as free, before anything is loaded.
+
+    Raises:
+        DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
+    """
+    if plan.hardware.device != "cuda":
+        return
+    torch.zeros(1, device="cuda")  # creates the CUDA context, which takes memory too
+    free, total = torch.cuda.mem_get_info()
+    need = plan.memory.reserved + plan.memory.margin
+    logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    if plan.hardware.pages:
+        # Windows' driver would page GPU memory to the host, where a step takes many times as long, without a message
+        limit = min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES
+        limit = max(0, min(limit, total))
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        logger.info(
+            "WSL: this process may use %.1f GiB of the GPU and runs out of memory there; beyond it Windows' driver "
+            "would page to the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
+            limit / GIB, DESKTOP_BYTES / GIB,
+        )  # fmt: skip
+    logger.info("%s", allocator_words(os.environ))
+    if need <= free:
+        return
+    message = (
+        f"{need / GIB:.1f} GiB are planned, but only {free / GIB:.1f} are free on the GPU now: another process took "
+        "memory since the plan was made; end it (nvidia-smi lists them) and start again"
+    )
+    if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
+        raise DoesNotFit(message)
+    logger.warning("%s; continuing because the batch was given", message)
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(plan: Plan) -> Iterator[None]:
+    """Raises DoesNotFit in place of torch's out-of-memory error inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(out_of_memory_message(plan, error)) from error
+
+
+def out_of_memory_message(plan: Plan, error: BaseException) -> str:
+    """What was predicted and what to do: the plan was wrong, or another process took the memory."""
+    batch = plan.batch.micro_batch
+    smaller = f"train.batch_size={batch // 2}" if batch > 1 else "a shorter model.max_seq_len"
+    return (
+        f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
+        f"with micro-batch {batch} ({one_line(str(error), limit=300)}). Check with nvidia-smi whether another process "
+        f"took memory meanwhile; try {smaller}"
+    )

@@ -1,0 +1,159 @@
+"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number.
+
+FSDP's own files hold the optimizer's states by name; here they are written as one process's optimizer writes them
+(`optimizer.pt`: parameters numbered in the order of the groups), so that any number of ranks can read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from sft_play.errors import TrainingError
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+# not strict: an adapter's checkpoint lacks the base's tensors
+_FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+
+
+def tied_names(model: Any) -> set[str]:
+    """Names of tied weights, which are saved once: under the name that is not among these."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
+    """Names of the parameters of each optimizer group, in order."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Optimizer states keyed by name, keyed by number as in `Optimizer.state_dict`."""
+    flat = [name for group in names for name in group]
+    number_of = {name: number for number, name in enumerate(flat)}
+    return {
+        "state": {number_of[name]: state for name, state in states["state"].items()},
+        "param_groups": [
+            {**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]
+        ],
+    }
+
+
+def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Optimizer states keyed by number, as one process writes them, keyed by name.
+
+    Raises:
+        TrainingError: they belong to another set of parameters.
+    """
+    flat = [name for group in names for name in group]
+    sizes = [len(group["params"]) for group in states["param_groups"]]
+    if sizes != [len(group) for group in names]:
+        raise TrainingError(
+            f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
+            f"{[len(group) for group in names]}: it was written for other trained weights"
+        )
+    return {
+        "state": {flat[number]: state for number, state in states["state"].items()},
+        "param_groups": [
+            {**group, "params": list(of_group)} for group, of_group in zip(states["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """States of an FSDP optimizer, gathered, keyed by number; empty on all ranks but the first. All ranks call it."""
+    names = names_by_group(model, optimizer)
+    states = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+    return numbered(states, names) if states.get("state") else {}  # torch leaves the dict empty on the other ranks
+
+
+def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
+    """Load whole states, which the first rank read, into an FSDP optimizer; the other ranks pass None. All ranks call
+    it."""
+    by_name = named(states, names_by_group(model, optimizer)) if states is not None else {}
+    set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_FIRST)
+
+
+def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole trained weights of a checkpoint, by their names in the model."""
+    if is_peft_model(model):
+        names = adapter_names(model)
+        saved = load_file(checkpoint / ADAPTER_FILE)
+        return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("model*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def is_saved_twice(name: str) -> bool:
+    """Whether a tensor's name in an adapter's file is that of a copy, which PEFT writes beside the one that counts
+    where the vocabulary was resized."""
+    return ".original_module." in name or ".modules_to_save." in name
+
+
+def fill_adapter(model: Any, folder: Path) -> None:
+    """Load the adapter of an earlier stage or run into a model that its engine has not divided yet.
+
+    Raises:
+        TrainingError: the adapter has other tensors than the model.
+    """
+    weights = read_weights(folder, model)
+    parameters = dict(model.named_parameters())
+    wanted = set(adapter_names(model).values())
+    unmatched = sorted((set(weights) - set(parameters)) | (wanted - set(weights)))
+    if unmatched:
+        raise TrainingError(
+            f"{folder / ADAPTER_FILE} is not the adapter of this model: {unmatched[0]} is in one of them only"
+        )
+    for name, tensor in weights.items():
+        # ZeRO-3 divides parameters as soon as they are created, before there is an engine
+        with gathered_by_zero3(parameters[name], writer=0), torch.no_grad():
+            parameters[name].copy_(tensor)
+
+
+def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
+    """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it.
+
+    What the rank `writer` writes into it is kept on every rank; None: it is only read.
+    """
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
+
+
+def adapter_names(model: Any) -> dict[str, str]:
+    """For the name under which PEFT saves each tensor of the adapter, its name in memory."""
+    tensors = model.state_dict()
+    by_identity = {id(tensor): name for name, tensor in tensors.items()}
+    saved = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
+    return {name: by_identity[id(tensor)] for name, tensor in saved.items()}
+
+
+def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load whole weights, which the first rank read, into an FSDP model; the others pass none. All ranks call it.
+
+    Raises:
+        TrainingError: the model has no tensor of a name in the checkpoint.
+    """
+    unknown = sorted(set(weights) - set(model.state_dict()))
+    if unknown:
+        raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
+    set_model_state_dict(model, dict(weights), options=_FROM_FIRST)

@@ -1,0 +1,31 @@
+"""TRL's fused head on a model that no trainer holds: log-probabilities of trained tokens without whole logits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+
+
+@contextlib.contextmanager
+def fused_head(model: Any) -> Iterator[None]:
+    """While it lasts, the model takes `fused_lm_head=True` and then returns `log_probs`, `is_top1` and `label_mask` of
+    the labels from the second on, each [B, T - 1], as under TRL's trainer."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+    from trl.trainer.utils import add_fused_lm_head  # imports the whole of TRL's utilities, DeepSpeed among them
+
+    base = model.get_base_model() if is_peft_model(model) else model
+    before = base.__dict__.get("forward")
+    add_fused_lm_head(base, outputs=("log_probs", "is_top1"))
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before

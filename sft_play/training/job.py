@@ -1,0 +1,86 @@
+"""What a run was asked to do: settings, plan, data and run folder, of the whole run and of each of its stages."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from logging.handlers import MemoryHandler
+from typing import Any
+
+from sft_play.config.load import LoadedConfig
+from sft_play.data.sources.files import DataPaths, data_paths
+from sft_play.planner.plan import Plan, Planned
+from sft_play.runs import Lock, RunFolder
+
+_NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
+"""Overrides of the first start that must not be repeated when the run is resumed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, or one stage of it."""
+
+    loaded: LoadedConfig
+    plan: Plan
+    paths: DataPaths
+    folder: RunFolder
+    resume: bool
+    log_buffer: MemoryHandler | None = None
+    has_folder: bool = False
+    """Whether the parent that launched this rank has created the folder."""
+    mark: Lock | None = None
+    """The folder's lock, if this process has it already."""
+    by: int | None = None
+    """Otherwise whose lock is taken (`runs.lock`): the parent that launched this rank holds one too."""
+    deepspeed: Mapping[str, Any] | None = None
+    """DeepSpeed's config, every value resolved."""
+    timeout_s: float = 1800.0
+    """Seconds that ranks wait for each other before they give up."""
+    today: date = field(default_factory=date.today)
+    """The date for chat templates that write one."""
+    stages: tuple[Job, ...] = ()
+    """The stages, if the run has any, each with its own settings, plan and folder."""
+
+    @property
+    def parts(self) -> tuple[Job, ...]:
+        """What is trained, in order: the stages, or the run itself."""
+        return self.stages or (self,)
+
+    @property
+    def largest(self) -> Job:
+        """The part that needs the most memory."""
+        return max(self.parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
+
+
+def job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, **start: Any) -> Job:
+    """The job of a run, with its stages if it has any.
+
+    Args:
+        planned: its plan, or one per stage.
+        start: the other fields of `Job`.
+
+    Raises:
+        DataError: a file of its rows is missing.
+    """
+    first = loaded.stages[0].config if loaded.stages else loaded.config
+    plan, deepspeed = planned[0]
+    job = Job(loaded, plan, data_paths(first.data), folder, deepspeed=deepspeed, **start)
+    stages = [
+        replace(
+            job, loaded=loaded.of(stage), plan=plan, paths=data_paths(stage.config.data), deepspeed=deepspeed,
+            folder=folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]),
+        )
+        for stage, (plan, deepspeed) in zip(loaded.stages, planned, strict=bool(loaded.stages))
+    ]  # fmt: skip
+    return replace(job, stages=tuple(stages))
+
+
+def resume_command(job: Job) -> str:
+    """The command that resumes this run, with the settings that it was started with."""
+    words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.whole.path.name}"]
+    kept = [word for word in job.loaded.overrides if not word.startswith(_NOT_FOR_RESUMING)]
+    if kept:
+        words.append(f"SET={shlex.join(kept)}")
+    return shlex.join(words)

@@ -1,0 +1,359 @@
+"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes.
+
+`loop_checkpoints` writes and reads its checkpoints; `trainer` sets one up from a plan. The private methods that are
+overridden here are listed and guarded in `upstream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+
+from sft_play.data.masks.render import IGNORED
+from sft_play.data.mixing import Mix
+from sft_play.data.packing import Packs
+from sft_play.endings import leave_with
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.training import context_parallel, distributed
+from sft_play.training.collate import COUNTS, SOURCE, Collator
+from sft_play.training.exact_match import Answer, Question, answers
+from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
+from sft_play.training.monitor import scored_labels, source_losses, source_sums, tokens_in
+from sft_play.training.rows import (
+    EpochOrder,
+    LongestFirst,
+    SharedOrder,
+    TellEpoch,
+    TrainingRows,
+    evened,
+    filled,
+    lengths_of,
+    trained_tokens,
+)
+from sft_play.training.upstream import require_known
+
+logger = logging.getLogger(__name__)
+
+
+class _SeedByRank(TrainerCallback):
+    """Gives every rank its own random numbers for dropout; weights and data order are not drawn from them.
+
+    The Trainer seeds all ranks alike, so their dropout masks would be equal. A run that resumes on the ranks it was
+    stopped with has its random states restored after this; on other ranks, each begins a stream of its own.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seed by rank and step. The first rank of a new run keeps the random numbers of a run on one process; ranks of
+        a tensor-parallel group compute the same tokens, so they drop the same."""
+        rank = distributed.batch_rank(self._layout)
+        if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
+            set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
+
+
+class PlannedLoop(CheckpointedLoop):
+    """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
+
+    library: type[Trainer] = Trainer
+    """The library's class that the loop refines."""
+
+    def __init__(
+        self,
+        *,
+        questions: Sequence[Question] = (),
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int = 0,
+        answer_tokens: int = 1,
+        patience: int | None = None,
+        packs: Packs | None = None,
+        group_window: int | None = None,
+        by_source: bool = False,
+        mix: Mix | None = None,
+        layout: Layout = SINGLE,
+        **options: Any,
+    ) -> None:
+        """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
+        length; `by_source`: report the loss of each of the monitor's sources; `mix`: what an epoch has of each;
+        `layout`: which ranks share rows. The other options are those of `CheckpointedLoop` and the Trainer."""
+        self._questions, self._stop_ids = list(questions), list(stop_ids)
+        self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
+        self._patience = patience
+        self._tokens_per_eval_row = self._tokens_per_eval_pass = 1.0
+        self._tokens_seen: torch.Tensor | int = 0
+        self._logged_step = 0
+        self._group_window = group_window
+        self._layout = layout
+        self._mix = mix
+        self._eval_sources: torch.Tensor | None = None
+        self.order: EpochOrder | None = None
+        self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self.last_answers: list[Answer] = []
+        require_known(self.library)
+        super().__init__(**options)
+        self._lengths = None
+        if group_window is not None:
+            self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        unit = self._unit(self.args.per_device_train_batch_size, ranks=layout.data_parallel)
+        self.train_dataset: Any = TrainingRows(
+            options["train_dataset"], packs=packs, unit=unit, per_epoch=mix.total if mix else None
+        )
+        attention = str(self.model.config.get_text_config()._attn_implementation)
+        is_flash = packs is not None and "flash" in attention
+        pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
+        parts = layout.context_parallel
+        part = distributed.batch_rank(layout) % parts
+        self.data_collator: Any = Collator(pad_id, flat=is_flash, by_source=by_source, part=part, parts=parts)
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _unit(self, batch: int, *, ranks: int) -> int:
+        """The number of rows is filled up to a multiple of this: one pass of `ranks` that each see their own rows. One
+        process needs no equal batches."""
+        return batch * ranks if self.args.world_size > 1 else 1
+
+    def _shared(self, order: Any, *, batch: int) -> Any:
+        """The order that is given to all ranks: those of a group that shares rows get the same ones."""
+        times = self._layout.context_parallel
+        return order if times == 1 else SharedOrder(order, batch=batch, times=times)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows = self.train_dataset
+        self.order = EpochOrder(
+            rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1,
+            mix=self._mix,
+        )  # fmt: skip
+        return self._shared(self.order, batch=self.args.per_device_train_batch_size)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
+
+    def get_train_dataloader(self) -> Any:
+        """The batches of an epoch; worker processes end with this one."""
+        return _ending_with_me(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The batches of an evaluation; worker processes end with this one."""
+        return _ending_with_me(super().get_eval_dataloader(eval_dataset))
+
+    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
+        """The rows of the next step; the wait for them is timed."""
+        with self._monitor.part("data"):
+            return super().get_batch_samples(*args, **options)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens in the training batches since this process started, without padding."""
+        return int(self._tokens_seen)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
+        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor]
+        if self._patience is not None:
+            callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
+        if options.get("resume_from_checkpoint"):
+            callbacks.append(RestoreLossSum(self, Path(options["resume_from_checkpoint"])))
+        for callback in callbacks:
+            self.add_callback(callback)
+        try:
+            return super().train(*args, **options)
+        finally:
+            for callback in callbacks:
+                self.remove_callback(callback)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer without empty parameter groups.
+
+        Adapters have no biases or norms, so the group without decay is empty. DeepSpeed from 0.18 drops such a group,
+        and a schedule that was made for two then fails in torch from 2.10
+        (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
+        """
+        optimizer = super().create_optimizer(model)
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
+        self.beat.note(self.state.global_step + 1, "training")
+        self._tokens_seen = self._tokens_seen + tokens_in(inputs)
+        self._monitor.saw(inputs, masked=IGNORED)
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
+        with self._monitor.part("forward_backward"):
+            loss = super().training_step(model, inputs, *args, **options)
+        in_step = args[0] if args else options.get("num_items_in_batch")
+        if in_step is not None:
+            # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
+            ranks = self.args.world_size // self._layout.tensor_parallel
+            self._monitor.lost(loss, in_step=in_step, ranks=ranks)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """The Trainer's loss; where sources are reported, the losses of the tokens are also summed by source.
+
+        They are the terms of the loss itself, so this costs neither a second pass nor logits.
+        """
+        sources = inputs.pop(SOURCE, None)
+        if sources is None:
+            return super().compute_loss(model, inputs, *args, **options)
+        with _outputs_of(model) as outputs:
+            loss = super().compute_loss(model, inputs, *args, **options)
+        sums = source_sums(outputs[0].log_probs, outputs[0].label_mask, sources, count=len(self._monitor.sources))
+        if model.training:
+            self._monitor.by_source(sums)
+        else:
+            self._eval_sources = sums if self._eval_sources is None else self._eval_sources + sums
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with what the monitor measured since the last log beside the loss."""
+        if "loss" in logs:
+            logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
+            self._logged_step = self.state.global_step
+            # of packs TRL counts the places of one row a batch, padding included
+            self._trl_figures("train")["num_tokens"] = [self._monitor.tokens_seen]
+        prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
+        if prefix is not None and self._eval_sources is not None:
+            sums = distributed.gathered_numbers(self._eval_sources.flatten())
+            logs |= source_losses(sums, self._monitor.sources, prefix=prefix)
+            self._eval_sources = None
+        if prefix == "test_":  # TRL would log the figures of every evaluation as those of validation
+            figures = self._trl_figures("eval")
+            logs |= {f"test_{name}": sum(values) / len(values) for name, values in figures.items()}
+            figures.clear()
+        if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
+            logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
+        super().log(logs, start_time)
+
+    def _trl_figures(self, mode: str) -> dict[str, list[float]]:
+        """What TRL has measured in "train" or "eval" since it last logged; empty where the loop is not TRL's."""
+        figures: dict[str, list[float]] = getattr(self, "_metrics", {}).get(mode, {})
+        return figures
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens.
+
+        TRL logs the mean of its own figures over batches, so those are weighted by the tokens of the batch too.
+        """
+        self.beat.note(self.state.global_step, "evaluating")
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
+        if loss is not None:
+            tokens = (scored_labels(inputs) != IGNORED).sum()
+            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
+            loss = loss * tokens / (rows * self._tokens_per_eval_row)
+            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
+            all_tokens = self.accelerator.gather(tokens.reshape(1)).sum().item() / self._layout.tensor_parallel
+            figures = self._trl_figures("eval")
+            for name in ("entropy", "mean_token_accuracy"):
+                if figures.get(name):
+                    figures[name][-1] *= all_tokens / self._tokens_per_eval_pass
+        return loss, logits, labels
+
+    def evaluate(
+        self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
+    ) -> dict[str, float]:
+        """Loss over trained tokens and, where there are questions, exact match of generated answers; every row counts
+        once. `questions`: None for those that are asked while training.
+
+        Batches hold rows of similar length, and only as many as spread evenly over the ranks. The random state is
+        restored, so that evaluating changes no number of the training.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        most = self.args.per_device_eval_batch_size
+        batch = evened(len(dataset), most=most, ranks=self.args.world_size)
+        dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
+        tokens, passes = max(1, trained_tokens(dataset)), -(-len(dataset) // (batch * self._layout.data_parallel))
+        self._tokens_per_eval_row, self._tokens_per_eval_pass = tokens / max(1, len(dataset)), tokens / max(1, passes)
+        self._eval_sources = None
+        with torch.random.fork_rng(), self._monitor.part("evaluation"):
+            # the Trainer has no argument for the batch size of one evaluation
+            self.args.per_device_eval_batch_size = batch
+            try:
+                metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
+            finally:
+                self.args.per_device_eval_batch_size = most
+            asked = self._questions if questions is None else questions
+            if asked:
+                metrics |= self._exact_match(asked, prefix=str(options.get("metric_key_prefix", "eval")))
+        if eval_dataset is None:
+            self.last_metrics = (self.state.global_step, metrics)
+            logger.info("%s", self._validation_line(metrics))
+        return metrics
+
+    def _validation_line(self, metrics: dict[str, float]) -> str:
+        """The figures of this evaluation, and the best so far by the metric that decides about checkpoints."""
+        step, match = self.state.global_step, metrics.get("eval_exact_match")
+        line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
+        line += "" if match is None else f", exact match {match:.1%}"
+        name = str(self.args.metric_for_best_model or "eval_loss")
+        history = [(entry[name], entry["step"]) for entry in self.state.log_history if name in entry]
+        figures = [(value, at) for value, at in history if at and math.isfinite(value)]
+        if not figures:
+            return line
+        sign = -1 if self.args.greater_is_better else 1
+        best, at = min(figures, key=lambda figure: sign * figure[0])  # of equal ones the first
+        shown = f"{best:.1%}" if name.endswith("exact_match") else f"{best:.4f}"
+        what = name.removeprefix("eval_").replace("_", " ")
+        return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
+
+    def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
+        with context_parallel.whole_rows(self.model), self._monitor.generating():
+            self.last_answers = answers(
+                self.model,
+                self.processing_class,
+                asked,
+                stop=self._stop_ids,
+                max_new_tokens=self._max_new_tokens,
+                most_tokens=self._answer_tokens,
+                began=lambda: self.beat.note(self.state.global_step, "generating answers"),
+            )
+        share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
+        metrics = {f"{prefix}_exact_match": share}
+        self.log(metrics)
+        return metrics
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
+
+
+@contextlib.contextmanager
+def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
+    """The outputs of the model's forward passes while this is open."""
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
+
+
+def _ending_with_me(batches: Any) -> Any:
+    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
+    loader = getattr(batches, "base_dataloader", batches)  # accelerate's wraps the one that starts them
+    if loader.num_workers:
+        loader.worker_init_fn = functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn)
+        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
+            loader.multiprocessing_context = "fork"
+    return batches
+
+
+def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
+    """Start of a data loader's process: it will end with the trainer; then the loader's own start."""
+    leave_with(parent, signal.SIGKILL)
+    if then is not None:
+        then(worker)

@@ -1,0 +1,126 @@
+"""The highest memory of each moment of a run: training steps, evaluation, generation, saving.
+
+torch counts one peak since its last reset, and so does Linux for a process's resident memory. At each change from one
+moment to another the peak is kept and reset, so that what an evaluation or generated answers took is not read as the
+training's. On a GPU the allocator's cache is emptied too: blocks that one moment has cached are of little use to the
+next, and would be counted as reserved by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+RunMoment = Literal["training", "evaluation", "generation", "saving"]
+
+_CLEAR = Path("/proc/self/clear_refs")
+"""Writing 5 resets the peak of resident memory to the present value (proc_pid_clear_refs(5), since Linux 4.0)."""
+
+
+@dataclass(frozen=True)
+class Highest:
+    """Peak bytes of tensors and of the allocator's reserved memory; on a CPU both are resident memory."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+    def or_more(self, other: Highest) -> Highest:
+        """The larger of each."""
+        return Highest(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
+
+
+@dataclass
+class Peaks:
+    """The peak of each moment in this process. `level_bytes`: resident memory that is not the run's."""
+
+    on_gpu: bool = False
+    level_bytes: int = 0
+    clear: Callable[[], bool] = field(default_factory=lambda: _cleared)
+    """Resets the peak of resident memory; whether it could."""
+    _kept: dict[RunMoment, Highest] = field(default_factory=dict)
+    _moment: RunMoment | None = None
+    _earlier: int = 0
+    """Peak resident bytes of earlier moments, where it could not be reset."""
+
+    def start(self, moment: RunMoment) -> None:
+        """Begin a moment, and keep the peak of the one before."""
+        self._keep()
+        self._moment = moment
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self._earlier = 0 if self.clear() else highest_resident()
+
+    def end(self) -> None:
+        """End the moment without beginning another."""
+        self._keep()
+        self._moment = None
+
+    def forget(self) -> None:
+        """Drop all peaks, before another stage of a run."""
+        self._kept, self._moment = {}, None
+
+    @contextlib.contextmanager
+    def during(self, moment: RunMoment) -> Iterator[None]:
+        """While open, memory counts for this moment; then the one before continues, if there was one."""
+        before = self._moment
+        self.start(moment)
+        try:
+            yield
+        finally:
+            self.end()
+            if before is not None:
+                self.start(before)
+
+    def highest(self, moment: RunMoment) -> Highest | None:
+        """The peak of a moment until now; None if there was none, or if an earlier one was higher and could not be
+        reset."""
+        self._keep()
+        return self._kept.get(moment)
+
+    def by_moment(self) -> dict[RunMoment, Highest]:
+        """The peaks of all moments so far."""
+        self._keep()
+        return dict(self._kept)
+
+    def _keep(self) -> None:
+        if self._moment is None:
+            return
+        peak = self._now()
+        if peak is not None:
+            self._kept[self._moment] = peak.or_more(self._kept.get(self._moment, Highest()))
+
+    def _now(self) -> Highest | None:
+        if self.on_gpu:
+            return Highest(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        resident = highest_resident()
+        if resident <= self._earlier:
+            return None
+        own = max(0, resident - self.level_bytes)
+        return Highest(own, own)
+
+
+def highest_resident() -> int:
+    """The peak of this process's resident bytes since it was last reset."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _cleared() -> bool:
+    try:
+        _CLEAR.write_text("5", encoding="utf-8")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,258 @@
+"""The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
+
+The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch. So a step
+sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows may be sorted by
+length, and a row may be a pack of several chats. The end of an epoch is filled up with rows whose loss is masked:
+accelerate would fill it with rows from the epoch's beginning, which would then be trained on twice.
+
+The tokens stay in the data set (Arrow, which may be a mapped file); a row is assembled from it when it is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from transformers import TrainerCallback
+
+from sft_play.data.masks.render import IGNORED, TokenRow
+from sft_play.data.mixing import Mix
+from sft_play.data.packing import Packs, grouped
+
+FILLER_TOKENS = 2
+"""Tokens of a masked row: the fewest with a position to predict."""
+SOURCES = ("chat", "text")
+"""Names of the numbers in column `source`, unless the run names its own sources."""
+_ROWS_AT_ONCE = 50_000
+"""Rows of a table that are read at once."""
+
+_FEATURES = Features(
+    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")},
+)
+
+
+def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
+    """Rows as the trainer takes them: columns input_ids, labels and source; a Dataset is returned unchanged."""
+    if isinstance(rows, Dataset):
+        return rows
+    columns: dict[str, list[Any]] = {
+        "input_ids": [row.input_ids for row in rows],
+        "labels": [row.labels for row in rows],
+        "source": [SOURCES.index(getattr(row, "source", SOURCES[0])) for row in rows],
+    }
+    return Dataset.from_dict(columns, features=_FEATURES)
+
+
+def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
+    """A column of the data set as Arrow lists, some rows at a time."""
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        yield table[column]
+
+
+def lengths_of(dataset: Dataset) -> npt.NDArray[np.int64]:
+    """Tokens of every row, in the order of the data set; no token is read."""
+    lengths = [pc.list_value_length(column).to_numpy() for column in _tables(dataset, "input_ids")]
+    return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, dtype=np.int64)
+
+
+def trained_tokens(dataset: Dataset) -> int:
+    """Tokens that are trained; the first of a row is never predicted."""
+    total = 0
+    for column in _tables(dataset, "labels"):
+        counts = np.asarray(_flat(column)) != IGNORED
+        lengths = pc.list_value_length(column).to_numpy()
+        # an empty row has no first token, and its start is that of the next row
+        starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        total += int(counts.sum()) - int(counts[starts].sum())
+    return total
+
+
+def _flat(column: Any) -> npt.NDArray[Any]:
+    """The values of a column of lists, one row after the other."""
+    flat = pc.list_flatten(column)
+    assert isinstance(flat, pa.ChunkedArray)
+    values: np.ndarray[Any, np.dtype[Any]] = flat.to_numpy()
+    return values
+
+
+def filled(dataset: Dataset, *, unit: int) -> Dataset:
+    """The rows, followed by masked rows that make their number a multiple of `unit` (batch x ranks)."""
+    lacking = -len(dataset) % unit
+    if not lacking:
+        return dataset
+    first = dataset[0]
+    tokens = (list(first["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
+    columns = {name: [value] * lacking for name, value in first.items()}
+    columns |= {"input_ids": [tokens] * lacking, "labels": [[IGNORED] * FILLER_TOKENS] * lacking}
+    return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
+
+
+def evened(rows: int, *, most: int, ranks: int) -> int:
+    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`: the last pass is then
+    nearly full."""
+    passes = max(1, -(-rows // (most * ranks)))
+    return max(1, -(-rows // (passes * ranks)))
+
+
+class LongestFirst(torch.utils.data.Sampler[int]):
+    """Rows by length, the longest first and equal ones in their order: a batch has rows of similar length, and the
+    first batch needs the most memory."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._order = np.argsort(-lengths_of(dataset), kind="stable")
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order.tolist()
+
+
+class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The training rows by number: rows of the data set or packs of them, then the masked rows that fill up.
+
+    A row is `input_ids`, `labels` and `sources` (all [T]); a pack also has `chat_lengths` (tokens of each chat). No
+    chat's first token has a label.
+    """
+
+    def __init__(
+        self, dataset: Dataset, *, packs: Packs | None = None, unit: int = 1, per_epoch: int | None = None
+    ) -> None:
+        """Masked rows make an epoch of `per_epoch` rows (None: all) a multiple of `unit` (batch x ranks)."""
+        self._arrow = dataset.with_format("arrow")
+        self._has_sources = "source" in dataset.column_names
+        self._packs = packs
+        self.count = len(dataset) if packs is None else len(packs)
+        """Rows to train on; those after them are masked."""
+        self.epoch_rows = self.count if per_epoch is None else per_epoch
+        """Rows to train on in an epoch."""
+        self._total = self.count + -self.epoch_rows % unit
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One row."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
+        parts = [self._indices(number) for number in numbers]
+        read = self._read(np.concatenate(parts))
+        ends = np.cumsum([len(part) for part in parts])
+        rows = [self._row(read, end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        return [_masked(row) if number >= self.count else row for row, number in zip(rows, numbers, strict=True)]
+
+    def _indices(self, number: int) -> npt.NDArray[np.int64]:
+        """Rows of the data set that make up a row; masked rows are made from the first."""
+        if not 0 <= number < self._total:
+            raise IndexError(number)
+        if number >= self.count:
+            return np.zeros(1, dtype=np.int64)
+        return np.array([number]) if self._packs is None else self._packs[number]
+
+    def _read(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+        """Tokens, labels and sources of rows, joined, and the start of each row (and the end of the last)."""
+        table = self._arrow[indices.tolist()]
+        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        labels = _flat(table["labels"]).astype(np.int64)
+        labels[starts[:-1]] = IGNORED  # it would be predicted from nothing, or from another chat
+        sources = table["source"].to_numpy() if self._has_sources else np.zeros(len(indices))
+        return {
+            "input_ids": _flat(table["input_ids"]).astype(np.int64),
+            "labels": labels,
+            "sources": np.repeat(sources.astype(np.int64), lengths),
+            "starts": starts,
+        }
+
+    def _row(self, read: dict[str, npt.NDArray[np.int64]], first: int, end: int) -> dict[str, Any]:
+        """The row made of what was read from index `first` up to `end`."""
+        starts = read["starts"]
+        row: dict[str, Any] = {
+            name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")
+        }
+        return row if self._packs is None else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
+
+
+def _masked(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of FILLER_TOKENS tokens of another one, without labels."""
+    masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
+    masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
+    return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
+
+
+class EpochOrder(torch.utils.data.Sampler[int]):
+    """Indices of an epoch: the first `count` rows in an order drawn from seed and epoch, then the masked ones.
+
+    The order is that of accelerate's seedable sampler for the same seed. With `lengths`, each `window` of rows (an
+    optimizer step's) is sorted by them, the longest first. With `mix`, an epoch has the rows that it chooses instead of
+    all.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        total: int,
+        seed: int,
+        lengths: npt.NDArray[np.int64] | None = None,
+        window: int = 1,
+        mix: Mix | None = None,
+    ) -> None:
+        self._count, self._total, self._seed = count, total, seed
+        self._lengths, self._window, self._mix = lengths, window, mix
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from now on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._total if self._mix is None else self._mix.total + self._total - self._count
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(self._seed + self.epoch)
+        rows = None if self._mix is None else self._mix.rows(self.epoch)
+        order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
+        order = order if rows is None else rows[order]
+        if self._lengths is not None:
+            order = grouped(order, self._lengths, window=self._window)
+        yield from order.tolist()
+        yield from range(self._count, self._total)
+
+
+class SharedOrder(torch.utils.data.Sampler[int]):
+    """Another order with every micro-batch repeated `times`: each of the ranks that share its rows takes one."""
+
+    def __init__(self, order: torch.utils.data.Sampler[int], *, batch: int, times: int) -> None:
+        self._order, self._batch, self._times = order, batch, times
+
+    def __len__(self) -> int:
+        return len(self._order) * self._times
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = iter(self._order)
+        while rows := list(itertools.islice(numbers, self._batch)):
+            yield from rows * self._times
+
+
+class TellEpoch(TrainerCallback):
+    """Tells the order which epoch begins: accelerate does not when a resumed run of several ranks skips batches."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch of the step counter."""
+        order = self._trainer.order
+        if order is not None:
+            order.set_epoch(int(state.epoch or 0))

@@ -1,0 +1,184 @@
+"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or one stage."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play import runs
+from sft_play.planner.show import precision_name
+from sft_play.training import bridge, checkpoints, distributed
+from sft_play.training.agreement import digests
+from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
+from sft_play.training.curriculum import Stages
+from sft_play.training.device_checks import check_device, check_free_memory, out_of_memory_explained
+from sft_play.training.evaluate import EvalSet, eval_set_of, evaluate
+from sft_play.training.finish import finish
+from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.job import Job
+from sft_play.training.load_memory import LoadMeter
+from sft_play.training.load_trainer import load_trainer
+from sft_play.training.loop import PlannedLoop
+from sft_play.training.measure import BeforeTraining, MemoryMeter, Watch
+from sft_play.training.prepare import Prepared, data_facts, prepare
+from sft_play.training.quiet import quiet_libraries
+from sft_play.training.run_folder import run_folder
+from sft_play.training.summary import Result, Trained
+from sft_play.training.trainer import plan_callbacks
+from sft_play.training.updates import UpdateCheck
+
+logger = logging.getLogger(__name__)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train as the job says, stage by stage; returns the summary.
+
+    Raises:
+        SftPlayError: what the user can fix; a new run folder in which nothing was trained is removed again.
+        Interrupted: the user stopped the run, and its state was saved.
+    """
+    started, memory = time.time(), MemoryMeter(job.plan)
+    quiet_libraries()
+    for part in job.parts:
+        check_device(part.plan, part.loaded.config)
+    if job.loaded.config.tuning.backend == "bnb":  # with Unsloth its own process checks the GPU
+        check_free_memory(job.largest.plan, job.largest.loaded.config)
+    prepared = [prepare(part) for part in job.parts]  # tokenizer, the model on the meta device, rows
+    facts = data_facts(job.parts, prepared)
+    if prepared[0].backend.name == "unsloth":
+        with run_folder(job, prepared, facts):
+            return bridge.train(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
+    if prepared[0].backend.fallback_from:
+        check_free_memory(job.largest.plan, job.largest.loaded.config)
+    with (
+        distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
+        Heartbeat(job.timeout_s) as beat,
+    ):
+        distributed.require_alike(digests(job, facts, writes_date=prepared[0].renderer.writes_date))
+        with run_folder(job, prepared, facts):
+            watch = Watch(memory, beat, started)
+            if job.stages:
+                return Stages(job, prepared, watch, train).train()
+            return train(job, prepared[0], watch, begins_from=prepared[0].begins_from)
+
+
+def train(
+    job: Job,
+    prepared: Prepared,
+    watch: Watch,
+    *,
+    begins_from: Path | None = None,
+    eval_set_of: Callable[..., EvalSet] = eval_set_of,
+    load_trainer: Callable[..., PlannedLoop] = load_trainer,
+) -> dict[str, Any]:
+    """Load the model, evaluate, train, evaluate, save; returns the summary.
+
+    Args:
+        begins_from: the folder of the weights that the stage before has trained, or of the adapter that the run
+            continues; None starts from the model's own.
+        eval_set_of, load_trainer: replace the functions of these names, for a backend that has its own.
+
+    Raises:
+        DoesNotFit: CUDA ran out of memory.
+        Interrupted: the user stopped the run, and its state was saved.
+    """
+    with out_of_memory_explained(job.plan):
+        checkpoint = _last_checkpoint(job)
+        watch.memory.peaks.forget()
+        is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
+        _announce(job, prepared, checkpoint)
+        eval_set = eval_set_of(job, prepared)
+        with LoadMeter(job.plan) as loading:
+            trainer = load_trainer(
+                job, prepared, eval_set, watch, begins_from=begins_from,
+                in_parts=is_shared and job.plan.memory.checkpoint == "sharded",
+            )  # fmt: skip
+        before = BeforeTraining(job, trainer, eval_set, loading, is_resumed=checkpoint is not None)
+        metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
+        trained = _train(job, trainer, before, watch, checkpoint, metrics)
+        after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
+        watch.beat.note(trainer.state.global_step, "saving the trained weights")
+        result = Result(
+            trained, before.figures, after, split=eval_set.name, by_moment=watch.memory.by_moment(),
+            engine_check=before.engine_check, loading=before.loading, wall_s=time.time() - watch.started,
+        )  # fmt: skip
+        summary = finish(job, prepared, trainer, result, watch.memory)
+    if job.folder.stage is not None:  # another model is loaded into this process
+        distributed.release(trainer)
+    return summary
+
+
+def _train(
+    job: Job,
+    trainer: PlannedLoop,
+    before: BeforeTraining,
+    watch: Watch,
+    checkpoint: Path | None,
+    metrics: Sequence[str],
+) -> Trained:
+    """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
+    step = checkpoints.step_of(checkpoint) if checkpoint else None
+    if distributed.is_first():
+        runs.keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
+    stop = StopAfter(job.loaded.config.train.stop_after_steps)
+    updates = UpdateCheck(trainer, job.plan.precision.updates)
+    progress = Progress(tokens=lambda: trainer.tokens_seen)
+    lines = MetricsFile(job.folder.metrics_path, started=watch.started, stage=job.folder.stage)
+    has_engine = job.plan.layout != "single" or job.deepspeed is not None
+    for callback in (
+        *([before] if has_engine else []),  # first: it evaluates before the clock of `progress` starts
+        *(GradientCheck(), LossScaleCheck(), updates, lines, progress, stop),
+        *plan_callbacks(job.loaded.config, job.plan, job.folder, trainer, resume_step=step, metrics=metrics),
+    ):
+        trainer.add_callback(callback)
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    logger.info("Trainable parameters: %s", f"{trained:,}")
+    if not has_engine:
+        before.measure()
+    try:
+        with stopping(stop):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.close()
+    tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
+    peak = watch.memory.peak()
+    watch.memory.peaks.end()
+    return Trained(trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts)
+
+
+def _last_checkpoint(job: Job) -> Path | None:
+    """The checkpoint to resume from: the last complete one on rank 0; every rank has to find it too."""
+    if not job.resume:
+        return None
+    folder = job.folder.checkpoints
+    for line in checkpoints.damage(folder):
+        logger.info("%s", line)
+    own = checkpoints.last_complete(folder)
+    name = distributed.of_first(own.name if own else None)
+    last = folder / name if name else None
+    distributed.require_all(
+        last is None or checkpoints.is_complete(last),
+        f"the checkpoint {last} is missing or damaged on this node; every node reads it: copy the run folder to this "
+        "node, or write to a disk that all nodes share",
+    )
+    return last
+
+
+def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
+    ranks = job.plan.choice.layout.ranks
+    cpu = job.plan.hardware.shared_gpu or "the CPU"
+    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else cpu
+    where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
+    precision, backend = precision_name(job.plan), prepared.backend.name
+    if checkpoint is not None:
+        logger.info("Resuming %s run from step %d with %s precision on %s",
+                    backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
+    elif job.resume:
+        logger.info("%s has no complete checkpoint: starting again from the first step", job.folder.path)
+    else:
+        logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
+    logger.info("Run folder: %s", job.folder.path)
+    logger.info("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)

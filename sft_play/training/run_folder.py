@@ -1,0 +1,107 @@
+"""The run folder during a run: the first rank creates or checks it, holds its lock, writes its log and any failure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from sft_play import runs
+from sft_play.errors import Interrupted, SftPlayError
+from sft_play.log import escape_control, write_log_to
+from sft_play.planner.plan import Plan
+from sft_play.runs import Lock
+from sft_play.training import distributed
+from sft_play.training.job import Job
+from sft_play.training.prepare import Prepared, choices
+
+
+@contextlib.contextmanager
+def run_folder(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
+    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
+
+    Args:
+        facts: `data` of the manifest.
+
+    Raises:
+        RunFolderError: another process is writing it, or its run had other settings.
+    """
+    if not distributed.is_first():
+        distributed.barrier()  # rank 0 creates the folder, or fails and says why
+        yield
+        return
+    with _resumed(job, prepared, facts) if job.resume else _new(job, prepared, facts):
+        log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+        try:
+            distributed.barrier()
+            yield
+        except BaseException as error:
+            cause = error.__cause__
+            _record_failure(job, cause if isinstance(cause, torch.OutOfMemoryError) else error)
+            raise
+        finally:
+            logging.getLogger().removeHandler(log_file)
+            log_file.close()
+
+
+def batch_facts(plan: Plan) -> dict[str, int]:
+    """The batch arithmetic that a resumed run must share."""
+    return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
+
+
+def spread_facts(plan: Plan) -> dict[str, Any]:
+    """How a run is spread, for the manifest: batch, layout, and all processes (more than `ranks` where some share
+    rows)."""
+    return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
+
+
+def cpu_facts() -> dict[str, Any]:
+    """What sums on a CPU are rounded by: threads of each rank, and the instructions that torch's kernels use."""
+    return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    """Check that the folder's run had the same settings; returns its lock."""
+    lock = job.mark or runs.lock(job.folder, by=job.by)
+    runs.check_same_run(
+        job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
+    )
+    resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
+    job.folder.update_manifest(status="running", resumed=resumed, **spread_facts(job.plan))
+    return lock
+
+
+def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
+    manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
+    manifest |= spread_facts(job.plan)
+    manifest["cpu"] = cpu_facts()
+    manifest["backend"] = prepared[0].backend.name
+    manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
+    if prepared[0].renderer.writes_date:
+        manifest["template_date"] = str(prepared[0].renderer.today)
+    if job.has_folder:
+        lock = runs.lock(job.folder, by=job.by)
+        job.folder.update_manifest(**manifest)
+        return lock
+    lock = runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    if job.deepspeed is not None:
+        job.folder.write_json(runs.DEEPSPEED_FILE, job.deepspeed)
+    return lock
+
+
+def _record_failure(job: Job, error: BaseException) -> None:
+    """Write to the manifest how the run failed; remove a new folder in which nothing was trained."""
+    if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
+        return
+    # only for the user's mistakes: a fault of ours keeps its folder and log for a report
+    unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
+    if unused:
+        runs.discard(job.folder)
+        return
+    status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,32 @@
+"""llama.cpp's converter for tests: fetched once a session, or the reason why it cannot be."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+
+from sft_play.errors import ConfigError
+from sft_play.finished.llama_cpp import Converter, find_converter
+
+PYTHON = sys.executable
+"""The real one, before a test puts another in its place."""
+
+
+@functools.cache
+def _fetched() -> Converter | str:
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", PYTHON)
+            return find_converter(None)
+    except ConfigError as error:
+        return str(error)
+
+
+def converter() -> Converter:
+    """It; skips the test where there is no package index."""
+    fetched = _fetched()
+    if isinstance(fetched, str):
+        pytest.skip(fetched)
+    return fetched

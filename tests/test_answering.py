@@ -1,0 +1,177 @@
+"""Answers of a finished run: prompts are training's, a file of them is resumed, and a chat takes its commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from sft_play.errors import DataError
+from sft_play.finished import infer as infer_module
+from sft_play.finished.chat import Conversation
+from sft_play.finished.infer import infer, read_prompts
+from sft_play.finished.respond import Responder
+from sft_play.finished.run import find_finished
+from tests.finished_runs import finished_run, make_base
+from tests.test_merge import llama
+
+pytestmark = pytest.mark.build
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    base = make_base(folder / "base", llama())
+    return find_finished(folder, str(finished_run(folder / "run", base)))
+
+
+@pytest.fixture(scope="module")
+def responder(run):
+    return Responder(run)
+
+
+def question(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_prompt_is_what_training_put_before_the_answer(run, responder):
+    from sft_play.finished.load import held_out
+
+    split = held_out(run).split
+    for chat, row in zip(split.chats, split.rows, strict=True):
+        trained = next(place for place, label in enumerate(row["labels"]) if label >= 0)
+        assert responder.prompt_ids(chat.messages[:-1]) == row["input_ids"][:trained]
+
+
+def test_a_streamed_answer_is_the_batched_one_and_is_shown_whole(responder):
+    prompts = [responder.prompt_ids(question(text)) for text in ("hello there", "what is 12 + 30?", "né 日本 yes")]
+    batched = responder.answer_all(prompts, max_new_tokens=12)
+    for prompt, answer in zip(prompts, batched, strict=True):
+        shown: list[str] = []
+        assert responder.stream(prompt, shown.append, max_new_tokens=12) == answer == "".join(shown)
+
+
+def test_sampling_follows_the_seed_and_differs_from_greedy(responder):
+    prompt = responder.prompt_ids(question("hello"))
+    torch.manual_seed(1)
+    one = responder.stream(prompt, lambda _: None, max_new_tokens=12, temperature=2.0)
+    torch.manual_seed(1)
+    assert responder.stream(prompt, lambda _: None, max_new_tokens=12, temperature=2.0) == one
+    assert one != responder.stream(prompt, lambda _: None, max_new_tokens=12)
+
+
+def test_prompts_of_every_kind_of_file_are_read(tmp_path):
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\n\n two  \n")
+    assert [prompt.messages for prompt in read_prompts(text)] == [
+        ({"role": "user", "content": "one"},), ({"role": "user", "content": " two  "},),
+    ]  # fmt: skip
+    rows = tmp_path / "prompts.jsonl"
+    turns = [{"role": "system", "content": "s"}, *question("q")]
+    answered = [*turns, {"role": "assistant", "content": "a"}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": turns}, {"messages": answered})))
+    one, other = read_prompts(rows)
+    assert one.messages == other.messages == tuple(turns)
+    assert (one.reference, other.reference) == (None, "a")
+    rows.write_text('{"prompt": "q"}\n{"instruction": "q", "output": "a"}\n')
+    assert [prompt.reference for prompt in read_prompts(rows)] == [None, "a"]
+    rows.write_text('{"prompt": 3}\n')
+    with pytest.raises(DataError, match="prompt"):
+        read_prompts(rows)
+    text.write_bytes("a\u2028b\r\nc".encode())
+    assert [prompt.messages[0]["content"] for prompt in read_prompts(text)] == ["a\u2028b", "c"]
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="no prompts"):
+        read_prompts(tmp_path / "empty.txt")
+
+
+def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_path, monkeypatch):
+    source, target = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    source.write_text("".join(f"what is {n}\u2028?\n" for n in range(7)))
+    monkeypatch.setattr(infer_module, "_AT_ONCE", 2)
+    whole = infer(run, source, target, max_new_tokens=6)
+    assert (whole.prompts, whole.resumed) == (7, 0)
+    lines = [f"{line}\n" for line in target.read_text().split("\n")[:-1]]
+    assert [json.loads(line)["messages"][0]["content"] for line in lines] == [f"what is {n}\u2028?" for n in range(7)]
+    for kept in range(7):
+        target.write_text("".join(lines[:kept]) + lines[kept][:20])
+        assert infer(run, source, target, max_new_tokens=6).resumed == kept
+        assert target.read_text() == "".join(lines)
+        if kept == 1:
+            break
+    assert infer(run, source, target, max_new_tokens=6).resumed == 7
+    with pytest.raises(DataError, match="max_new_tokens=6"):
+        infer(run, source, target, max_new_tokens=7)
+    source.write_text("something else\n" * 7)
+    with pytest.raises(DataError, match="other prompts"):
+        infer(run, source, target, max_new_tokens=6)
+    assert target.read_text() == "".join(lines)
+    target.write_text("my notes\n")
+    with pytest.raises(DataError, match="not an answer"):
+        infer(run, source, target, max_new_tokens=6)
+    assert target.read_text() == "my notes\n"
+
+
+def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
+    shown: list[str] = []
+    chat = Conversation(responder, shown.append, max_new_tokens=6)
+    chat.say("hello")
+    chat.say("what is 12?")
+    assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 2
+    assert (
+        chat.messages[3]["content"]
+        == responder.answer_all([responder.prompt_ids(chat.messages[:3])], max_new_tokens=6)[0]
+    )
+    chat.say(f"/save {tmp_path}/chat.jsonl")
+    chat.say("/reset")
+    assert chat.messages == []
+    chat.say("/system you are terse")
+    chat.say("hello")
+    chat.say(f"/save {tmp_path}/chat.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    assert [len(row["messages"]) for row in rows] == [4, 3]
+    assert rows[1]["messages"][0] == {"role": "system", "content": "you are terse"}
+    chat.say("/nonsense")
+    assert "/reset forgets" in shown[-1]
+    chat.say("/exit")
+    assert chat.has_ended
+
+
+def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(responder):
+    prompt = responder.prompt_ids(question("hello there"))
+    tuned = responder.answer_all([prompt], max_new_tokens=8)[0]
+    with responder.base():
+        base = responder.answer_all([prompt], max_new_tokens=8)[0]
+    assert base != tuned
+    shown: list[str] = []
+    chat = Conversation(responder, shown.append, max_new_tokens=8)
+    chat.say("/base")
+    chat.say("hello there")
+    assert chat.messages[-1]["content"] == base
+    chat.say("/base")
+    chat.say("/reset")
+    chat.say("/both")
+    shown.clear()
+    chat.say("hello there")
+    assert "".join(shown) == f"base:  {base}\ntuned: {tuned}\n"
+    assert chat.messages[-1]["content"] == tuned
+
+
+def test_the_commands_read_standard_input_and_files(run, tmp_path, command, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/exit\nnever said\n"))
+    code, printed = command("chat", "--run", str(run.folder.path), "--max_new_tokens", "4", "--json")
+    assert code == 0, printed
+    (answer,) = [json.loads(line) for line in printed.splitlines() if line.startswith('{"ok"')]
+    assert [turn["role"] for turn in answer["messages"]] == ["user", "assistant"]
+    code, printed = command("infer", "--run", str(run.folder.path))
+    assert code == 2
+    assert "INPUT=" in printed
+    (tmp_path / "p.txt").write_text("hello\n")
+    monkeypatch.setenv("INPUT", str(tmp_path / "p.txt"))
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "a.jsonl"))
+    code, printed = command("infer", "--run", str(run.folder.path), "--max_new_tokens", "4")
+    assert code == 0, printed
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1

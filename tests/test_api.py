@@ -1,0 +1,86 @@
+"""The toolkit from Python: a plan without torch, a run with its summary."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sft_play
+from sft_play import load_config, plan, train
+from sft_play.errors import DataError, HardwareError
+from tests.conftest import ROOT
+
+GEMMA = ROOT / "configs" / "run_gemma27b_distributed.yaml"
+
+
+def test_a_plan_is_that_of_the_command(capsys):
+    from sft_play.cli import main
+
+    batch = "train.effective_batch_size=64"
+    assert main(["plan", "--config", str(GEMMA), "--hardware", "2xH200", "--json", batch]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    run = load_config(GEMMA, overrides=[batch])
+    assert json.loads(json.dumps(plan(run, hardware="2xH200").as_json())) == answer
+    assert not plan(run, hardware="1xRTX3060").fits
+
+
+def test_importing_and_planning_load_no_torch():
+    code = (
+        "import sys; from sft_play import load_config, plan; "
+        f"plan(load_config({str(GEMMA)!r}), hardware='2xH200'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_errors_are_of_the_project_s_own_tree():
+    with pytest.raises(HardwareError, match="NoSuchGpu"):
+        plan(load_config(GEMMA), hardware="1xNoSuchGpu")
+    with pytest.raises(AttributeError, match="no attribute 'fine_tune'"):
+        _ = sft_play.fine_tune
+
+
+@pytest.mark.build
+def test_train_returns_the_summary_of_the_run_folder(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]}
+            for n in range(8)]  # fmt: skip
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("my.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        "data: {train_path: rows.jsonl, val_path: null, test_path: null}\n"
+        "train: {max_steps: 2, effective_batch_size: 4, report_to: []}\noutput: {name: mine}\n"
+    )
+    summary = train(load_config("my.yaml"))
+    folder = Path(str(summary.pop("run")))
+    assert folder.name == "mine"
+    assert summary == json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        train(load_config("my.yaml", overrides=["data.train_path=nowhere.jsonl", "output.name=other"]))
+    assert not (folder.parent / "other").exists()
+
+
+def test_the_example_notebook_plans_and_trains_the_starter(capsys, monkeypatch):
+    """Its training is a stand-in here: what it is asked to train is looked at, and a run of `train` is tested above."""
+    asked = []
+
+    def stand_in(run):
+        asked.append(run)
+        return {"run": "outputs/from_python", "after": None, "peak_bytes": {}}
+
+    monkeypatch.setattr("sft_play.api.train", stand_in)
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    cells = json.loads((ROOT / "examples" / "plan_and_train.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, object] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[:3]] == ["1xRTX3060", "1xRTX4090", "2xH200"]
+    assert "->" in printed
+    assert [(run.path.name, run.config.train.max_steps) for run in asked] == [("run_starter.yaml", 20)]

@@ -1,0 +1,260 @@
+"""What a run writes for TensorBoard: a run for each split, each point once, charts only of what is logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.runs import RunFolder
+from sft_play.training import board
+from sft_play.training.board import Board, layout_of
+from sft_play.training.exact_match import Answer, Question
+from tests.conftest import chat
+
+TAGS_OF = {
+    "Loss": ["train/loss", "eval/loss", "test/loss"],
+    "Loss by source": ["train/loss_chat", "eval/loss_text", "test/loss_a"],
+    "Loss by rank": ["train/loss_rank_0", "train/loss_rank_11"],
+    "Exact match": ["eval/exact_match", "test/exact_match"],
+    "Learning rate": ["train/learning_rate"],
+    "Gradient norm": ["train/grad_norm"],
+    "Tokens per second": ["train/tokens_per_s", "train/tokens_per_s_per_gpu"],
+    "Model FLOP utilisation": ["train/mfu"],
+    "Where a step's time goes, in seconds": ["train/step_time_s", "train/time_data_s"],
+    "Memory against the plan, in GiB": ["train/memory_peak_gib", "train/memory_predicted_gib"],
+    "Memory by rank, in GiB": ["train/memory_peak_gib_rank_1"],
+    "Padding share": ["train/padding_share"],
+}
+OTHERS = ["train/epoch", "train/entropy", "eval/runtime", "train/total_flos", "test/runtime"]
+
+
+def test_a_chart_is_there_exactly_where_one_of_its_tags_is_logged():
+    assert {title for charts in board.CHARTS.values() for title in charts} == set(TAGS_OF)
+    draw = random.Random(0)
+    every = [tag for tags in TAGS_OF.values() for tag in tags]
+    for _ in range(300):
+        tags = draw.sample(every, draw.randint(0, 5)) + draw.sample(OTHERS, 2)
+        layout = layout_of(tags)
+        shown = {title for charts in layout.values() for title in charts}
+        assert shown == {title for title, own in TAGS_OF.items() if set(own) & set(tags)}, tags
+        assert all(layout.values()), "a page without charts"
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def make_board(folder: Path, **options: Any) -> Board:
+    """A board over a folder's `tb/`."""
+    settings: dict[str, Any] = {"hparams": {"lr": 1e-3}, "metrics": (), "answers": list, "resume_step": None}
+    return Board(RunFolder(folder), **{**settings, **options})
+
+
+def log(to: Board, step: int, **figures: float) -> None:
+    to.on_log(None, SimpleNamespace(global_step=step), None, figures)
+
+
+def points(folder: Path) -> dict[str, dict[int, float]]:
+    """Every tag's points in all folders of a `tb/`; fails where a tag has a step twice, or steps that go back."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.rglob("*tfevents*"), key=lambda path: path.stat().st_mtime_ns):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "simple_value":
+                    curves.setdefault(value.tag, []).append((event.step, value.simple_value))
+    for tag, curve in curves.items():
+        steps = [step for step, _ in curve]
+        assert steps == sorted(set(steps)), f"{tag}: {steps}"
+    return {tag: dict(curve) for tag, curve in curves.items()}
+
+
+def accumulated(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+
+
+def shown_charts(folder: Path) -> set[str]:
+    """The charts of the newest layout."""
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    newest = accumulated(folder).Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    return {chart.title for page in layout_pb2.Layout.FromString(newest).category for chart in page.chart}
+
+
+def test_each_split_is_a_run_of_its_own_and_charts_come_with_their_figures(tmp_path):
+    said: list[Answer] = []
+    writer = make_board(tmp_path, answers=lambda: said)
+    log(writer, 1, loss=3.0, learning_rate=1e-3, epoch=0.1)
+    assert shown_charts(tmp_path / "tb") == {"Loss", "Learning rate"}
+    assert not (tmp_path / "tb" / "validation").exists()
+    log(writer, 2, eval_loss=2.5, epoch=0.2)
+    said = [Answer(Question([1], "what?", "this"), "that")]
+    log(writer, 2, eval_exact_match=0.5, epoch=0.2)
+    assert shown_charts(tmp_path / "tb") == {"Loss", "Learning rate", "Exact match"}
+    said = [Answer(Question([1], "and now?", "this"), "this")]
+    log(writer, 2, test_loss=2.0, test_exact_match=1.0, epoch=0.2)
+    writer.on_train_end()
+    log(writer, 2, test_loss=9.0, test_entropy=1.0)  # the figures of weights that were loaded again
+    assert points(tmp_path / "tb" / "validation") == {"eval/loss": {2: 2.5}, "eval/exact_match": {2: 0.5}}
+    assert points(tmp_path / "tb" / "test") == {
+        "test/loss": {2: 2.0}, "test/exact_match": {2: 1.0}, "test/entropy": {2: 1.0},
+    }  # fmt: skip
+    for split, words in (("validation", "what?"), ("test", "and now?")):
+        (text,) = accumulated(tmp_path / "tb" / split).Tensors("answers/text_summary")
+        assert text.step == 2
+        assert words in text.tensor_proto.string_val[0].decode()
+
+
+def test_the_table_of_hparams_has_the_figures_that_the_run_measures(tmp_path):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    writer = make_board(tmp_path, metrics=("eval/loss", "test/exact_match"))
+    begun = [
+        min((tmp_path / "tb" / name).glob("*tfevents*")).stat().st_mtime_ns for name in (".", "validation", "test")
+    ]
+    assert begun == sorted(begun), "the colours would be given out in another order"
+    arguments = SimpleNamespace(to_json_string=lambda: "{}")
+    writer.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
+    writer.on_train_end()
+    content = accumulated(tmp_path / "tb").summary_metadata["_hparams_/experiment"].plugin_data.content
+    metrics = [
+        (info.name.group, info.name.tag) for info in HParamsPluginData.FromString(content).experiment.metric_infos
+    ]
+    assert metrics == [
+        ("", "train/loss"), ("validation", "eval/loss"), ("test", "test/exact_match"), ("", "train/tokens_per_s"),
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_has_each_point_once_and_those_of_the_steps_that_count(tmp_path):
+    """Random runs that were killed after their last checkpoint, some in the middle of a record."""
+    draw = random.Random(1)
+    for trial in range(25):
+        folder = tmp_path / str(trial)
+        ended, every, held_out = draw.randint(3, 30), draw.choice([1, 2, 5]), draw.choice([2, 3, 7])
+        kept = draw.choice([None, *range(ended + 1)])
+        expected: dict[str, dict[int, float]] = {}
+
+        def write(to: Board, steps: range, value: float, expected=expected, every=every, held_out=held_out) -> None:
+            for step in steps:
+                for tag, name, often in (("train/loss", "loss", every), ("eval/loss", "eval_loss", held_out)):
+                    if step % often == 0:
+                        log(to, step, **{name: value})
+                        expected.setdefault(tag, {})[step] = value
+
+        first = make_board(folder)
+        write(first, range(ended + 1), 1.0)
+        first.on_train_end()
+        if draw.random() < 0.5:
+            path = max((folder / "tb").rglob("*tfevents*"), key=lambda path: path.stat().st_size)
+            path.write_bytes(path.read_bytes() + b"\x40\0\0\0\0\0\0\0half a record")
+        begin = 0 if kept is None else kept + 1
+        expected = {
+            tag: {step: value for step, value in curve.items() if step < begin} for tag, curve in expected.items()
+        }
+        second = make_board(folder, resume_step=kept)
+        write(second, range(begin, begin + 9), 2.0, expected=expected)
+        second.on_train_end()
+        assert points(folder / "tb") == {tag: curve for tag, curve in expected.items() if curve}, (trial, kept, ended)
+        assert not [path for path in (folder / "tb").rglob("*") if path.is_file() and "tfevents" not in path.name]
+
+
+def test_a_resumed_run_keeps_the_charts_of_its_earlier_figures(tmp_path):
+    first = make_board(tmp_path)
+    log(first, 3, loss=1.0, eval_exact_match=0.5)
+    first.on_train_end()
+    time.sleep(1.1)  # event files are named by seconds, and read in that order
+    second = make_board(tmp_path, resume_step=3)
+    log(second, 4, loss=1.0)
+    second.on_train_end()
+    assert shown_charts(tmp_path / "tb") == {"Loss", "Exact match"}
+
+
+def test_what_is_measured_is_told_before_it_is(tmp_path):
+    from sft_play.training.evaluate import EvalSet
+
+    asked, split = [Question([1], "a", "b")], SimpleNamespace(rows=())
+    both = ["loss", "exact_match"]
+    for name, has, while_training, after, evaluates, expected in (
+        ("test", True, asked, asked, True, [*(f"eval/{one}" for one in both), *(f"test/{one}" for one in both)]),
+        ("test", True, [], asked, True, ["eval/loss", *(f"test/{one}" for one in both)]),
+        ("test", True, asked, [], False, ["test/loss"]),
+        ("val", True, asked, asked, True, [f"eval/{one}" for one in both]),
+        ("val", True, [], [], False, ["eval/loss"]),
+        ("val", False, [], [], False, []),
+    ):
+        eval_set: Any = EvalSet(split if has else None, name, after, while_training)
+        assert eval_set.metrics(while_training=evaluates) == expected
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "greater"), [("eval_loss", False), ("eval_exact_match", True)])
+def test_the_line_of_an_evaluation_names_the_best_so_far(name, greater):
+    from sft_play.training.loop import PlannedLoop
+
+    draw = random.Random(2)
+    for _ in range(200):
+        history: list[dict[str, float]] = [{"step": 0, name: -1.0 if not greater else 2.0}]  # before training: left out
+        best: tuple[float, int] | None = None
+        for step in range(10, draw.randint(2, 6) * 10, 10):
+            loss, match = draw.choice([0.5, 0.25, math.nan]), draw.choice([0.0, 0.5, 1.0])
+            metrics = {"eval_loss": loss, "eval_exact_match": match}
+            history += [{"step": step, "eval_loss": loss}, {"step": step, "eval_exact_match": match}, {"step": step}]
+            value = metrics[name]
+            if not math.isnan(value) and (best is None or (value > best[0] if greater else value < best[0])):
+                best = value, step
+            state = SimpleNamespace(global_step=step, log_history=history)
+            args = SimpleNamespace(metric_for_best_model=name, greater_is_better=greater)
+            line = PlannedLoop._validation_line(SimpleNamespace(state=state, args=args), metrics)  # type: ignore[arg-type]
+            figures, _, told = line.partition("; ")
+            assert figures == f"Validation at step {step}: loss {loss:.4f}, exact match {match:.1%}"
+            shown = "" if best is None else f"{best[0]:.1%}" if greater else f"{best[0]:.4f}"
+            what = name.removeprefix("eval_").replace("_", " ")
+            older = "" if best is None else f"best {what} {shown} at step {best[1]}"
+            assert told == ("best so far" if best is not None and best[1] == step else older)
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+def test_a_run_that_is_stopped_and_resumed_shows_what_its_metrics_file_says(tmp_path, tiny_llama, command):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(20)))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: {rows}, test_path: {rows}}}\n"
+        "train: {effective_batch_size: 4, batch_size: 2, max_steps: 4, save_steps: 2, logging_steps: 1}\n"
+        f"eval: {{steps: 2, generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}/outputs, name: it}}\n"
+    )
+    words = ("--config", f"{tmp_path}/run.yaml")
+    code, said = command("train", *words, "train.stop_after_steps=3")
+    assert code == 0, said
+    code, said = command("resume", *words)
+    assert code == 0, said
+    run = tmp_path / "outputs" / "it"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curves = points(run / "tb")
+    for tag, key, steps in (
+        ("train/loss", "loss", [1, 2, 3, 4]), ("eval/loss", "eval_loss", [2, 4]), ("test/loss", "test_loss", [0, 4]),
+        ("eval/entropy", "eval_entropy", [2, 4]), ("test/entropy", "test_entropy", [0, 4]),
+        ("eval/exact_match", "eval_exact_match", [2, 4]), ("test/exact_match", "test_exact_match", [0, 4]),
+    ):  # fmt: skip
+        told = {line["step"]: line[key] for line in lines if key in line}
+        assert sorted(told) == sorted(curves[tag]) == steps, tag
+        assert curves[tag] == pytest.approx(told, rel=1e-5)
+    for split, steps in (("validation", [2, 4]), ("test", [0, 4])):
+        assert [text.step for text in accumulated(run / "tb" / split).Tensors("answers/text_summary")] == steps
+    charts = shown_charts(run / "tb")
+    assert {"Loss", "Exact match", "Gradient norm", "Padding share"} <= charts
+    assert not {"Loss by rank", "Loss by source", "Model FLOP utilisation", "Memory by rank, in GiB"} & charts

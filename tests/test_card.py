@@ -1,0 +1,347 @@
+"""The model card, and `make push`: what is uploaded, what is asked first, and what is never in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.load import load_as_trained, load_folder
+from sft_play.finished.merge import merge_run
+from sft_play.finished.push import upload_of
+from sft_play.finished.run import find_finished
+from sft_play.training.card import HERE, Base, base_of, card_of
+from tests.conftest import chat
+from tests.finished_runs import finished_run, make_base
+from tests.test_merge import gemma3_with_images, llama, logits
+
+pytestmark = pytest.mark.build
+KINDS = {
+    "lora": (llama, {}),
+    "qlora": (llama, {"mode": "qlora", "precision": "bf16"}),
+    "full": (llama, {"mode": "full"}),
+    "dora and a larger vocabulary": (
+        lambda: llama(vocab_size=300), {"use_dora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "text tower": (gemma3_with_images, {}),
+}  # fmt: skip
+SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with a finished run of each kind, each on a base of its own."""
+    folder = tmp_path_factory.mktemp("card")
+    for kind, (build, options) in KINDS.items():
+        make_base(folder / f"base of {kind}", build())
+        finished_run(folder / kind, folder / f"base of {kind}", **options)
+    return folder
+
+
+class Hub:
+    """The calls of HfApi that push makes, on repositories in memory: {name: is_private}."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, bool] = {}
+        self.files: dict[str, bytes] = {}
+        self.commits = 0
+
+    def whoami(self, _):
+        return {"name": "me"}
+
+    def model_info(self, _, repo):
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        if repo not in self.repositories:
+            raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None, status_code=404))
+        return SimpleNamespace(private=self.repositories[repo])
+
+    def create_repo(self, _, repo, *, private, exist_ok):
+        assert repo not in self.repositories
+        self.repositories[repo] = private
+
+    def create_commit(self, _, repo, operations, *, commit_message):
+        for operation in operations:
+            given = operation.path_or_fileobj
+            self.files[operation.path_in_repo] = given if isinstance(given, bytes) else Path(given).read_bytes()
+        self.commits += 1
+        return SimpleNamespace(oid="0" * 40)
+
+    def take_the_place(self, monkeypatch) -> None:
+        """Of the real hub, with a token of its own."""
+        for name in ("whoami", "model_info", "create_repo", "create_commit"):
+            method = getattr(self, name)
+            monkeypatch.setattr(
+                f"huggingface_hub.HfApi.{name}", lambda *words, method=method, **more: method(*words, **more)
+            )
+        monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Hub:
+    given = Hub()
+    given.take_the_place(monkeypatch)
+    return given
+
+
+def card(run) -> str:
+    """The card of a fabricated run, which push makes where there is none."""
+    return upload_of(run, "me/it", is_merged=False, is_public=False, yes=True).files["README.md"].decode()
+
+
+def snippet(text: str, **names: Path) -> str:
+    """The card's Python with the folders in the place of the names, and without its last line, which prints."""
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    for name, path in names.items():
+        code, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {str(path)!r}", code)
+        assert count == 1
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cards_code_loads_what_was_trained(world, hub, kind, capsys):
+    run = find_finished(world, kind)
+    names = {"name": run.weights, **({"base": Path(run.config.model.name)} if run.is_adapter else {})}
+    scope: dict[str, object] = {}
+    exec(snippet(card(run), **names), scope)
+    expected = logits(load_as_trained(run))
+    # bitsandbytes computes NF4 by another kernel on CPUs with AVX512-BF16, unless it is told not to, as training does
+    tolerance = 0.02 if run.is_quantized else 1e-5
+    torch.testing.assert_close(logits(scope["model"].eval()), expected, rtol=tolerance, atol=tolerance)
+    if run.is_adapter:
+        with scope["model"].disable_adapter():
+            assert (logits(scope["model"]) - expected).abs().max() > 3 * tolerance
+    assert scope["output"].shape[1] > scope["inputs"]["input_ids"].shape[1]
+    assert scope["tokenizer"].chat_template
+    if run.is_adapter:
+        merged = merge_run(run)
+        text = (merged.path / "README.md").read_text()
+        scope = {}
+        exec(snippet(text, name=merged.path), scope)
+        torch.testing.assert_close(logits(scope["model"].eval()), logits(load_folder(merged.path)), rtol=0, atol=0)
+        assert yaml.safe_load(text.split("---")[1])["library_name"] == "transformers"
+
+
+def test_a_run_writes_its_card_with_figures_and_without_rows_paths_or_secrets(
+    tmp_path, tiny_llama, command, monkeypatch
+):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret-value-of-mine")
+    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(40)]
+    (tmp_path / "private rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, alpha: 12}}}}\n"
+        f"data: {{train_path: {json.dumps(str(tmp_path / 'private rows.jsonl'))}, val_path: null, test_path: null, "
+        "val_fraction: 0.25}\n"
+        "train: {effective_batch_size: 8, max_steps: 2, learning_rate: 1e-2, report_to: []}\n"
+        f"eval: {{generate_rows: 2, max_new_tokens: 4}}\noutput: {{dir: {tmp_path}, name: s3cret-value-of-mine}}\n"
+    )
+    code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
+    assert code == 0, printed
+    (folder,) = tmp_path.glob("s3cret*")
+    text = (folder / "adapter" / "README.md").read_text()
+    summary = json.loads((folder / "summary.json").read_text())
+    data = json.loads((folder / "manifest.json").read_text())["data"]
+    assert f"| loss | {summary['before']['loss']:.4f} | {summary['after']['loss']:.4f} |" in text
+    assert f"| exact match | {summary['before']['exact_match']:.1%} |" in text
+    for split, count in (("train", 30), ("val", 10)):
+        report = data[split]["report"]
+        assert report["rows_kept"] == count
+        assert f"| {split} | messages | {count} | {report['tokens']:,} | {report['tokens_trained']:,} |" in text
+    for words in ("r 4, alpha 12", "| steps | 2 |", "| effective batch | 8 |", "0.01, cosine", "torch 2."):
+        assert words in text
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["library_name"] == "peft"
+    assert "base_model" not in front  # a folder's name would be another model's on the hub
+    assert "language" not in front
+    assert "[More Information Needed]" not in text
+    for hidden in (str(tmp_path), str(tiny_llama), "private rows", "what is", "s3cret-value-of-mine"):
+        assert hidden not in text
+
+
+def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = make_base(tmp_path / "models--Some-Org--Some.Model-1B" / "snapshots" / "0123", llama())
+    named = lambda folder: base_of(SimpleNamespace(model=SimpleNamespace(name=str(folder), revision=None)))  # noqa: E731
+    assert named(base) == Base("Some-Org/Some.Model-1B", True, {})
+    plain = tmp_path / "plain"
+    shutil.copytree(base, plain)
+    assert named(plain) == Base("plain", False, {})
+    config = json.loads((plain / "config.json").read_text())
+    for recorded, wanted in (
+        ("Org/Model-7B", ("Org/Model-7B", True)),
+        ("/home/me/model", ("plain", False)),
+        ("../model", ("plain", False)),
+        ("a/b/c", ("plain", False)),
+    ):
+        (plain / "config.json").write_text(json.dumps(config | {"_name_or_path": recorded}))
+        assert (named(plain).name, named(plain).is_on_hub) == wanted
+    (plain / "README.md").write_text("---\nlicense: other\nlicense_name: mine\nlicense_link: https://x.y/z\n---\n")
+    assert named(plain).license == {"license": "other", "license_name": "mine", "license_link": "https://x.y/z"}
+    (plain / "README.md").write_text("---\nlicense: [\n---\n")
+    assert named(plain).license == {}
+    (plain / "config.json").write_text(json.dumps(config | {"license": "apache-2.0"}))
+    assert named(plain).license == {"license": "apache-2.0"}
+    assert base_of(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
+
+
+def test_front_matter_names_base_licence_and_data_of_the_hub(world, hub, monkeypatch):
+    from sft_play.finished import push
+
+    run = find_finished(world, "lora")
+    data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
+    changed = replace(run, config=run.config.model_copy(update={"data": data}))
+    seen = {}
+    monkeypatch.setattr("sft_play.training.card.card_of", lambda facts, base: seen.update(facts=facts) or "# x")
+    push._card(changed, run.weights, Base("x", False, {}))
+    monkeypatch.undo()
+    text = card_of(seen["facts"], Base("Org/Base", True, {"license": "apache-2.0"}))
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["base_model"] == "Org/Base"
+    assert front["license"] == "apache-2.0"
+    assert front["datasets"] == ["org/rows"]
+    assert front["pipeline_tag"] == "text-generation"
+    assert 'base = "Org/Base"\n' in text
+    assert HERE in text
+
+
+# --- push -------------------------------------------------------------------------------------------------------------
+
+ADAPTER = [
+    "README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "tokenizer.json",
+    "tokenizer_config.json",
+]  # fmt: skip
+WHOLE = [
+    "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "words", "files"), [
+    ("lora", [], ADAPTER), ("qlora", [], ADAPTER), ("full", [], WHOLE), ("lora", ["--merged"], WHOLE),
+])  # fmt: skip
+def test_exactly_the_models_files_are_uploaded(world, hub, command, kind, words, files):
+    run = find_finished(world, kind)
+    if "--merged" in words:
+        merge_run(run, replace=True)
+    folder = run.folder.path / "merged" if "--merged" in words else run.weights
+    for name in ("notes.txt", "rows.jsonl", "train.log", "optimizer.pt", "data/train.json", ".env"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(SECRET)
+    try:
+        code, printed = command("push", "--run", str(run.folder.path), "--repo", "me/it", "--yes", "--json", *words)
+    finally:
+        for name in ("notes.txt", "rows.jsonl", "train.log", "optimizer.pt", "data/train.json", ".env"):
+            (folder / name).unlink()
+        (folder / "data").rmdir()
+    assert code == 0, printed
+    answer = json.loads(printed.splitlines()[-1])
+    assert sorted(hub.files) == files
+    assert [one["name"] for one in answer["files"]] == files
+    assert {one["name"]: one["bytes"] for one in answer["files"]} == {n: len(b) for n, b in hub.files.items()}
+    assert answer["pushed"] is answer["private"] is answer["created"] is True
+    assert hub.repositories == {"me/it": True}
+    assert hub.commits == 1
+    weights = next(name for name in files if name.endswith(".safetensors"))
+    assert hub.files[weights] == (folder / weights).read_bytes()
+    for name in set(files) - {weights}:
+        text = hub.files[name].decode()
+        for hidden in (str(world), "what is", SECRET):
+            assert hidden not in text, name
+    assert 'name = "me/it"' in hub.files["README.md"].decode()
+    if "adapter_config.json" in files:
+        settings = json.loads(hub.files["adapter_config.json"])
+        assert settings.pop("base_model_name_or_path") == f"base of {kind}"
+        own = json.loads((folder / "adapter_config.json").read_text())
+        assert settings == {key: value for key, value in own.items() if key != "base_model_name_or_path"}
+
+
+def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monkeypatch):
+    words = ("push", "--run", str(world / "lora"), "--repo", "me/it")
+    code, printed = command(*words)
+    assert code == 2
+    assert "no terminal to ask on: YES=1" in printed
+    assert "a new private repository" in printed
+    for name in ADAPTER:
+        assert f"  {name} (" in printed
+    asked = []
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    for reply, is_pushed in (("", False), ("n", False), ("no", False), ("yes", True)):
+        monkeypatch.setattr("builtins.input", lambda question, reply=reply: asked.append(question) or reply)
+        code, printed = command(*words, "--public")
+        assert code == 0, printed
+        assert bool(hub.files) is is_pushed
+    assert "a new PUBLIC repository" in asked[0]
+    assert hub.repositories == {"me/it": False}
+    code, printed = command(*words)
+    assert "the existing PUBLIC repository is updated" in asked[-1]
+    hub.commits = 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, printed = command(*words, "--yes")
+    assert (code, hub.commits) == (2, 0)
+    assert "PUBLIC=1 has to say that this is meant" in printed
+    code, printed = command(*words, "--yes", "--public")
+    assert (code, hub.commits) == (0, 1)
+    assert "Next: make prune" in printed
+    hub.repositories["me/it"] = True
+    upload = upload_of(find_finished(world, "lora"), "me/it", is_merged=False, is_public=True, yes=True)
+    assert upload.is_private
+    assert "stays so" in upload.notes[-1]
+
+
+def test_what_cannot_be_uploaded_is_refused_in_one_message(world, hub, command, monkeypatch):
+    def refused(message: str, *words: str, run: str = "full") -> None:
+        code, printed = command("push", "--run", str(world / run), "--yes", *words)
+        assert code == 2, printed
+        assert message in printed
+        assert len(printed.strip().splitlines()) == 1
+        assert not hub.files
+
+    refused("REPO=user/name")
+    for name in ("it", "a/b/c", "me/", "me/it now", "me/-it", "../it", "me/it.git"):
+        refused("REPO=", "--repo", name)
+    refused("leave MERGED=1 out", "--repo", "me/it", "--merged")
+    shutil.rmtree(world / "lora" / "merged", ignore_errors=True)
+    refused("make merge RUN=", "--repo", "me/it", "--merged", run="lora")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_: (_ for _ in ()).throw(OSError("no network")))
+    refused("the hub cannot be asked: no network", "--repo", "me/it")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    refused("there is no token of the Hugging Face hub", "--repo", "me/it")
+
+
+@pytest.mark.parametrize(("file", "text", "words"), [
+    ("README.md", "# It\n\nTrained on {world}/lora.jsonl\n", "names a path of this machine"),
+    ("config.json", '{{"trained_in": "{world}/full"}}', "names a path of this machine"),
+    ("README.md", f"# It\n\nMy token: {SECRET}\n", "looks like a password or a token"),
+])  # fmt: skip
+def test_a_text_with_a_path_or_a_secret_is_refused(world, hub, file, text, words):
+    path = world / "full" / "model" / file
+    before = path.read_text() if path.exists() else None
+    path.write_text(text.format(world=world))
+    try:
+        with pytest.raises(ConfigError, match=words):
+            upload_of(find_finished(world, "full"), "me/it", is_merged=False, is_public=False, yes=True)
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+
+
+def test_a_card_that_a_person_wrote_is_uploaded_as_it_is(world, hub):
+    run = find_finished(world, "full")
+    path = run.weights / "README.md"
+    path.write_text("# Mine\n")
+    try:
+        assert upload_of(run, "me/it", is_merged=False, is_public=False, yes=True).files["README.md"] == b"# Mine\n"
+    finally:
+        path.unlink()
+    with pytest.raises(RunFolderError, match="nothing has to be merged"):
+        merge_run(run)

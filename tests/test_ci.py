@@ -1,0 +1,56 @@
+"""What the public workflow and the hooks name is there: targets, files, versions of Python, pinned packages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import yaml
+
+from tests.conftest import ROOT
+
+WORKFLOW = ROOT / ".github/workflows/tests.yml"
+PLANNER_NEEDS_NO = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes")
+
+
+def commands() -> list[str]:
+    """Every command of the workflow."""
+    jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+    return [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+
+
+def test_the_workflow_names_targets_and_files_that_are_there():
+    text = "\n".join(commands())
+    targets = set(re.findall(r"make ([a-z-]+)", text))
+    assert targets == {"setup", "lint", "test", "coverage"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{target}:" in makefile for target in targets)
+    files = re.findall(r"(?:tests|configs)/\S+", text)
+    assert len(files) == 9
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_the_workflow_runs_every_python_that_the_package_supports():
+    jobs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
+    assert jobs["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]
+
+
+def test_the_planner_job_installs_pinned_packages_and_no_library_of_models():
+    script = next(command for command in commands() if "planner.txt" in command)
+    names = re.search(r"names='([^']+)'", script)
+    assert names is not None
+    wanted = names[1].split("|")
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{re.escape(name)}==", lock, re.MULTILINE) for name in wanted)
+    assert not set(wanted) & set(PLANNER_NEEDS_NO)
+
+
+def test_the_hooks_run_what_lint_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    said = " ".join(hook["entry"] for hook in hooks)
+    assert all(tool in said for tool in ("ruff check", "ruff format", "mypy"))
+    named = re.findall(r"(tests/\S+) -k (\S+)", said)
+    assert [(path, word) for path, word in named if f"_{word}" not in (ROOT / path).read_text(encoding="utf-8")] == []
+    assert named

@@ -1,0 +1,275 @@
+"""Every command gives one JSON object with JSON=1: alone on standard output, with the fields that scripts read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from sft_play.cli import main
+from sft_play.commands import FILES, help_line, load
+from sft_play.commands.answer import Answer, stdout_to_stderr
+from sft_play.commands.request import OF_VARIABLES, Request, read_request
+from sft_play.variables import VARIABLES, flag_commands
+from tests import warm
+from tests.conftest import ROOT, chat
+from tests.converter import converter
+from tests.models import CHATML
+from tests.test_card import Hub
+from tests.test_notebook import book
+from tests.test_score import ROW
+from tests.test_score import write as write_peaks
+
+SUMMARY = {"run", "before", "after", "peak_bytes", "tokens_per_s", "steps", "wall_s", "exit"}
+"""What INTERFACES promises of a run's summary, and where the run is."""
+
+
+def a_run(world: Path, name: str, *more: str) -> list[str]:
+    return ["train.max_steps=2", f"output.name={name}", *more]
+
+
+CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
+    "train": (lambda world: a_run(world, "alone"), SUMMARY),
+    "resume": (lambda world: ["--run", "begun", *a_run(world, "begun")], SUMMARY),
+    "train-distributed": (lambda world: ["--nproc", "2", "--strategy", "ddp", *a_run(world, "two")], SUMMARY),
+    "train-deepspeed": (lambda world: ["--nproc", "2", *a_run(world, "zero")], SUMMARY),
+    "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
+    "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
+    "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
+    "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
+    "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
+    "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
+    "tensorboard": (lambda world: [], {"ok", "page", "logdir", "host", "port", "pid"}),
+    "tb-open": (lambda world: [], {"ok", "page", "opened"}),
+    "tb-stop": (lambda world: [], {"ok", "stopped", "running"}),
+    "tb-clean": (lambda world: ["--yes"], {"ok", "removed", "freed_bytes"}),
+    "doctor": (lambda world: ["--nproc", "2"], {"ok", "elapsed_s", "findings"}),
+    "consolidate": (lambda world: ["--run", "begun", "--out", f"{world}/whole"], {"ok", "run", "path"}),
+    "chat": (lambda world: ["--run", "whole", "--max-new-tokens", "2"], {"ok", "run", "messages"}),
+    "infer": (
+        lambda world: ["--run", "whole", "--input", "rows.jsonl", "--max-new-tokens", "2"],
+        {"ok", "path", "prompts"},
+    ),
+    "serve": (lambda world: ["--run", "whole", "--port", "0"], {"ok", "url", "model", "pid"}),
+    "eval": (
+        lambda world: ["--run", "whole", "--data", "rows.jsonl", "--limit", "2", "--max-new-tokens", "2"],
+        {"ok", "rows", "figures", "perplexity", "path"},
+    ),
+    "ship": (lambda world: ["--run", "whole", "--limit", "2"], {"ok", "verdict", "checks", "evidence", "thresholds"}),
+    "merge": (lambda world: ["--run", "whole"], {"ok", "path", "dtype", "layers"}),
+    "merge-test": (
+        lambda world: ["--run", "whole", "--limit", "2", "--out", "merged"],
+        {"ok", "kl_merged", "kl_base", "loss"},
+    ),
+    "export": (lambda world: ["--run", "whole", "--format", "vllm"], {"ok", "format", "path", "commands"}),
+    "export-test": (
+        lambda world: ["--run", "whole", "--limit", "2", "--out", "exported"],
+        {"ok", "checks", "answers", "weights", "kl_base"},
+    ),
+    "push": (
+        lambda world: ["--run", "whole", "--repo", "me/it", "--yes"],
+        {"ok", "pushed", "repo", "files", "private"},
+    ),
+    "report": (lambda world: ["--run", "whole"], {"ok", "run", "path", "status", "sections", "figures", "warnings"}),
+    "compare": (lambda world: ["--runs", "whole begun"], {"ok", "path", "runs", "differing", "notes"}),
+    "reproduce": (lambda world: ["--run", "whole"], {"ok", "tensors", "first_differing", "not_as_recorded"}),
+    "runs": (lambda world: [], {"ok", "output", "runs"}),
+    "prune": (lambda world: ["--runs", "old", "--yes"], {"ok", "removed", "freed_bytes"}),
+    "gpu-info": (lambda world: [], {"gpus", "host"}),
+    "memory-check": (lambda world: [], {"folder", "running"}),
+    "process": (lambda world: ["data.process.raw_path=raw.jsonl"], {"ok"}),
+    "style": (lambda world: ["--style", "You are terse.", "data.process.out_dir=given"], {"ok"}),
+    "dapt-docx": (lambda world: ["data.documents.path=documents"], {"chunk_chars", "notes"}),
+    "render": (lambda world: [], {"ok", "files", "notes"}),
+    "preview": (lambda world: ["--n", "2"], {"ok", "page", "source", "rows", "examples"}),
+    "check": (lambda world: [], {"ok", "elapsed_s", "checks"}),
+    "full-pipeline": (lambda world: ["--force", "data.process.raw_path=raw.jsonl"], {"ok", "steps", "stopped"}),
+    "mask-score": (
+        lambda world: ["--templates", f"{world}/templates", "--tokenizer", "MODEL"],
+        {"template", "case", "method", "verdict", "reason"},
+    ),
+    "run-notebook": (lambda world: ["--notebook", f"{world}/work.ipynb", "--nproc", "2"], {"ok", "cells", "ranks"}),
+    "generate": (lambda world: [], {"ok", "written"}),
+}
+"""The words that make each command answer here, and fields of its answer (of each row, where it is a list)."""
+MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
+
+
+def test_there_is_a_case_for_every_command():
+    assert len(FILES) == 43
+    assert list(CASES) == sorted(CASES, key=list(FILES).index)
+    assert set(CASES) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_command_takes_json_as_a_flag_and_from_make(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert name in flag_commands("JSON")
+    config = ["--config", "configs/run_starter.yaml"] if name in flag_commands("CONFIG") else []
+    assert read_request([name, *config, "--json"], {}).json
+    assert read_request([name, *config], {"JSON": "1"}).json
+    assert not read_request([name, *config], {"JSON": "0"}).json
+    assert not read_request([name, *config], {"JSON": ""}).json
+    assert callable(load(name).run)
+    assert help_line(name)
+
+
+def test_a_request_has_a_field_for_every_flag_of_the_kind_that_the_table_says():
+    read_alone = {name for name, one in VARIABLES.items() if one.has_flag and one.kind != "launch"}
+    assert {*OF_VARIABLES.values(), "CONFIG"} == read_alone | {"OUTPUT"}  # whose flag, --output, means output.dir
+    types = {"text": str | None, "path": Path | None, "names": tuple[str, ...], "count": int | None,
+             "number": float | None, "switch": bool}  # fmt: skip
+    hints = get_type_hints(Request)
+    for field, name in OF_VARIABLES.items():
+        assert hints[field] == types[VARIABLES[name].kind], field
+
+
+# --- every command, run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    """A folder with rows, documents, templates, a notebook, and a run that was stopped after its first step."""
+    folder = tmp_path_factory.mktemp("commands")
+    rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40))
+    for name in ("rows.jsonl", "raw.jsonl"):
+        (folder / name).write_text(rows)
+    for name, text in (("documents/a.txt", "A text of some length.\n" * 40), ("templates/plain.jinja", CHATML),
+                       ("given/train.jsonl", rows)):  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    book(folder, "print('a cell')\n")
+    write_peaks(folder / "peaks.csv", [{**ROW, "strategy": "tp"}])
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        "data: {train_path: rows.jsonl, val_path: null, test_path: null}\n"
+        "train: {effective_batch_size: 4, max_steps: 2, report_to: [tensorboard]}\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "--config", "run.yaml", *a_run(folder, "begun"), "train.stop_after_steps=1"]) == 0
+        assert main(["train", "--config", "run.yaml", *a_run(folder, "whole")]) == 0
+        assert main(["merge", "--config", "run.yaml", "--run", "whole", "--out", "merged"]) == 0
+        shutil.copytree("outputs/begun", "outputs/old")
+    return folder
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MINUTES else name for name in CASES]
+)
+def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny_llama, tmp_path, monkeypatch, capfd):
+    if name == "export-test":
+        converter()
+        monkeypatch.chdir(world)
+        assert main(["export", "--config", "run.yaml", "--run", "whole", "--format", "gguf", "--out", "exported"]) == 0
+    if name == "train-deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed here")
+    words, fields = CASES[name]
+    config = ["--config", "run.yaml"] if name in flag_commands("CONFIG") else []
+    given = [str(tiny_llama) if word == "MODEL" else word for word in words(world)]
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("JSON", "1")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    if name == "push":
+        Hub().take_the_place(monkeypatch)
+    if name == "serve":  # it stays until it is ended
+        monkeypatch.setattr("sft_play.finished.serve.TransformersService.wait", ended_at_once)
+    if name == "infer":
+        monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
+    monkeypatch.setenv("BROWSER", "")
+    monkeypatch.setattr(sys, "executable", warm.python())  # of the ranks that it starts
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yaml") if name == "setup-accelerate" else "none")
+    capfd.readouterr()
+    if name == "run-notebook":  # which becomes its launcher
+        words = [warm.python(), "-m", "sft_play", name, *given]
+        code = subprocess.run(words, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    else:
+        code = main([name, *config, *given])
+    out, err = capfd.readouterr()
+    # this run has no held-out rows, without which nothing ships
+    assert code == (2 if name == "ship" or (name == "doctor" and code) else 0), out + err
+    assert out.count("\n") == 1, out
+    data = json.loads(out)
+    assert (set(data[0]) if isinstance(data, list) else set(data)) >= fields
+    if fields is SUMMARY:
+        assert (data["steps"], data["exit"]) == (2, 0)
+        assert json.loads((world / data["run"] / "summary.json").read_text()) == {
+            key: value for key, value in data.items() if key != "run"
+        }
+        assert f"[{name}] Base model: " in err
+
+
+def ended_at_once(service: Any) -> int:
+    service._server.should_exit = True
+    service._thread.join()
+    return 0
+
+
+def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, capfd, monkeypatch):
+    """The machine is said to have 64 MiB; the same plan with words is an error, with exit code 3 either way."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {sums}, val_path: null}}\n"
+        f"output: {{dir: {tmp_path}/outputs}}\n"
+    )
+    small = _small_machine()
+    monkeypatch.setattr("sft_play.starting.one_process.detect", lambda: small)
+    capfd.readouterr()
+    assert main(["train", "--config", str(config), "--json"]) == 3
+    out, err = capfd.readouterr()
+    assert json.loads(out)["fits"] is False
+    assert "does not fit" in err
+    assert main(["train", "--config", str(config)]) == 3
+    out, err = capfd.readouterr()
+    assert "{" not in out
+    assert "does not fit" in err
+
+
+def _small_machine() -> Any:
+    from dataclasses import replace
+
+    from sft_play.facts.hardware import named
+
+    return replace(named("cpu,ram=1GiB,cores=2"), ram_bytes=2**26, ram_free_bytes=2**26, named=False)
+
+
+def test_what_is_printed_beside_an_answer_goes_to_standard_error(capfd):
+    with stdout_to_stderr(wanted=True):
+        sys.stdout.write("ours\n")
+        sys.stdout.flush()
+        subprocess.run(["echo", "a child's"], check=True)
+    sys.stdout.write("after\n")
+    with stdout_to_stderr(wanted=False):
+        sys.stdout.write("unasked\n")
+    assert capfd.readouterr() == ("after\nunasked\n", "ours\na child's\n")
+
+
+def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
+    answer = Answer({"number": 7}, ["the number is 7"], exit_code=3)
+    monkeypatch.setattr(load("gpu-info"), "run", lambda request: answer)
+    assert main(["gpu-info"]) == 3
+    assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
+    assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
+    assert capfd.readouterr() == ('{"number": 7}\n', "")
+    assert json.loads((tmp_path / "out.json").read_text()) == {"number": 7}
+
+
+def test_a_command_imports_its_own_file_alone():
+    code = (
+        "import sys; from sft_play.cli import prepare; prepare(['plan', '--config', 'x']); "
+        "found = sorted(name for name in sys.modules if name.startswith('sft_play.commands.')); print(*found)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    own = {f"sft_play.commands.{name}" for name in set(FILES.values())} & set(ended.stdout.split())
+    assert own == {"sft_play.commands.plan"}

@@ -1,0 +1,199 @@
+"""`make compare`: what differs and nothing else, results beside each other, and no winner where rows differ."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.leaves import leaves
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished import compare as compare_module
+from sft_play.finished.compare import compare, differences, figures_of
+from sft_play.finished.curves import Screen
+from sft_play.finished.record import find_run, read_record
+from sft_play.finished.report import charts_of
+from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
+from tests.test_report import HOSTILE, _Reader
+
+
+@pytest.fixture(scope="module")
+def plan_of(tmp_path_factory, tiny_llama) -> Path:
+    return planned_folder(tmp_path_factory.mktemp("planned") / "run", tiny_llama)
+
+
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    monkeypatch.setattr(compare_module, "drawn", lambda charts: ["<svg></svg>"] * len(charts))
+
+
+def changed(resolved: dict, path: str, value: object) -> None:
+    *outer, name = path.split(".")
+    for part in outer:
+        resolved = resolved[part]
+    resolved[name] = value
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_settings_that_differ_are_listed_and_no_others(tmp_path, plan_of, seed):
+    draw = random.Random(seed)
+    paths = [path for path in leaves() if "curriculum" not in path]
+    chosen = draw.sample(paths, 5)
+
+    def change(resolved):
+        for number, path in enumerate(chosen):
+            changed(resolved, path, f"other {number}")
+
+    records = [
+        read_record(recorded_run(tmp_path / name, like=plan_of, settings=settings))
+        for name, settings in (("a", None), ("b", change), ("c", None))
+    ]
+    differing = differences(records)
+    assert set(differing) == {path for path in chosen if not path.startswith("output.")}
+    for path, (first, second, third) in differing.items():
+        assert second == f"other {chosen.index(path)}"
+        assert first == third != second
+    assert differences([records[0], records[2]]) == {}
+
+
+def test_data_versions_machine_and_plan_are_compared_too(tmp_path, plan_of):
+    other = copy.deepcopy(MANIFEST)
+    other["data"]["train"]["sha256"] = "e" * 64
+    other["versions"]["torch"] = "2.14.0"
+    other["git"]["commit"] = None
+    other["hardware"]["gpus"] = [{"name": "H100"}] * 2
+    one = recorded_run(tmp_path / "a", like=plan_of)
+    two = recorded_run(tmp_path / "b", like=plan_of, manifest=other)
+    plan = json.loads((two.path / "plan.json").read_text())
+    (two.path / "plan.json").write_text(json.dumps({**plan, "layout": "fsdp", "ranks": 2}))
+    assert differences([read_record(one), read_record(two)]) == {
+        "plan: layout": ("single", "fsdp"),
+        "plan: ranks": (1, 2),
+        "content of train": ("a" * 12, "e" * 12),
+        "version of torch": ("2.13.0", "2.14.0"),
+        "machine": ("A CPU", "H100, H100"),
+        "commit": ("0123456789ab", None),
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_is_marked_by_the_rule_of_its_figure(tmp_path, plan_of, seed):
+    draw = random.Random(seed)
+    losses, matches, speeds = ([draw.choice((0.1, 0.2, 0.3)) for _ in range(3)] for _ in range(3))
+    records = []
+    for number in range(3):
+        after = {"loss": losses[number], "exact_match": matches[number], "rows": 7}
+        summary = {**SUMMARY, "after": after, "tokens_per_s": speeds[number] * 1000}
+        records.append(read_record(recorded_run(tmp_path / str(number), like=plan_of, summary=summary)))
+    figures = {figure.key: figure for figure in figures_of(records)}
+    for key, values, best in (
+        ("loss_after", losses, min(losses)), ("exact_match_after", matches, max(matches)),
+        ("tokens_per_s", [speed * 1000 for speed in speeds], max(speeds) * 1000),
+    ):  # fmt: skip
+        starred = [cell.endswith("*") for cell in figures[key].shown]
+        assert starred == [value == best and len(set(values)) > 1 for value in values], key
+    assert figures["peak_bytes_measured"].shown == ["3.00 GiB"] * 3
+    assert figures["peak_bytes_predicted"].title == "peak memory predicted (resident)"
+    assert "best_val_loss" not in figures
+
+
+def test_no_held_out_figure_wins_where_the_rows_or_the_tokenizers_differ(tmp_path, plan_of, undrawn):
+    def run(name, loss, **sha256):
+        manifest = copy.deepcopy(MANIFEST)
+        for split, digest in sha256.items():
+            manifest["data"][split]["sha256"] = digest
+        summary = {**SUMMARY, "after": {"loss": loss, "exact_match": loss, "rows": 7}}
+        return recorded_run(tmp_path / name, like=plan_of, manifest=manifest, summary=summary, metrics=steps(3))
+
+    one, two = run("one", 0.5), run("two", 0.4)
+    rows, tokens = run("rows", 0.3, test="f" * 64), run("tokens", 0.2, tokenizer="f" * 64)
+
+    def stars(*folders):
+        compared = compare(folders, path=tmp_path / "page.html", screen=Screen())
+        return {figure.key for figure in compared.figures if "*" in "".join(figure.shown)}, compared.notes
+
+    held_out = {"loss_after", "exact_match_after"}
+    assert stars(one, two) == (held_out, ())
+    assert stars(one, tokens)[0] == {"exact_match_after"}
+    assert "tokenizers" in stars(one, tokens)[1][0]
+    assert stars(one, rows)[0] == set()
+    assert "held-out rows differ" in stars(one, rows)[1][0]
+
+
+def test_validation_rows_that_are_cut_off_alike_are_the_same(tmp_path, plan_of, undrawn):
+    data = {"train": {"sha256": "a"}, "val": {"report": {}}}
+
+    def run(name, **settings):
+        def change(resolved):
+            for path, value in settings.items():
+                changed(resolved, path.replace("__", "."), value)
+
+        return recorded_run(
+            tmp_path / name, like=plan_of, manifest={"data": data}, summary={**SUMMARY, "split": "val"}, settings=change
+        )
+
+    one, same, other = run("one"), run("same", train__epochs=9), run("other", data__val_fraction=0.5)
+    assert compare([one, same], path=tmp_path / "page.html", screen=Screen()).notes == ()
+    assert len(compare([one, other], path=tmp_path / "page.html", screen=Screen()).notes) == 1
+
+
+def test_runs_are_refused_before_anything_is_written(tmp_path):
+    one = recorded_run(tmp_path / "one")
+    page = tmp_path / "page.html"
+    with pytest.raises(ConfigError, match="two runs or more"):
+        compare([one], path=page, screen=Screen())
+    with pytest.raises(ConfigError, match="names one twice"):
+        compare([one, find_run(tmp_path, str(one.path))], path=page, screen=Screen())
+    (tmp_path / "odd").mkdir()
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        compare([one, find_run(tmp_path, "one"), find_run(tmp_path, "odd")], path=page, screen=Screen())
+    assert not page.exists()
+
+
+def test_make_compare_as_it_is_typed(tmp_path, plan_of, command):
+    for place, name, count, status in (("outputs", "first", 5, "finished"), ("elsewhere", "first", 3, "stopped")):
+        summary = SUMMARY if status == "finished" else None
+        recorded_run(tmp_path / place / name, like=plan_of, manifest={"status": status}, summary=summary,
+                     metrics=steps(count, eval_loss=lambda n: 1 / n),
+                     settings=lambda resolved: changed(resolved, "model.name", HOSTILE))  # fmt: skip
+    words = ("compare", "--config", "configs/run_starter.yaml", f"output.dir={tmp_path}/outputs")
+    code, printed = command(*words, "--runs", f"first,{tmp_path}/elsewhere/first")
+    assert code == 0, printed
+    for shown in ("Training loss:  * ", "held-out loss after", "0.5000", "not finished: first",
+                  f"make report RUN={tmp_path}/outputs/first"):  # fmt: skip
+        assert shown in printed, shown
+    assert "\x1b" not in printed
+    text = (tmp_path / "outputs" / "first" / "compare.html").read_text()
+    page = _Reader(text)
+    assert {"script", "img"} & set(page.tags) == set()
+    assert page.tags.count("svg") == 4
+    assert page.text.count(HOSTILE) == 2  # in the list of runs: it is the same in both
+    assert f"{tmp_path}/elsewhere/first" in page.text
+    colours = [value for name, value in page.attributes if name == "style"]
+    assert len(set(colours)) == 2
+    assert all(colour.removeprefix("background: ") in text.replace("style=", "") for colour in colours)
+
+    out = str(tmp_path / "other.html")
+    code, printed = command(*words, "--runs", f"last {tmp_path}/elsewhere/first", "--json", "--out", out)
+    answer = json.loads(printed)
+    assert (code, answer["ok"], answer["path"], answer["differing"]) == (0, True, out, {})
+    assert [run["status"] for run in answer["runs"]] == ["finished", "stopped"]
+    assert [run["best_val_loss"] for run in answer["runs"]] == [pytest.approx(0.2), pytest.approx(1 / 3)]
+    assert [run["loss_after"] for run in answer["runs"]] == [0.5, None]
+    for runs, told in (("", "RUNS= names no runs"), ("first", "two runs or more"), ("first nobody", "no run nobody")):
+        code, printed = command(*words, *(("--runs", runs) if runs else ()))
+        assert code == 2
+        assert told in printed
+
+
+def test_the_curves_of_all_runs_are_in_one_frame(tmp_path, plan_of):
+    folders = [recorded_run(tmp_path / name, like=plan_of, metrics=steps(3)) for name in ("a", "b", "c")]
+    records = [read_record(folder) for folder in folders]
+    charts = {chart.title: chart for chart in compare_module._charts(("a", "b", "c"), records)}
+    assert list(charts) == ["Training loss", "Learning rate", "Tokens per second"]
+    for chart in charts.values():
+        assert [(curve.name, curve.colour) for curve in chart.curves] == [("a", 0), ("b", 1), ("c", 2)]
+    assert charts["Training loss"].curves[1].points == charts_of(records[1])[0].curves[0].points

@@ -1,0 +1,508 @@
+"""`make eval`: figures of base and trained model, equal to those of the run's own evaluations."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.machinery
+import importlib.util
+import json
+import math
+import random
+import re
+import string
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft_play.errors import ConfigError, DataError
+from sft_play.finished import respond, score
+from sft_play.finished.evaluation import Figure, evaluate_run
+from sft_play.finished.load import held_out, load_as_trained
+from sft_play.finished.metrics import metrics_named, rouge_l, words
+from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.finished.score import batch_tokens, mean_loss, score_rows
+from sft_play.finished.statistics import Interval
+from tests.conftest import chat
+from tests.finished_runs import SMALL, finished_run, make_base
+
+pytestmark = [
+    pytest.mark.build,
+    pytest.mark.filterwarnings(
+        "ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
+    ),  # PEFT's
+]
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(**SMALL, vocab_size=400, num_local_experts=4, router_aux_loss_coef=0.5, output_router_logits=True)
+    )
+
+
+RUNS = {
+    "lora, packed": ("lora", False, "data.packing=best_fit"),
+    "lora, bf16": ("lora", True, ""),
+    "qlora, bf16": ("qlora", True, ""),
+    "full, bf16": ("full", True, "train.learning_rate=3e-3"),
+}
+
+
+def trained(folder: Path, base: Path, command: Any, *words: str) -> tuple[FinishedRun, dict[str, Any]]:
+    """A run that learns to answer one of two words; half of the rows are held out."""
+    rows = [chat(f"what is {n} + {n}?", "yes" if n % 3 else "no no") for n in range(64)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_yaml = folder / "run.yaml"
+    run_yaml.write_text(
+        f"model: {{name: {base}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.5}}\n"
+        "train: {effective_batch_size: 8, max_steps: 12, learning_rate: 1e-2, warmup_steps: 0, report_to: []}\n"
+        f"eval: {{steps: 0, generate_rows: 100, max_new_tokens: 6}}\noutput: {{dir: {folder}/outputs, name: first}}\n"
+    )
+    code, printed = command("train", "--config", str(run_yaml), *words)
+    assert code == 0, printed
+    run = find_finished(folder / "outputs", "first")
+    return run, json.loads((run.folder.path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_the_figures_are_those_of_the_run_s_own_evaluations(tmp_path, tiny_llama, command, kind):
+    mode, bf16, word = RUNS[kind]
+    words = [f"tuning.mode={mode}", f"train.bf16={str(bf16).lower()}", *([word] if word else [])]
+    run, summary = trained(tmp_path, tiny_llama, command, *words)
+    figures = {figure.name: figure for figure in evaluate_run(run, metrics=["exact_match"]).figures}
+    for name, of in (("base", "before"), ("tuned", "after")):
+        assert getattr(figures["loss"], name) == pytest.approx(summary[of]["loss"], abs=1e-4)
+        assert getattr(figures["exact_match"], name) == pytest.approx(summary[of]["exact_match"])
+    assert figures["loss"].verdict == "better"
+    assert figures["exact_match"].tuned > 0
+    written = json.loads((run.folder.path / "eval.json").read_text())
+    assert written["recorded"]["same"] is True
+    assert written["recorded"]["exact_match"] == summary["after"]["exact_match"]
+
+
+def test_experts_balance_loss_is_apart_and_is_the_rest_of_the_run_s_loss(tmp_path, command):
+    base = make_base(tmp_path / "base", mixtral())
+    run, summary = trained(tmp_path, base, command, "tuning.mode=lora", "train.bf16=false")
+    scores = score_rows(load_as_trained(run), held_out(run).split.rows, most_tokens=batch_tokens(run))
+    tokens = sum(one.tokens for one in scores)
+    balance = sum(one.balance for one in scores) / tokens
+    assert balance > 0.1
+    assert mean_loss(scores) + balance == pytest.approx(summary["after"]["loss"], abs=1e-4)
+    evaluation = evaluate_run(run, metrics=["none"])
+    assert evaluation.facts["balance_loss"] == pytest.approx(balance)
+    assert evaluation.facts["recorded"]["same"] is True
+    assert evaluation.figures[0].tuned == pytest.approx(mean_loss(scores))
+
+
+def plain_scores(model: Any, row: dict[str, list[int]]) -> tuple[float, int, int]:
+    """The score of one row by the definition, from whole logits."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0, :-1].float()
+    labels = torch.tensor(row["labels"])[1:]
+    is_trained = labels >= 0
+    log_probs = torch.log_softmax(logits, -1)[is_trained, labels[is_trained]]
+    right = logits.argmax(-1)[is_trained] == labels[is_trained]
+    return float(-log_probs.double().sum()), int(is_trained.sum()), int(right.sum())
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory):
+    """A finished run with a random adapter, and a head of its own on a base that ties it."""
+    folder = tmp_path_factory.mktemp("lora")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = make_base(folder / "base", LlamaForCausalLM(LlamaConfig(**SMALL, vocab_size=400, tie_word_embeddings=True)))
+    return find_finished(folder, str(finished_run(folder / "run", base, modules_to_save=["lm_head"])))
+
+
+def random_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
+    """Rows of 1 to 30 tokens with about half of the labels masked, or all."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(count):
+        ids = torch.randint(3, 300, (int(torch.randint(1, 31, (1,), generator=draw)),), generator=draw)
+        hidden = torch.rand(len(ids), generator=draw) < (1.0 if number % 7 == 3 else 0.5)
+        rows.append({"input_ids": ids.tolist(), "labels": torch.where(hidden, -100, ids).tolist()})
+    return rows
+
+
+def test_each_row_has_its_own_score_whatever_the_batches(lora):
+    model, rows = load_as_trained(lora), random_rows(23, seed=1)
+    expected = [plain_scores(model, row) for row in rows]
+    for most in (1, 40, 97, 10_000):
+        scores = score_rows(model, rows, most_tokens=most)
+        assert [(one.tokens, one.correct) for one in scores] == [row[1:] for row in expected]
+        assert [one.nll for one in scores] == pytest.approx([row[0] for row in expected], abs=1e-4)
+        assert {one.balance for one in scores} == {0.0}
+    assert "forward" not in model.get_base_model().__dict__  # the head that scores is gone
+    with model.disable_adapter():
+        base = score_rows(model, rows, most_tokens=97)
+        without = [plain_scores(model, row) for row in rows]
+    assert [one.nll for one in base] == pytest.approx([row[0] for row in without], abs=1e-4)
+    assert mean_loss(base) != pytest.approx(mean_loss(scores), abs=1e-3)
+    assert mean_loss(scores) == pytest.approx(sum(row[0] for row in expected) / sum(row[1] for row in expected))
+    assert mean_loss([]) != mean_loss([])
+
+
+def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
+    model, rows = load_as_trained(lora), random_rows(16, seed=2)
+    expected = score_rows(model, rows, most_tokens=1_000)
+    seen, whole = [], score._score_batch
+
+    def small(model, tables, compute):
+        if sum(len(table["input_ids"]) for table in tables) > 60:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        seen.append(len(tables))
+        return whole(model, tables, compute)
+
+    monkeypatch.setattr(score, "_score_batch", small)
+    halved = score_rows(model, rows, most_tokens=1_000)
+    assert [one.nll for one in halved] == pytest.approx([one.nll for one in expected], abs=1e-5)
+    assert "Out of memory: going on with at most" in caplog.text
+    assert max(seen) > 1
+    with pytest.raises(torch.OutOfMemoryError):
+        score_rows(model, [{"input_ids": [5] * 61, "labels": [5] * 61}], most_tokens=1_000)
+
+    def broken(model, tables, compute):
+        raise RuntimeError("another fault")
+
+    monkeypatch.setattr(score, "_score_batch", broken)
+    with pytest.raises(RuntimeError, match="another fault"):
+        score_rows(model, rows, most_tokens=1_000)
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_figure_follows_from_the_rows_that_are_written(lora):
+    evaluation = evaluate_run(lora, max_new_tokens=6)
+    rows = lines_of(lora.folder.path / "eval.jsonl")
+    assert [row["row"] for row in rows] == list(range(1, 13))
+    figures = {figure.name: figure for figure in evaluation.figures}
+    assert list(figures) == ["loss", "token_accuracy", "exact_match", "rouge_l", "chrf"]
+    tokens = sum(row["tuned"]["tokens"] for row in rows)
+    assert tokens == evaluation.tokens
+    for whose in ("base", "tuned"):
+        loss = sum(row[whose]["nll"] for row in rows) / tokens
+        assert getattr(figures["loss"], whose) == pytest.approx(loss)
+        assert evaluation.perplexity[whose] == pytest.approx(math.exp(loss))
+        right = sum(row[whose]["correct"] for row in rows)
+        assert getattr(figures["token_accuracy"], whose) == pytest.approx(right / tokens)
+        for name in ("exact_match", "rouge_l", "chrf"):
+            assert getattr(figures[name], whose) == pytest.approx(sum(row[whose][name] for row in rows) / len(rows))
+    assert {row["reference"] for row in rows} <= {f"it is {2 * n}." for n in range(24)}
+    assert all(row["prompt"][0]["role"] == "user" for row in rows)
+    assert rows[0]["base"]["answer"] != rows[0]["tuned"]["answer"]
+    for figure in figures.values():
+        assert figure.interval.difference == pytest.approx(figure.tuned - figure.base)
+        assert figure.interval.low <= figure.interval.difference <= figure.interval.high
+    again = evaluate_run(lora, max_new_tokens=6)
+    assert again.as_json() == evaluation.as_json()
+    assert json.loads((lora.folder.path / "eval.json").read_text()) == json.loads(json.dumps(evaluation.as_json()))
+
+
+def test_a_limit_takes_rows_evenly_and_out_is_another_place(lora, tmp_path):
+    evaluation = evaluate_run(
+        lora, limit=5, metrics=["exact_match"], max_new_tokens=2, out=tmp_path / "new" / "a.jsonl"
+    )
+    assert [row["row"] for row in lines_of(tmp_path / "new" / "a.jsonl")] == [1, 3, 5, 8, 10]  # 12 * n // 5 + 1
+    assert json.loads((tmp_path / "new" / "a.json").read_text())["rows_of_split"] == 12
+    assert "Evaluated: 5 of 12 rows of val" in evaluation.lines()[0]
+    with pytest.raises(ConfigError, match="names the rows"):
+        evaluate_run(lora, out=tmp_path / "a.json")
+    with pytest.raises(ConfigError, match="is a folder"):
+        evaluate_run(lora, out=tmp_path)
+
+
+def test_rows_of_a_file_are_read_as_the_run_read_its_own_and_what_was_trained_on_is_named(lora, tmp_path):
+    own = [json.loads(line) for line in (lora.folder.path.parent / "run.jsonl").read_text().splitlines()]
+    other = tmp_path / "other.jsonl"
+    pairs = [{"prompt": f"is it {n}?", "completion": "yes"} for n in range(6)]
+    other.write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    fresh = evaluate_run(lora, data=str(other), metrics=["none"], out=tmp_path / "x.jsonl")
+    assert (fresh.rows.seen, fresh.rows.whole) == (0, 6)
+    assert fresh.as_json()["data"] == str(other)
+    assert "Warning" not in "\n".join(fresh.lines())
+    everything = tmp_path / "everything.jsonl"
+    everything.write_text("".join(json.dumps(row) + "\n" for row in own))
+    seen = evaluate_run(lora, data=str(everything), metrics=["none"], out=tmp_path / "x.jsonl")
+    assert (seen.rows.seen, seen.rows.whole) == (12, 24)  # the other twelve were held out
+    assert "Warning: 12 of 24 rows were trained on" in "\n".join(seen.lines())
+    with pytest.raises(DataError, match=r"DATA=.*does not exist"):
+        evaluate_run(lora, data=str(tmp_path / "gone.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    with pytest.raises(DataError, match="DATA="):
+        evaluate_run(lora, data=str(tmp_path / "bad.jsonl"))
+    with pytest.raises(ConfigError, match="leave it out with DATA="):
+        evaluate_run(lora, data=str(other), split="val")
+
+
+def test_a_file_can_be_read_where_the_training_data_is_gone(tmp_path, lora, caplog):
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", Path(lora.config.model.name))))
+    rows = tmp_path / "rows.jsonl"
+    (tmp_path / "run.jsonl").rename(rows)
+    with pytest.raises(DataError, match=r"run\.jsonl"):
+        evaluate_run(run)
+    evaluation = evaluate_run(run, data=str(rows), metrics=["none"])
+    assert (evaluation.rows.seen, evaluation.rows.whole) == (None, 24)
+    assert "whether rows of DATA= were trained on is not known" in caplog.text
+
+
+def test_training_rows_are_never_evaluated_silently(tmp_path, lora):
+    folder = finished_run(tmp_path / "run", Path(lora.config.model.name))
+    resolved = json.loads((folder / "resolved.json").read_text())
+    resolved["data"]["val_fraction"] = 0.0
+    (folder / "resolved.json").write_text(json.dumps(resolved))
+    run = find_finished(tmp_path, "run")
+    with pytest.raises(DataError, match="DATA=FILE"):
+        evaluate_run(run)
+    with pytest.raises(ConfigError, match="training rows are not evaluated"):
+        evaluate_run(run, split="train")
+    with pytest.raises(DataError, match="has no test rows, only val"):
+        evaluate_run(lora, split="test")
+    assert not (folder / "eval.json").exists()
+
+
+def test_plain_text_has_loss_figures_only(tmp_path, lora):
+    folder = finished_run(tmp_path / "run", Path(lora.config.model.name))
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"the light in the kitchen is on at {n}. " * 8 for n in range(40)))
+    resolved = json.loads((folder / "resolved.json").read_text())
+    resolved["task_mode"] = "cpt"
+    resolved["data"] |= {"train_path": str(text), "val_fraction": 0.3}
+    (folder / "resolved.json").write_text(json.dumps(resolved))
+    run = find_finished(tmp_path, "run")
+    evaluation = evaluate_run(run)
+    assert [figure.name for figure in evaluation.figures] == ["loss", "token_accuracy"]
+    assert "kitchen" in lines_of(folder / "eval.jsonl")[0]["text"]
+    assert evaluation.lines()[-6].startswith("Worst of")
+    with pytest.raises(ConfigError, match="no row of val ends with an answer"):
+        evaluate_run(run, metrics=["exact_match"])
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+def longest_common(one: list[str], other: list[str]) -> int:
+    """The length of the longest common subsequence, by the textbook's table."""
+    table = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, first in enumerate(one):
+        for j, second in enumerate(other):
+            table[i + 1][j + 1] = table[i][j] + 1 if first == second else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence_of_words():
+    pytest.importorskip("rapidfuzz")
+    draw = random.Random(5)
+    for _ in range(200):
+        one, other = ([draw.choice("abcde") for _ in range(draw.randint(1, 12))] for _ in range(2))
+        common = longest_common(one, other)
+        precision, recall = common / len(one), common / len(other)
+        expected = 2 * precision * recall / (precision + recall) if common else 0.0
+        assert rouge_l(" ".join(one), " ".join(other)) == pytest.approx(expected)
+    assert rouge_l("...", "...") == 1.0
+    assert rouge_l("...", "!") == 0.0
+    assert rouge_l("", "a word") == 0.0
+
+
+def test_words_of_ascii_are_runs_of_letters_and_digits_and_other_scripts_have_theirs():
+    draw = random.Random(6)
+    for _ in range(200):
+        text = "".join(draw.choice(string.printable) for _ in range(40))
+        assert words(text) == re.sub(r"[^a-z0-9]+", " ", text.lower()).split()  # rouge-score, tokenize.py, no stemmer
+    assert words("Größe ÄRGER") == ["grösse", "ärger"]
+    assert words("e\u0301te\u0301") == ["été"]
+    assert words("今日は cat") == ["今", "日", "は", "cat"]
+    assert words("हिन्दी में") == ["हिन्दी", "में"]
+    assert words("привет, мир") == ["привет", "мир"]
+
+
+def test_exact_match_and_chrf_are_those_of_training_and_of_sacrebleu():
+    pytest.importorskip("sacrebleu")
+    import sacrebleu
+
+    match, chrf = metrics_named(["exact_match", "chrf"])
+    assert match.compare(" it is 4.\n", "it is 4.", ()) == 1.0
+    assert match.compare("It is 4.", "it is 4.", ()) == 0.0
+    assert chrf.compare("it is 5.", "it is 4.", ()) == pytest.approx(
+        sacrebleu.sentence_chrf("it is 5.", ["it is 4."]).score
+    )
+
+
+def test_a_function_of_the_user_s_own_gets_answer_reference_and_messages(lora, tmp_path, monkeypatch):
+    (tmp_path / "own_metric.py").write_text(
+        "SEEN = []\n"
+        "def length(answer, reference, messages):\n"
+        "    SEEN.append((answer, reference, messages))\n"
+        "    return len(answer)\n"
+        "def broken(answer, reference, messages):\n"
+        "    if reference == 'it is 10.':\n        raise KeyError('ten')\n    return True\n"
+        "def no_number(answer, reference, messages):\n    return float('nan')\n"
+        "VALUE = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    out = tmp_path / "x.jsonl"
+    evaluation = evaluate_run(lora, metrics=["own_metric:length"], max_new_tokens=3, out=out)
+    rows = lines_of(out)
+    assert all(row["tuned"]["own_metric:length"] == len(row["tuned"]["answer"]) for row in rows)
+    seen = sys.modules["own_metric"].SEEN
+    assert (rows[3]["tuned"]["answer"], rows[3]["reference"], rows[3]["prompt"]) in seen
+    assert evaluation.figures[-1].name == "own_metric:length"
+    number = next(row["row"] for row in rows if row["reference"] == "it is 10.")
+    with pytest.raises(ConfigError, match=rf"row {number} of val: own_metric:broken failed: KeyError: 'ten'"):
+        evaluate_run(lora, metrics=["own_metric:broken"], max_new_tokens=3)
+    with pytest.raises(ConfigError, match=r"row 1 of val.*not a finite number"):
+        evaluate_run(lora, metrics=["own_metric:no_number"])
+    with pytest.raises(ConfigError, match="not a function"):
+        metrics_named(["own_metric:VALUE"])
+    with pytest.raises(ConfigError, match="AttributeError"):
+        metrics_named(["own_metric:absent"])
+    with pytest.raises(ConfigError, match="ModuleNotFoundError"):
+        metrics_named(["absent_module:f"])
+
+
+def test_without_the_packages_the_rest_is_measured(monkeypatch, caplog):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sacrebleu" else there(name))
+    caplog.set_level("INFO")
+    assert "chrf" not in [metric.name for metric in metrics_named([])]
+    assert "pip install 'sft-play[eval]'" in caplog.text
+    with pytest.raises(ConfigError, match=r"METRICS=chrf needs the package sacrebleu: pip install 'sft-play\[eval\]'"):
+        metrics_named(["chrf"])
+    assert [metric.name for metric in metrics_named(["exact_match"])] == ["exact_match"]
+    assert metrics_named(["none"]) == []
+    with pytest.raises(ConfigError, match="did you mean rouge_l"):
+        metrics_named(["rougel"])
+    with pytest.raises(ConfigError, match="stands alone"):
+        metrics_named(["none", "chrf"])
+
+
+# --- verdicts, memory -------------------------------------------------------------------------------------------------
+def test_a_figure_is_better_only_where_its_whole_interval_is():
+    draw = random.Random(3)
+    for _ in range(300):
+        low, high = sorted(draw.choice([-2.0, -1.0, 0.0, 1.0, 2.0]) for _ in range(2))
+        is_loss = draw.random() < 0.5
+        figure = Figure("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
+        expected = "same" if low == high == 0 else "not sure"
+        if low > 0 or high < 0:
+            expected = "better" if (low > 0) != is_loss else "worse"
+        assert figure.verdict == expected
+
+
+def test_where_memory_runs_out_answers_are_made_in_smaller_batches(lora, monkeypatch, tmp_path):
+    whole, seen = respond.answers, []
+
+    def small(model, tokenizer, asked, **options):
+        seen.append(options["most_tokens"])
+        if options["most_tokens"] > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return whole(model, tokenizer, asked, **options)
+
+    expected = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
+    answered = [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")]
+    monkeypatch.setattr(respond, "answers", small)
+    halved = evaluate_run(lora, metrics=["exact_match"], max_new_tokens=3, out=tmp_path / "x.jsonl")
+    assert [row["tuned"]["answer"] for row in lines_of(tmp_path / "x.jsonl")] == answered
+    assert halved.figures == expected.figures
+    assert 100 < min(seen) <= 200 < max(seen)
+
+
+# --- lm-evaluation-harness --------------------------------------------------------------------------------------------
+@pytest.fixture
+def harness(monkeypatch):
+    """A module in the harness's place that records what it is asked and knows the tasks sums and more_sums."""
+    asked: list[dict[str, Any]] = []
+
+    class TaskManager:
+        def match_tasks(self, names):
+            return [task for task in ("sums", "more_sums") if any(fnmatch.fnmatch(task, name) for name in names)]
+
+    class HFLM:
+        def __init__(self, **options):
+            self.options = options
+            options["pretrained"].tie_weights()  # as the harness does
+
+    @torch.no_grad()
+    def simple_evaluate(*, model, tasks, **options):
+        asked.append({"model": model.options, "tasks": tasks, **options})
+        ids = torch.tensor([[5, 6, 7]])
+        value = float(model.options["pretrained"](input_ids=ids).logits.float().sum())
+        samples = [{"doc_id": n, "filter": "none", "acc": (value + n) % 7} for n in range(10)]
+        mean = sum(one["acc"] for one in samples) / 10
+        results = {"acc,none": mean, "acc_stderr,none": 0.1, "alias": "sums", "f1,none": 0.5}
+        return {"results": dict.fromkeys(tasks, results), "samples": dict.fromkeys(tasks, samples)}
+
+    modules = {
+        "lm_eval": {"simple_evaluate": simple_evaluate, "__spec__": importlib.machinery.ModuleSpec("lm_eval", None)},
+        "lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": HFLM},
+    }  # fmt: skip
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return asked
+
+
+def test_tasks_are_given_to_the_harness_for_base_and_trained_model(lora, harness, tmp_path):
+    out = tmp_path / "x.jsonl"
+    evaluation = evaluate_run(lora, metrics=["none"], tasks=["*sums"], limit=10, out=out)
+    base, tuned = harness
+    for one in (base, tuned):
+        assert one["tasks"] == ["sums", "more_sums"]
+        assert (one["limit"], one["apply_chat_template"], one["log_samples"]) == (10, True, True)
+        assert type(one["model"]["pretrained"]).__name__ == "LlamaForCausalLM"
+        assert one["model"]["tokenizer"].chat_template
+        assert one["model"]["batch_size"] == lora.plan().eval_batch
+        assert one["model"]["mixed_precision_dtype"] is None
+    assert [(one.task, one.metric) for one in evaluation.tasks] == [
+        ("sums", "acc,none"), ("sums", "f1,none"), ("more_sums", "acc,none"), ("more_sums", "f1,none"),
+    ]  # fmt: skip
+    accuracy, f1 = evaluation.tasks[:2]
+    assert accuracy.base != accuracy.tuned  # the adapter was off for the first
+    assert accuracy.interval.difference == pytest.approx(accuracy.tuned - accuracy.base)
+    assert accuracy.examples == 10
+    assert f1.interval is None  # it is no mean over the examples
+    assert json.loads((tmp_path / "x.json").read_text())["tasks"][0]["task"] == "sums"
+    assert any(line.startswith("sums acc,none: ") for line in evaluation.lines())
+    with pytest.raises(ConfigError, match="TASKS=gsm8k: lm-evaluation-harness has no such task"):
+        evaluate_run(lora, tasks=["gsm8k", "sums"])
+
+
+def test_a_harness_that_fails_or_is_not_installed_says_so(lora, harness, monkeypatch):
+    def fails(**options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(sys.modules["lm_eval"], "simple_evaluate", fails)
+    with pytest.raises(ConfigError, match="lm-evaluation-harness failed: ConnectionError: no network"):
+        evaluate_run(lora, metrics=["none"], tasks=["sums"])
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else there(name))
+    with pytest.raises(ConfigError, match=r"pip install 'sft-play\[tasks\]'"):
+        evaluate_run(lora, tasks=["sums"])
+
+
+def test_the_command_answers_in_words_and_json(lora, command):
+    folder = str(lora.folder.path)
+    code, printed = command("eval", "--run", folder, "--metrics", "exact_match", "--max-new-tokens", "2")
+    assert code == 0, printed
+    assert printed.rstrip().endswith(f"Next: make ship RUN={folder}")
+    assert "exact match" in printed
+    code, printed = command("eval", "--run", folder, "--metrics", "none", "--limit", "3", "--json")
+    answer = json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))
+    assert (code, answer["rows"], answer["answers"]) == (0, 3, 0)
+    assert set(answer["figures"]) == {"loss", "token_accuracy"}
+    code, printed = command("eval", "--run", folder, "--split", "both")
+    assert code == 2
+    assert "SPLIT=both is neither val nor test" in printed

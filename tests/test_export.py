@@ -1,0 +1,581 @@
+"""Exports: the GGUF, the Modelfile and the folder say what was trained, and export-test sees where they do not."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import shutil
+import string
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
+from sft_play.finished import llama_cpp, llama_cpp_model
+from sft_play.finished.export import export_run
+from sft_play.finished.export_test import Answering, export_test
+from sft_play.finished.gguf_tokenizer import GgufTokenizer, read_fields
+from sft_play.finished.llama_cpp import VERSION, find_converter, unpack
+from sft_play.finished.load import held_out
+from sft_play.finished.merge import merge_run
+from sft_play.finished.merge_test import limit_of
+from sft_play.finished.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.prompts import Prompts
+from sft_play.finished.run import find_finished
+from tests import warm
+from tests.converter import converter
+from tests.finished_runs import SMALL, finished_run, make_base
+from tests.models import CHATML, make_tokenizer
+
+pytestmark = pytest.mark.build
+
+TOKENS = 314
+"""Of tests.models.make_tokenizer's vocabulary."""
+LLAMA3_POSITIONS = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = PreTokenizer(
+    "gpt-2", ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)",), ignore_merges=False
+)
+DIGITS = PreTokenizer("starcoder", ("\\p{N}", *GPT2.expressions), ignore_merges=False)
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch) -> None:
+    """The converter is a program that imports torch and transformers."""
+    monkeypatch.setattr(sys, "executable", warm.python())
+
+
+def model(name: str, **changes):
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {**SMALL, "vocab_size": 400, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, **changes}
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM")(config(**settings))
+
+
+def run_of(folder: Path, built, *, dtype=torch.float32, **lora):
+    base = make_base(folder / "base", built, dtype=dtype)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    return find_finished(folder, str(finished_run(folder / "run", base, precision=precision, **lora)))
+
+
+KINDS = {
+    "qwen2, tied": (lambda: model("Qwen2", tie_word_embeddings=True), torch.bfloat16, {}, None, "bf16"),
+    "qwen3, q8_0": (lambda: model("Qwen3", tie_word_embeddings=True), torch.float32, {}, "q8_0", "q8_0"),
+    "gemma3": (
+        lambda: model("Gemma3", sliding_window=32, layer_types=["sliding_attention", "full_attention"], vocab_size=320),
+        torch.bfloat16, {}, None, "bf16",
+    ),
+    "larger vocabulary, scaled positions, biases": (
+        lambda: model("Llama", vocab_size=300, attention_bias=True, rope_parameters=LLAMA3_POSITIONS),
+        torch.float32, {"modules_to_save": ["embed_tokens", "lm_head"]}, "f16", "f16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_exported_model_is_the_trained_one(tmp_path, kind):
+    converter()
+    build, dtype, lora, quant, written = KINDS[kind]
+    run = run_of(tmp_path, build(), dtype=dtype, **lora)
+    exported = export_run(run, "gguf", quant=quant)
+    assert exported.quant == written
+    assert exported.prompts > 10
+    tested = export_test(run, rows=6)
+    assert tested.ok, "\n".join(tested.lines())
+    assert tested.weights.equal == tested.weights.tensors > 15
+    assert (tested.weights.rounded > 0) == (written not in ("bf16", "f32"))
+    of_file = next(one for one in tested.answering if one.name == "GGUF")
+    assert of_file.divergence < tested.divergence_of_base / 10
+
+
+# --- a file that is not what was trained ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A run with its GGUF, both in fp32."""
+    converter()
+    folder = tmp_path_factory.mktemp("exported")
+    run = run_of(folder, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS))
+    return run, export_run(run, "gguf").file
+
+
+def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
+    run, file = exported
+    tested = export_test(run, rows=5)
+    assert tested.ok, "\n".join(tested.lines())
+    assert [one.equal_answers for one in tested.answering][:2] == [1.0, 1.0]
+    assert tested.prompts == 5
+    assert tested.as_json()["ok"] is True
+    assert tested.lines()[-1] == f"Next: llama-server --jinja -m {file}"
+    fields = read_fields(file)
+    tokenizer = AutoTokenizer.from_pretrained(run.weights)
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+def _change_weights(reader):
+    next(one for one in reader.tensors if one.name == "blk.1.attn_k.weight").data[3] *= 1.01
+
+
+def _swap_rows(reader):
+    data = next(one for one in reader.tensors if one.name == "output.weight").data
+    data[[5, 6]] = data[[6, 5]]
+
+
+def _entry(key, value):
+    def change(reader):
+        field = reader.fields[key]
+        part = field.parts[field.data[0]]
+        part[:] = list(value.encode()) if isinstance(value, str) else value
+
+    return change
+
+
+def _another_template(reader):
+    field = reader.fields["tokenizer.chat_template"]
+    text = bytes(field.parts[field.data[0]])
+    field.parts[field.data[0]][:] = list(text.replace(b"assistant", b"Assistant"))
+
+
+WRONG = {
+    "weights": (_change_weights, {"weights"}),
+    "rows of the output embeddings": (_swap_rows, {"weights"}),
+    "template": (_another_template, {"template"}),
+    "end": (_entry("tokenizer.ggml.eos_token_id", 1), {"stop tokens"}),
+    "pre-tokenizer": (_entry("tokenizer.ggml.pre", "tekke"), {"tokenizer"}),
+    "positions": (_entry("llama.rope.freq_base", 500_000.0), {"settings"}),
+    "heads": (_entry("llama.attention.head_count_kv", 4), {"settings", "weights"}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
+    from gguf import GGUFReader
+
+    change, names = WRONG[what]
+    run, file = exported
+    copy = tmp_path / "model.gguf"
+    shutil.copyfile(file, copy)
+    reader = GGUFReader(str(copy), "r+")
+    change(reader)
+    reader.data.flush()
+    del reader
+    tested = export_test(run, path=copy, rows=3)
+    assert not tested.ok
+    wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
+    assert names <= wrong
+    assert not wrong - names - {"answers of gguf"}
+    assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
+
+
+def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
+    run, _ = exported
+    base = Path(run.config.model.name)
+    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
+    file = export_run(other, "gguf").file
+    tested = export_test(run, path=file, rows=5)
+    wrong = {check.name for check in tested.checks if check.ok is False}
+    assert wrong == {"Weights", "Answers of GGUF"}
+
+
+def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):
+    converter()
+    monkeypatch.setattr(llama_cpp_model, "is_installed", lambda: False)
+    run = run_of(tmp_path, model("Olmo2"))
+    export_run(run, "gguf")
+    tested = export_test(run, rows=3)
+    assert not tested.ok
+    assert [check.ok for check in tested.checks if check.name == "Weights"] == [None]
+    assert "Verdict: not known" in tested.lines()[-1]
+
+
+def test_answers_may_part_only_within_what_the_divergence_allows():
+    def answering(divergence, gap, limit):
+        return Answering("GGUF", divergence, 1.0, 0.5, 0.5, gap, limit)
+
+    draw = random.Random(0)
+    for _ in range(200):
+        limit = limit_of(draw.choice(["float32", "bfloat16", "q8_0"]), draw.random() / 10)
+        divergence, gap = limit * draw.choice([0.5, 1.0, 1.001, 3]), draw.random() * 4
+        # logits that a rounding moves by a standard deviation s are s²/2 nats apart: 8 s at the limit
+        expected = divergence <= limit and gap <= 8 * (2 * limit) ** 0.5
+        assert answering(divergence, gap, limit).ok == expected
+    assert limit_of("q8_0", 0.0) == 2e-3
+    assert limit_of("q8_0", 10.0) == 2e-2
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def byte_level(folder: Path):
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def texts(count: int) -> list[str]:
+    draw = random.Random(5)
+    words = [
+        "hello",
+        " there",
+        "12",
+        "3456",
+        "<|im_start|>",
+        "<|im_end|>",
+        "\n",
+        "\n\n",
+        "é",
+        "日本",
+        "🚀",
+        "'s",
+        " ",
+        "!?",
+    ]
+    return ["".join(draw.choices([*words, *string.ascii_letters], k=draw.randint(0, 30))) for _ in range(count)]
+
+
+def fields_of(tokenizer, **more) -> dict[str, object]:
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in state["model"]["merges"]]
+    entries = {
+        "model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": merges,
+        "token_type": [3 if token in special else 1 for token in tokens], "eos_token_id": 2, **more,
+    }  # fmt: skip
+    return {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+
+
+def test_a_files_byte_level_tokenizer_is_read_as_llama_cpp_reads_it(tmp_path):
+    tokenizer = byte_level(tmp_path)
+    known = {"gpt-2": GPT2, "starcoder": DIGITS}
+    own = GgufTokenizer(fields_of(tokenizer), known)
+    given = texts(300)
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in given]
+    assert [own.encode(text) for text in given] == expected
+    other = GgufTokenizer(fields_of(tokenizer, pre="starcoder"), known)
+    assert [other.encode(text) for text in given] != expected
+    with_bos = GgufTokenizer(fields_of(tokenizer, bos_token_id=0, add_bos_token=True), known)
+    assert with_bos.encode("hello") == [0, *own.encode("hello")]
+    assert with_bos.encode("<|endoftext|>hello") == [0, *own.encode("hello")]
+    with pytest.raises(ModelError, match=r"not in this llama.cpp's own table"):
+        GgufTokenizer(fields_of(tokenizer, pre="another"), known)
+
+
+def test_a_files_sentencepiece_tokenizer_is_read_as_llama_cpp_reads_it(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(f"the light in room {n} is {n * 37} lumen, isn't it?" for n in range(200)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(tmp_path / "m"), vocab_size=360, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    size = pieces.vocab_size()
+    kinds = [
+        2 if pieces.is_unknown(n) else 3 if pieces.is_control(n) else 6 if pieces.is_byte(n) else 1 for n in range(size)
+    ]
+    fields = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [pieces.id_to_piece(n) for n in range(size)],
+        "tokenizer.ggml.scores": [pieces.get_score(n) for n in range(size)], "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+    }  # fmt: skip
+    own = GgufTokenizer(fields, {})
+    draw = random.Random(1)
+    words = corpus.read_text().split()
+    for _ in range(100):
+        text = draw.choice([" ", "  ", "\n", ", "]).join(
+            draw.choices([*words, "日本", "🚀", "é"], k=draw.randint(1, 12))
+        )
+        assert own.encode(text) == [1, *pieces.encode(text)], text
+    assert own.encode("<s>the light") == own.encode("the light")
+
+
+def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
+    from tokenizers import normalizers, pre_tokenizers
+
+    known = {"gpt-2": GPT2, "starcoder": DIGITS}
+    backend = byte_level(tmp_path).backend_tokenizer
+    probing = probe_texts()
+    assert proven_names(backend, known, probing) == ["gpt-2"]
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+    assert proven_names(backend, known, probing) == ["starcoder"]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    assert proven_names(backend, known, probing) == []
+    backend.pre_tokenizer = split
+    backend.normalizer = normalizers.NFC()
+    assert proven_names(backend, known, probing) == ["gpt-2"]
+    backend.normalizer = normalizers.Lowercase()
+    assert proven_names(backend, known, probing) == []
+    backend.normalizer = normalizers.NFC()
+    backend.model.ignore_merges = True
+    assert proven_names(backend, known, probing) == []
+
+
+def test_llama_cpps_own_table_is_read_whole():
+    known = read_pre_tokenizers(converter().vocabularies)
+    assert len(known) > 80
+    assert known["gpt-2"].expressions == GPT2.expressions
+    assert known["starcoder"].expressions == DIGITS.expressions
+    assert (known["llama-bpe"].ignore_merges, known["gpt-2"].ignore_merges) == (True, False)
+    assert "gemma4" not in known  # no byte-level one
+
+
+def test_a_tokenizer_that_llama_cpp_cannot_run_is_refused(tmp_path):
+    from tokenizers import pre_tokenizers
+
+    converter()
+    base = make_base(tmp_path / "base", model("Llama"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("a", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.save_pretrained(base)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    with pytest.raises(BackendError, match=r"cuts texts in a way that llama.cpp does not know"):
+        export_run(run, "gguf")
+    assert not list((run.folder.path / "export").iterdir())
+
+
+WITH_BOS = "{{ bos_token }}" + CHATML
+
+
+@pytest.mark.parametrize("template", [WITH_BOS, CHATML])
+def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere(tmp_path, template):
+    from tokenizers.processors import TemplateProcessing
+
+    converter()
+    base = make_base(tmp_path / "base", model("Llama", bos_token_id=0))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save_pretrained(base)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    exported = export_run(run, "ollama")
+    fields = read_fields(exported.file)
+    assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
+    assert "<|endoftext|>" not in (exported.path / "Modelfile").read_text().partition("PARAMETER")[0]
+    tested = export_test(run, rows=3)
+    assert tested.ok, "\n".join(tested.lines())
+
+
+def test_prompts_that_the_exported_template_renders_otherwise_are_seen(exported, tmp_path):
+    run, _ = exported
+    folder = tmp_path / "merged"
+    shutil.copytree(run.folder.path / "merged", folder)
+    (folder / "chat_template.jinja").write_text(CHATML.replace("assistant", "model"))
+    split = held_out(run).split
+    here, there = Prompts(run, run.folder.path / "merged"), Prompts(run, folder)
+    assert all(here.ids_of(one.text) == one.ids for one in here.of_rows(split, 5))
+    assert not any(there.ids_of(one.text) == one.ids for one in there.of_rows(split, 5))
+
+
+# --- the converter ----------------------------------------------------------------------------------------------------
+
+
+def archive(path: Path, files: dict[str, bytes], *, links: dict[str, str] | None = None) -> Path:
+    with tarfile.open(path, "w:gz") as package:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            package.addfile(member, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            package.addfile(member)
+    return path
+
+
+def test_only_the_converter_is_unpacked_and_nothing_outside_its_folder(tmp_path):
+    inside = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+    path = archive(
+        tmp_path / "a.tar.gz",
+        {
+            f"{inside}convert_hf_to_gguf.py": b"print()",
+            f"{inside}conversion/llama.py": b"",
+            f"{inside}src/llama-vocab.cpp": b"",
+            f"{inside}src/llama.cpp": b"large",
+            f"{inside}conversion/../../../../../escaped.py": b"bad",
+            "/etc/escaped.py": b"bad",
+            "../escaped.py": b"bad",
+        },
+        links={f"{inside}conversion/link.py": "/etc/passwd"},
+    )
+    target = tmp_path / "deep" / "er" / "target"
+    unpack(path, target)
+    names = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert names == {"convert_hf_to_gguf.py", "conversion/llama.py", "src/llama-vocab.cpp"}
+    assert {file.name for file in tmp_path.rglob("*.py")} == {"convert_hf_to_gguf.py", "llama.py"}
+
+
+def test_an_archive_that_is_not_the_package_is_refused(tmp_path, monkeypatch):
+    inside = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+    with pytest.raises(ConfigError, match=r"holds no convert_hf_to_gguf.py"):
+        unpack(archive(tmp_path / "a.tar.gz", {f"{inside}README.md": b""}), tmp_path / "a")
+    monkeypatch.setattr(llama_cpp, "_MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="too large"):
+        unpack(archive(tmp_path / "b.tar.gz", {f"{inside}convert_hf_to_gguf.py": b"x" * 11}), tmp_path / "b")
+    (tmp_path / "c.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(ConfigError, match="cannot be unpacked"):
+        unpack(tmp_path / "c.tar.gz", tmp_path / "c")
+    with pytest.raises(ConfigError, match="SHA-256"):
+        find_converter(tmp_path / "c.tar.gz")
+    with pytest.raises(ConfigError, match=r"not a checkout of llama.cpp"):
+        find_converter(tmp_path)
+
+
+def test_without_an_index_one_message_says_how_to_get_the_converter(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(ConfigError, match=r"LLAMA_CPP= a checkout .* llama_cpp_python-.*\.tar\.gz") as caught:
+        find_converter(None)
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in (tmp_path / "cache" / "llama.cpp").iterdir()} == {"lock"}
+
+
+@pytest.fixture
+def failing(tmp_path) -> Path:
+    """A checkout of llama.cpp whose converter fails."""
+    folder = tmp_path / "llama.cpp"
+    (folder / "gguf-py" / "gguf").mkdir(parents=True)
+    (folder / "gguf-py" / "gguf" / "__init__.py").write_text("class SpecialVocab:\n    def add_to_gguf(self): ...\n")
+    (folder / "convert_hf_to_gguf.py").write_text(
+        "def main():\n    print('Model NewForCausalLM is not supported')\n    raise SystemExit(1)\n"
+    )
+    return folder
+
+
+def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
+    run = run_of(tmp_path, model("Llama"))
+    with pytest.raises(RunFolderError, match="make export FORMAT=gguf"):
+        export_test(run)
+    with pytest.raises(BackendError, match=r"(?s)does not know NewForCausalLM.*\n  Model NewForCausalLM is not"):
+        export_run(run, "gguf", llama_cpp=failing)
+    assert not list((run.folder.path / "export").iterdir())
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RunFolderError, match="FORCE=1"):
+        export_run(run, "gguf", out=tmp_path / "mine", llama_cpp=failing)
+    with pytest.raises(RunFolderError, match="not written by make export"):
+        export_run(run, "gguf", out=tmp_path / "mine", llama_cpp=failing, replace=True)
+    (tmp_path / "no.gguf").write_bytes(b"GGU")
+    with pytest.raises(ModelError, match="cannot be read as a GGUF"):
+        export_test(run, path=tmp_path / "no.gguf")
+
+
+def test_f16_is_refused_where_a_value_does_not_fit(tmp_path, failing):
+    built = model("Llama")
+    with torch.no_grad():
+        built.model.norm.weight[0] = 7e4
+    run = run_of(tmp_path, built)
+    with pytest.raises(ConfigError, match=r"f16 cannot hold model.norm.weight"):
+        export_run(run, "gguf", quant="f16", llama_cpp=failing)
+
+
+def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
+    import os
+
+    run = run_of(tmp_path, model("Llama"))
+    merged = merge_run(run).path
+    kept = export_run(run, "vllm").path
+    assert (kept / "model.safetensors").samefile(merged / "model.safetensors")
+    os.utime(merged / "config.json", (0, 0))
+    again = export_run(run, "vllm", replace=True).path
+    assert (merged / "config.json").stat().st_mtime > 0
+    assert (again / "model.safetensors").samefile(merged / "model.safetensors")
+
+
+# --- vLLM and the commands --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(tmp_path, mode):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    base = make_base(tmp_path / "base", model("Llama", eos_token_id=0))
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
+    exported = export_run(run, "vllm")
+    assert exported.lines()[-1] == f"Next: make merge-test RUN={run.folder.path}" or mode == "full"
+    tokenizer = AutoTokenizer.from_pretrained(exported.path)
+    stops = GenerationConfig.from_pretrained(exported.path).eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
+    assert tokenizer.chat_template == CHATML
+    assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
+    assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
+    assert [("--max-lora-rank 8" in command) for command in exported.commands[1:]] == [True] * (mode == "lora")
+
+
+def test_the_commands_answer_in_words_and_json(exported, command):
+    run, _ = exported
+    folder = str(run.folder.path)
+    code, printed = command("export-test", "--run", folder, "--limit", "2", "--json")
+    assert code == 0, printed
+    assert json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))["prompts"] == 2
+    code, printed = command("export", "--run", folder, "--format", "gguf")
+    assert code == 2
+    assert "FORCE=1" in printed
+    for words, message in (
+        ([], "needs FORMAT="),
+        (["--format", "onnx"], "gguf, ollama, vllm"),
+        (["--format", "gguf", "--quant", "q4_k_m"], "f32, f16, bf16, q8_0"),
+        (["--format", "vllm", "--quant", "q8_0"], "QUANT= is how a GGUF"),
+    ):
+        code, printed = command("export", "--run", folder, *words)
+        assert code == 2, printed
+        assert message in printed
+
+
+def test_the_starters_model_and_tokenizer_pass(tmp_path):
+    """Its base before training: the same class, tokenizer and template."""
+    from sft_play.starter import language
+    from sft_play.training.starter_base import make_model
+    from sft_play.training.starter_base import make_tokenizer as starter_tokenizer
+
+    converter()
+    base = tmp_path / "base"
+    starter_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)[:2000]).save_pretrained(base)
+    make_model().save_pretrained(base)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    exported = export_run(run, "ollama", quant="q8_0")
+    assert exported.notes == ()
+    assert exported.pre_tokenizer == "gpt-2"
+    assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
+    tested = export_test(run, rows=4)
+    assert tested.ok, "\n".join(tested.lines())
+
+
+@pytest.mark.slow
+def test_llama_cpp_itself_answers_as_the_trained_model(exported):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
+    run, _ = exported
+    tested = export_test(run, rows=5)
+    assert tested.ok, "\n".join(tested.lines())
+    own = next(one for one in tested.answering if one.name == "llama.cpp")
+    assert own.same_token > 0.95
+    assert any(check.name == "Tokenizer of llama.cpp" and check.ok for check in tested.checks)
+
+
+def test_a_template_that_ollama_cannot_say_is_refused(tmp_path, exported):
+    converter()
+    base = make_base(tmp_path / "base", model("Llama"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = CHATML.replace("'<|im_start|>'", "'<|im_start|>' + loop.index | string + ' '")
+    tokenizer.save_pretrained(base)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    with pytest.raises(TokenizerError, match="llama-server --jinja"):
+        export_run(run, "ollama")
+    assert not list((run.folder.path / "export").iterdir())

@@ -1,0 +1,436 @@
+"""Training that continues an adapter: found by any name, loaded exactly, refused where it does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play.config.load import config_from_text, load_config
+from sft_play.errors import ConfigError
+from tests import warm
+from tests.conftest import ROOT, chat
+from tests.finished_runs import SMALL, finished_run, make_base
+
+pytestmark = pytest.mark.build
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "alpha": 9, "target_modules": ["q_proj", "down_proj"]},
+    "rslora": {"r": 8, "use_rslora": True},
+    "dora": {"r": 2, "use_dora": True},
+    "whole": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder of finished runs, one for each kind of adapter, all of one base."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("world")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=400, tie_word_embeddings=False, eos_token_id=2, **SMALL))
+    base = make_base(folder / "base", model)
+    for kind, lora in KINDS.items():
+        finished_run(folder / "outputs" / kind, base, **lora)
+    finished_run(folder / "outputs" / "quantized", base, mode="qlora")
+    finished_run(folder / "outputs" / "bf16", base, precision="bf16", alpha=1024)  # far beyond what bf16 rounds
+    rows = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    return folder
+
+
+def write(folder: Path, world: Path, *, tuning: str = "{}", **model: Any) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {json.dumps({'name': str(world / 'base'), 'max_seq_len': 64, **model})}\n"
+        f"data: {{train_path: {world}/rows.jsonl, val_path: {world}/rows.jsonl, test_path: null}}\n"
+        f"tuning: {tuning}\n"
+        "train: {effective_batch_size: 8, batch_size: 8, max_steps: 1, learning_rate: 1e-2, warmup_steps: 0,\n"
+        "        lr_scheduler_type: constant, report_to: [], bf16: false, gradient_checkpointing: false}\n"
+        f"eval: {{steps: 0}}\noutput: {{dir: {world}/outputs}}\n"
+    )
+    return path
+
+
+def settings(folder: Path, world: Path, *overrides: str, **given: Any) -> Any:
+    return load_config(write(folder, world, **given), overrides=overrides).config
+
+
+def refusal(folder: Path, world: Path, *overrides: str, **given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(folder, world, *overrides, **given)
+    return str(caught.value)
+
+
+# --- found, with its settings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_that_is_silent_takes_what_the_adapter_was_trained_with(tmp_path, world, kind):
+    lora = settings(tmp_path, world, adapter=kind).tuning.lora
+    saved = json.loads((world / "outputs" / kind / "adapter" / "adapter_config.json").read_text())
+    assert (lora.r, lora.alpha, lora.use_dora, lora.use_rslora) == (
+        saved["r"], saved["lora_alpha"], saved["use_dora"], saved["use_rslora"],
+    )  # fmt: skip
+    assert sorted(lora.target_modules) == sorted(saved["target_modules"])
+    assert sorted(lora.modules_to_save) == sorted(saved["modules_to_save"] or [])
+
+
+def test_a_run_is_found_by_its_name_its_path_as_the_last_one_and_by_the_folder_of_its_adapter(
+    tmp_path, world, monkeypatch
+):
+    place = world / "outputs" / "plain"
+    monkeypatch.chdir(world)
+    for given in ("plain", str(place), str(place / "adapter"), "outputs/plain", "./outputs/plain/adapter"):
+        assert settings(tmp_path, world, adapter=given).model.adapter == str(place / "adapter")
+    newer = finished_run(tmp_path / "outputs" / "newer", world / "base", r=3)
+    manifest = json.loads((newer / "manifest.json").read_text())
+    (newer / "manifest.json").write_text(json.dumps({**manifest, "ended": "2026-02-01T00:00:00+00:00"}))
+    older = finished_run(tmp_path / "outputs" / "z-older", world / "base", r=5)
+    last = settings(tmp_path, world, f"output.dir={tmp_path}/outputs", adapter="last")
+    assert (last.model.adapter, last.tuning.lora.r) == (str(newer / "adapter"), 3)
+    manifest = json.loads((older / "manifest.json").read_text())
+    (older / "manifest.json").write_text(json.dumps({**manifest, "status": "stopped"}))
+    stopped = refusal(tmp_path, world, f"output.dir={tmp_path}/outputs", adapter="z-older")
+    assert "is not finished (its manifest says stopped)" in stopped
+    assert "make resume RUN=z-older" in stopped
+
+
+def test_the_mode_is_that_of_the_run_where_the_config_gives_none(tmp_path, world):
+    assert settings(tmp_path, world, adapter="plain").tuning.mode == "lora"
+    assert settings(tmp_path, world, adapter="quantized").tuning.mode == "qlora"
+    assert settings(tmp_path, world, "tuning.mode=lora", adapter="quantized").tuning.mode == "lora"
+    bare = shutil.copytree(world / "outputs" / "plain" / "adapter", tmp_path / "bare")
+    assert settings(tmp_path, world, adapter=str(bare)).tuning.mode == "qlora"  # the default of any run
+
+
+@pytest.mark.parametrize(
+    ("tuning", "said"),
+    [
+        ("{lora: {r: 16}}", "run.yaml:3: tuning.lora.r: 16, and the adapter"),
+        ("{lora: {alpha: 8}}", "tuning.lora.alpha: 8, and the adapter"),
+        ("{lora: {target_modules: [q_proj]}}", '["q_proj"], and the adapter'),
+        ("{lora: {modules_to_save: [lm_head]}}", "tuning.lora.modules_to_save"),
+        ("{lora: {use_dora: true}}", "tuning.lora.use_dora: true, and the adapter"),
+        ("{lora: {use_rslora: true}}", "tuning.lora.use_rslora: true, and the adapter"),
+        ("{mode: full}", "tuning.mode: full trains all weights"),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_the_adapter_is_refused_with_both(tmp_path, world, tuning, said):
+    message = refusal(tmp_path, world, tuning=tuning, adapter="plain")
+    assert said in message
+    assert "mode" in tuning or "leave it out" in message
+
+
+def test_a_config_may_repeat_the_adapters_settings_and_choose_another_dropout(tmp_path, world):
+    same = "{lora: {r: 4, alpha: 9, target_modules: [down_proj, q_proj], modules_to_save: [], dropout: 0.2}}"
+    config = settings(tmp_path, world, tuning=same, adapter="plain")
+    assert config.tuning.lora.dropout == 0.2
+    assert settings(tmp_path, world, tuning="{lora: {target_modules: auto}}", adapter="plain").tuning.lora.r == 4
+    assert settings(tmp_path, world, "tuning.lora=null", adapter="plain").tuning.lora.r == 4
+
+
+def test_what_a_run_has_resolved_needs_no_adapter_to_be_read_again(tmp_path, world):
+    from sft_play.config.load import resolved
+
+    config = settings(tmp_path, world, adapter="plain")
+    plain = {**resolved(config)}
+    plain["model"]["adapter"] = str(tmp_path / "gone")
+    assert config_from_text(json.dumps(plain), name="resolved.json").tuning == config.tuning
+
+
+def bare(folder: Path, world: Path, **changes: Any) -> Path:
+    """The plain adapter without its run, with some settings changed."""
+    place = shutil.copytree(world / "outputs" / "plain" / "adapter", folder / "bare")
+    file = place / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "IA3"}, "is of PEFT's kind IA3, and this toolkit trains LORA"),
+        ({"rank_pattern": {"q_proj": 8}}, 'has rank_pattern={"q_proj": 8}, which this toolkit does not train'),
+        ({"bias": "all"}, "has bias=all"),
+        ({"layers_to_transform": [1]}, "has layers_to_transform=[1]"),
+        ({"init_lora_weights": "pissa_niter_4"}, "was started with pissa_niter_4, which changes its base too"),
+        ({"r": 0}, "has r=0 in its adapter_config.json"),
+        ({"lora_alpha": 2.5}, "has lora_alpha=2.5"),
+        ({"target_modules": None}, "names no target_modules"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_a_kind_that_is_not_trained_here_is_refused(tmp_path, world, changes, said):
+    assert said in refusal(tmp_path, world, adapter=str(bare(tmp_path, world, **changes)))
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        r".*\.(q_proj|down_proj)$",
+        [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.q_proj", "mlp.down_proj")],
+    ],
+)  # fmt: skip
+def test_modules_that_are_named_in_full_or_by_a_pattern_are_those_of_every_layer(tmp_path, world, targets):
+    lora = settings(tmp_path, world, adapter=str(bare(tmp_path, world, target_modules=targets))).tuning.lora
+    assert {name.rpartition(".")[2] for name in lora.target_modules} == {"q_proj", "down_proj"}
+
+
+def test_what_is_no_adapter_is_one_message(tmp_path, world, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "there is no run or adapter nothing" in refusal(tmp_path, world, adapter="nothing")
+    assert "there is no finished run in" in refusal(tmp_path, world, "output.dir=/nowhere", adapter="last")
+    assert "neither a run nor a folder here" in refusal(tmp_path, world, adapter="nobody/nothing-of-that-name")
+    assert "is neither a run of this toolkit nor an adapter" in refusal(tmp_path, world, adapter=str(world / "base"))
+    place = bare(tmp_path, world)
+    (place / "adapter_model.safetensors").rename(place / "adapter_model.bin")
+    assert "holds no adapter_model.safetensors" in refusal(tmp_path, world, adapter=str(place))
+    (place / "adapter_config.json").write_text("{")
+    assert "adapter_config.json cannot be read" in refusal(tmp_path, world, adapter=str(place))
+
+
+def test_a_run_that_trained_all_weights_names_its_model(tmp_path, world):
+    finished_run(tmp_path / "outputs" / "whole-model", world / "base", mode="full")
+    said = refusal(tmp_path, world, f"output.dir={tmp_path}/outputs", adapter="whole-model")
+    assert f"give model.name: {tmp_path}/outputs/whole-model/model" in said
+
+
+# --- loaded exactly ---------------------------------------------------------------------------------------------------
+
+
+def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
+    """The mean loss over the trained tokens of all rows, of a finished run's model as PEFT loads it, or of its base."""
+    from sft_play.data.sources.files import data_paths
+    from sft_play.data.splits import build_splits
+    from sft_play.finished.load import load_as_trained
+    from sft_play.finished.run import find_finished
+    from sft_play.training.tokenizer import load_tokenizer
+
+    finished = find_finished(run.parent, run.name)
+    model = load_as_trained(finished)
+    data = finished.config.data.model_copy(
+        update={"train_path": f"{world}/rows.jsonl", "val_path": None, "val_fraction": 0.0}
+    )
+    config = finished.config.model_copy(update={"data": data})
+    rows = build_splits(config, data_paths(data), load_tokenizer(config).tokenizer, max_seq_len=64).train.rows
+    total, count = 0.0, 0
+    for number in range(len(rows)):
+        ids, labels = (torch.tensor(rows[number][key]) for key in ("input_ids", "labels"))
+        with torch.no_grad(), model.disable_adapter() if of_base else contextlib.nullcontext():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        kept = labels[1:] >= 0
+        total += float(torch.nn.functional.cross_entropy(logits[kept], labels[1:][kept], reduction="sum"))
+        count += int(kept.sum())
+    return total / count
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def first_loss(run: Path) -> float:
+    return next(float(entry["loss"]) for entry in logged(run) if "loss" in entry)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance", "words"),
+    [
+        *((kind, 1e-6, ()) for kind in KINDS),
+        ("quantized", 1e-6, ()),
+        ("bf16", 2e-3, ("train.bf16=true",)),
+        ("plain", 1e-6, ("tuning.lora.dropout=0.0", "curriculum=[{name: one}, {name: two, learning_rate: 1e-3}]")),
+    ],
+    ids=[*KINDS, "quantized", "bf16", "stages"],
+)  # fmt: skip
+def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, kind, tolerance, words):
+    path = write(tmp_path, world, adapter=kind)
+    code, said = command("train", "--config", str(path), f"output.dir={tmp_path}/runs", "output.name=next",
+                         f"model.adapter={world}/outputs/{kind}", *words)  # fmt: skip
+    assert code == 0, said
+    run = tmp_path / "runs" / "next"
+    of_adapter = loss_of(world / "outputs" / kind, world)
+    assert first_loss(run) == pytest.approx(of_adapter, rel=tolerance)
+    assert abs(loss_of(world / "outputs" / kind, world, of_base=True) / of_adapter - 1) > 5 * tolerance
+    before = json.loads((run / "summary.json").read_text())["before"]["loss"]
+    assert before == pytest.approx(of_adapter, rel=tolerance)
+    fact = json.loads((run / "manifest.json").read_text())["data"]["adapter"]
+    file = world / "outputs" / kind / "adapter" / "adapter_model.safetensors"
+    from sft_play.runs import sha256_of
+
+    assert fact == {"path": str(file.parent), "sha256": sha256_of(file), "run": kind}
+    old, new = load_file(file), load_file(run / "adapter" / "adapter_model.safetensors")
+    assert old.keys() == new.keys()
+    assert any(not torch.equal(old[name], new[name]) for name in old)  # and it was trained further
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+def test_a_resized_vocabulary_is_continued(tmp_path, world, command):
+    """PEFT then writes the whole embeddings beside what was trained of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    small = LlamaForCausalLM(LlamaConfig(vocab_size=280, tie_word_embeddings=False, eos_token_id=2, **SMALL))
+    base = make_base(tmp_path / "small", small)
+    origin = finished_run(tmp_path / "runs" / "resized", base, **KINDS["whole"])
+    path = write(tmp_path, world, adapter="resized")
+    code, said = command("train", "--config", str(path), f"model.name={base}", f"output.dir={tmp_path}/runs",
+                         "output.name=next")  # fmt: skip
+    assert code == 0, said
+    assert "Embeddings: resized from 280 to" in said
+    assert first_loss(tmp_path / "runs" / "next") == pytest.approx(loss_of(origin, world), rel=1e-6)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def spoiled(folder: Path, world: Path, change: str) -> Path:
+    place = bare(folder, world)
+    file = place / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-40])
+    elif change == "empty file":
+        file.write_bytes(b"")
+    else:
+        one = tensors.pop(name)
+        if change == "renamed":
+            tensors[name.replace("layers.0", "layers.7")] = one
+        elif change == "empty tensor":
+            tensors[name] = one[:0]
+        elif change == "shape":
+            tensors[name] = torch.cat([one, one])
+        elif change == "nan":
+            tensors[name] = one * math.nan
+        save_file(tensors, file)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("cut", "cannot be read"),
+        ("empty file", "cannot be read"),
+        ("removed", "it lacks base_model.model"),
+        ("renamed", "it lacks base_model.model"),
+        ("empty tensor", "is empty (shape [0,"),
+        ("shape", "and this model's has ["),
+        ("nan", "has values that are not finite"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, world, command, change, said):
+    place = spoiled(tmp_path, world, change)
+    path = write(tmp_path, world, adapter=str(place), tuning="{mode: lora}")
+    code, text = command("train", "--config", str(path), f"output.dir={tmp_path}/runs")
+    assert (code, said in text, "Traceback" in text) == (2, True, False), text
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+    code, text = command("check", "--config", str(path))
+    assert (code, said in text) == (2, True), text
+
+
+def test_an_adapter_of_another_base_is_refused_by_digest_or_by_name(tmp_path, world, command):
+    other = shutil.copytree(world / "base", tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    path = write(tmp_path, world, adapter="plain")
+
+    def said(*words: str) -> str:
+        code, text = command("train", "--config", str(path), f"model.name={other}", "output.name=refused", *words)
+        assert code == 2, text
+        return text
+
+    assert "was trained on other weights" in said()
+    alone = bare(tmp_path, world)
+    assert "was trained on other weights" in said(f"model.adapter={alone}", "tuning.mode=lora")
+    file = alone / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "base_model_name_or_path": "owner/Another"}))
+    assert "was trained on owner/Another, and model.name is" in said(f"model.adapter={alone}", "tuning.mode=lora")
+    file.write_text(json.dumps({**config, "base_model_name_or_path": "owner/Other"}))  # the name of the folder
+    code, text = command("train", "--config", str(path), f"model.name={other}", f"model.adapter={alone}",
+                         "tuning.mode=lora", f"output.dir={tmp_path}/runs")  # fmt: skip
+    assert code == 0, text
+
+
+# --- resumed, planned, over ranks -------------------------------------------------------------------------------------
+
+
+def test_a_continued_run_that_is_stopped_and_resumed_equals_an_unbroken_one(tmp_path, world, command):
+    path = write(tmp_path, world, adapter="dora")
+    words = ["--config", str(path), f"output.dir={tmp_path}/runs", f"model.adapter={world}/outputs/dora",
+             "train.max_steps=3", "train.lr_scheduler_type=linear"]  # fmt: skip
+    assert command("train", *words, "output.name=whole")[0] == 0
+    assert command("train", *words, "output.name=broken", "train.stop_after_steps=1")[0] == 0
+    code, said = command("resume", *words, "--run", "broken")
+    assert code == 0, said
+    whole, broken = (load_file(tmp_path / "runs" / name / "adapter" / "adapter_model.safetensors")
+                     for name in ("whole", "broken"))  # fmt: skip
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)
+    other = shutil.copytree(world / "outputs" / "dora", tmp_path / "outputs" / "dora")
+    file = other / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    assert command("train", *words, "output.name=third", "train.stop_after_steps=1")[0] == 0
+    code, said = command("resume", *words, "--run", "third", f"model.adapter={other}")
+    assert (code, "model.adapter: the run has" in said, "data adapter: the content" in said) == (2, True, True), said
+
+
+def test_the_plan_of_a_continued_run_is_that_of_a_new_adapter_of_its_shape(tmp_path, world, command):
+    def planned(path: Path, *words: str) -> Any:
+        code, text = command("plan", "--config", str(path), "--json", "--hardware", "1xH100", *words)
+        assert code == 0, text
+        return json.loads(text[text.index("{") :].splitlines()[0])["peak_bytes"]
+
+    continued = planned(write(tmp_path, world, adapter="rslora"))
+    saved = json.loads((world / "outputs" / "rslora" / "adapter" / "adapter_config.json").read_text())
+    shape = f"{{mode: lora, lora: {{r: {saved['r']}, alpha: {saved['lora_alpha']}, use_rslora: true}}}}"
+    assert continued == planned(write(tmp_path, world, tuning=shape))
+    assert continued != planned(write(tmp_path, world, tuning="{mode: lora, lora: {r: 32}}"))
+
+
+def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, command):
+    path = write(tmp_path, world, adapter="plain")
+    assert command("train", "--config", str(path), f"output.dir={tmp_path}/runs", "output.name=next",
+                   f"model.adapter={world}/outputs/plain")[0] == 0  # fmt: skip
+    run = tmp_path / "runs" / "next"
+    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+    code, said = command("merge", "--run", str(run))
+    assert code == 0, said
+    code, said = command("merge-test", "--run", str(run), "--json")
+    assert code == 0, said
+    assert json.loads(said[said.index("{") :].splitlines()[0])["ok"]
+
+
+LAYOUTS = [("ddp", "lora"), ("fsdp", "lora"), ("zero2", "lora"), ("zero3", "lora"), ("fsdp", "qlora")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [LAYOUTS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in LAYOUTS[1:])],
+)
+def test_every_layout_begins_with_the_adapters_loss(tmp_path, world, strategy, mode):
+    kind = "quantized" if mode == "qlora" else "plain"
+    path = write(tmp_path, world, adapter="last" if mode == "lora" else str(world / "outputs" / kind))
+    shutil.copytree(world / "outputs" / kind, tmp_path / "runs" / kind)
+    words = [warm.python(), "-m", "sft_play", "train-distributed", "--config", str(path), "output.name=next",
+             "--nproc", "2", "--strategy", strategy, f"output.dir={tmp_path}/runs", "train.batch_size=4"]  # fmt: skip
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_adapter = loss_of(world / "outputs" / kind, world)
+    assert first_loss(tmp_path / "runs" / "next") == pytest.approx(of_adapter, rel=1e-5)
+
+
+def test_a_launch_refuses_an_adapter_that_does_not_fit_before_ranks_are_started(tmp_path, world, command):
+    path = write(tmp_path, world, adapter=str(spoiled(tmp_path, world, "shape")), tuning="{mode: lora}")
+    code, said = command("train-distributed", "--config", str(path), "--nproc", "2", f"output.dir={tmp_path}/runs",
+                         "train.batch_size=4")  # fmt: skip
+    assert (code, "and this model's has [" in said) == (2, True), said
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -1,0 +1,281 @@
+"""The layers: who may import whom, who may import torch, and who reads which option."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.leaves import leaves
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "sft_play"
+
+LAYERS = {
+    "errors": 0,
+    "log": 0,
+    "endings": 0,
+    "cache": 0,
+    "variables": 0,
+    "findings": 0,
+    "units": 0,
+    "heap": 0,
+    "environment": 1,
+    "checkout": 1,
+    "failures": 1,
+    "config": 1,
+    "facts": 1,
+    "starter": 1,
+    "runs": 2,
+    "planner": 2,
+    "data": 2,
+    "documents": 3,
+    "launch": 3,
+    "training": 3,
+    "trace": 4,
+    "diagnose": 4,
+    "dist": 4,
+    "notebook": 4,
+    "starting": 5,
+    "finished": 5,
+    "commands": 6,
+    "api": 6,
+    "cli": 7,
+    "entry": 8,
+    "__main__": 9,
+}
+"""Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
+
+STARTED = {
+    ("launch.command", "training.elastic_agent"): "the program that is run in the place of torch.distributed.run",
+}
+"""A module of a higher layer that a string names, since it is started as a process of its own, and why."""
+
+HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
+LIGHT_PACKAGES = {
+    "errors",
+    "log",
+    "endings",
+    "cache",
+    "variables",
+    "findings",
+    "units",
+    "heap",
+    "environment",
+    "checkout",
+    "entry",
+    "config",
+    "facts",
+    "starter",
+    "runs",
+    "planner",
+    "launch",
+    "starting",
+    "commands",
+    "api",
+    "cli",
+}
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            found[name] = path
+    return found
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path, *, only_at_load: bool = False) -> set[str]:
+    """Full names of imported modules; with `only_at_load`, those inside functions left out."""
+    tree = tree_of(path)
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if only_at_load and isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if only_at_load and id(node) in inner:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+@functools.cache
+def named_in_strings(path: Path) -> set[str]:
+    """Modules of the package that a string names, docstrings left out: what importlib or `python -m` is given."""
+    tree = tree_of(path)
+    with_docstring = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(statement.value)
+        for node in ast.walk(tree)
+        if isinstance(node, with_docstring)
+        for statement in node.body
+        if isinstance(statement, ast.Expr)
+    }
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+    named = {word.removeprefix("sft_play.") for text in texts for word in re.findall(r"sft_play(?:\.\w+)+", text)}
+    return named & modules().keys()
+
+
+def used_by(name: str, *, lazy: bool = True) -> set[str]:
+    """Modules of the package that a module imports, inside functions too."""
+    path, used = modules()[name], set()
+    for imported in imports(path, only_at_load=not lazy):
+        inside = imported.removeprefix("sft_play.")
+        if imported.startswith("sft_play.") and inside in modules():
+            used.add(inside)
+    return used - {name}
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of one cycle in their order; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return way[way.index(node) :]
+        if node in done:
+            return []
+        for other in sorted(graph[node]):
+            cycle = walk(other, [*way, node])
+            if cycle:
+                return cycle
+        done.add(node)
+        return []
+
+    return next((cycle for node in sorted(graph) if (cycle := walk(node, []))), [])
+
+
+def test_every_module_has_a_layer_and_every_layer_a_module():
+    assert len(modules()) > 35
+    tops = {name.split(".")[0] for name in modules()}
+    assert tops - LAYERS.keys() == set(), "no layer: add the package to LAYERS"
+    assert LAYERS.keys() - tops == set(), "a layer of what is not there"
+    assert set(LIGHT_PACKAGES) <= tops
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_a_module_imports_only_from_its_package_or_lower_layers(name):
+    package = name.split(".")[0]
+    for imported in imports(modules()[name]):
+        parts = imported.split(".")
+        if parts[0] != "sft_play" or len(parts) < 2 or parts[1] not in LAYERS:
+            continue
+        other = parts[1]
+        assert other == package or LAYERS[other] < LAYERS[package], f"{name} imports {imported}: an arrow that runs up"
+
+
+def test_a_string_names_only_modules_of_lower_layers_or_a_process_to_start():
+    """An import behind a string is an arrow as well."""
+    seen = set()
+    for name, path in modules().items():
+        package = name.split(".")[0]
+        for other in named_in_strings(path):
+            top = other.split(".")[0]
+            if top == package or LAYERS[top] < LAYERS[package]:
+                continue
+            assert (name, other) in STARTED, f"{name} names {other} in a string: an arrow that runs up"
+            seen.add((name, other))
+    assert seen == set(STARTED), "no longer named: take it out of STARTED"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Neither at load nor inside functions, within a package or between two."""
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert cycle_in({name: used_by(name) for name in modules()}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(modules()) if name.split(".")[0] in LIGHT_PACKAGES])
+def test_a_light_module_imports_no_heavy_library(name):
+    heavy = {imported.split(".")[0] for imported in imports(modules()[name])} & HEAVY
+    assert not heavy, f"{name} imports {heavy}"
+
+
+def test_the_data_package_imports_heavy_libraries_only_inside_functions():
+    for name, path in modules().items():
+        if name.startswith("data"):
+            assert not {item.split(".")[0] for item in imports(path, only_at_load=True)} & HEAVY, name
+
+
+def test_only_the_trainer_its_templates_and_traces_know_trl():
+    """By an import, or by a module's name in a string, as importlib takes it."""
+    importing = {name for name, path in modules().items() if any(item.split(".")[0] == "trl" for item in imports(path))}
+    assert importing == {"training.trainer", "training.trl_template", "training.fused_head"}
+    naming = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and re.match(r"trl\.\w+[\w.]*(:\w+)?$", str(node.value))
+    }
+    assert naming == {"trace.build", "trace.fakes", "trace.patches"}
+
+
+def test_planning_loads_no_torch():
+    code = (
+        "import sys; from sft_play.cli import main; "
+        "rc = main(['plan', '--config', 'configs/run_gemma27b_distributed.yaml', '--hardware', '2xH200', '--json']); "
+        f"heavy = {sorted(HEAVY)!r}; found = [name for name in heavy if name in sys.modules]; "
+        "sys.exit(f'loaded {found}' if found or rc else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_nothing_prints_and_entry_points_are_thin():
+    for name, path in modules().items():
+        tree = tree_of(path)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        assert not [call for call in calls if call.func.id == "print"], f"{name} prints"
+    scripts = [ROOT / "scripts" / f"{name}.py" for name in ("train", "resume", "plan")]
+    for script in scripts:
+        assert len(script.read_text(encoding="utf-8").splitlines()) <= 20
+
+
+@pytest.mark.parametrize("path", sorted(leaves()))
+def test_the_owner_of_an_option_reads_it(path):
+    leaf = leaves()[path]
+    source = PACKAGE / (leaf.owner.replace(".", "/") + ".py")
+    assert source.exists(), f"{path}: its owner {leaf.owner} does not exist"
+    tree = tree_of(source)
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert path.rpartition(".")[2] in read, f"{path}: {leaf.owner} never reads it"
+
+
+def test_every_public_function_has_a_docstring():
+    missing = []
+    for name, path in modules().items():
+        tree = tree_of(path)
+        holders = [
+            tree,
+            *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")),
+        ]
+        for node in (node for holder in holders for node in holder.body):
+            is_public = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+            if is_public and not ast.get_docstring(node):
+                missing.append(f"{name}.{node.name}")
+    assert not set(missing) - {"data.render.apply_chat_template", "data.render.decode"}, missing

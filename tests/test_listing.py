@@ -1,0 +1,137 @@
+"""`make runs` and `make prune`: what is listed is what there is, and only what is named goes."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from sft_play import runs
+from sft_play.errors import RunFolderError
+from sft_play.finished.listing import list_runs, prune, to_prune
+from sft_play.runs import RunFolder
+
+NOW = datetime(2026, 11, 23, tzinfo=UTC)
+
+
+def make_run(output: Path, name: str, *, status: str = "finished", hours: float = 1, **figures) -> RunFolder:
+    folder = RunFolder(output / name)
+    (folder.path / "checkpoints" / "checkpoint-4").mkdir(parents=True)
+    (folder.path / "checkpoints" / "checkpoint-4" / "weights").write_bytes(b"x" * 1000)
+    started = (NOW - timedelta(hours=hours)).isoformat()
+    runs.write_json(folder.manifest_path, {"format": runs.FORMAT, "status": status, "started": started})
+    runs.write_json(folder.path / "resolved.json", {"model": {"name": "some/base"}, "tuning": {"mode": "lora"}})
+    lines = [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.0, **figures}]
+    folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
+    return folder
+
+
+def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
+    make_run(tmp_path, "a", eval_loss=1.5, hours=50)
+    make_run(tmp_path, "b", status="stopped", hours=3)
+    killed = make_run(tmp_path, "c", status="running", hours=0.5)
+    live = make_run(tmp_path, "d", status="running", hours=0.01, eval_exact_match=0.25, eval_loss=1.0)
+    (tmp_path / "not-a-run").mkdir()
+    holder = _locked_elsewhere(live)
+    try:
+        listed = list_runs(tmp_path, now=NOW)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert [(run.folder.path.name, run.status) for run in listed.runs] == [
+        ("d", "running"), ("c", "failed"), ("b", "stopped"), ("a", "finished"),
+    ]  # fmt: skip
+    assert [run.best for run in listed.runs] == [("exact_match", 0.25), None, None, ("loss", 1.5)]
+    assert ["exact match 25.0%" in listed.lines()[1], "loss 1.5" in listed.lines()[4]] == [True, True]
+    assert {run.step for run in listed.runs} == {4}
+    ages = [line.split("  ") for line in listed.lines()[1:-1]]
+    assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
+    assert "50" not in listed.lines()[-2]
+    assert "2 d" in listed.lines()[-2]
+    assert listed.runs[1].folder == killed
+    assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
+
+
+def _locked_elsewhere(folder: RunFolder):
+    """Another process that has locked a run."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, time; from pathlib import Path; from sft_play import runs; "
+        "mark = runs.lock(runs.RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path, seed):
+    draw = random.Random(seed)
+    losses = [draw.uniform(0, 5) for _ in range(6)]
+    folder = make_run(tmp_path, "run")
+    folder.metrics_path.write_text(
+        "".join(json.dumps({"step": n, "eval_loss": x}) + "\n" for n, x in enumerate(losses))
+    )
+    after = draw.uniform(0, 5)
+    runs.write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
+    (run,) = list_runs(tmp_path).runs
+    assert run.best == ("loss", min(*losses, after))
+
+
+def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
+    one, other = make_run(tmp_path, "one"), make_run(tmp_path, "other")
+    stopped = make_run(tmp_path, "stopped", status="stopped")
+    sizes = {run.folder.path.name: run for run in list_runs(tmp_path).runs}
+    chosen = to_prune(tmp_path, ["one"], "checkpoints")
+    assert chosen == {one.path / "checkpoints": 1000} == {one.path / "checkpoints": sizes["one"].checkpoint_bytes}
+    assert prune(tmp_path, chosen).bytes == 1000
+    assert not (one.path / "checkpoints").exists()
+    assert one.manifest_path.is_file()
+    with pytest.raises(RunFolderError, match="not finished"):
+        to_prune(tmp_path, ["stopped"], "checkpoints")
+    with pytest.raises(RunFolderError, match="there is no run"):
+        to_prune(tmp_path, ["one", "nothing"], "run")
+    with pytest.raises(RunFolderError, match="refused"):
+        to_prune(tmp_path, ["../one"], "run")
+    chosen = to_prune(tmp_path, ["stopped", "one"], "run")
+    prune(tmp_path, chosen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+    assert other.manifest_path.is_file()
+    assert not stopped.path.exists()
+
+
+def test_a_run_that_is_being_written_is_not_removed(tmp_path):
+    live = make_run(tmp_path, "live", status="running")
+    holder = _locked_elsewhere(live)
+    try:
+        with pytest.raises(RunFolderError, match="being written"):
+            to_prune(tmp_path, ["live"], "run")
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(f"model: {{name: x}}\ndata: {{train_path: x}}\noutput: {{dir: {tmp_path}/outputs}}\n")
+    make_run(tmp_path / "outputs", "first")
+    code, printed = command("runs", "--config", str(yaml))
+    assert code == 0
+    assert "first" in printed
+    code, printed = command("prune", "--config", str(yaml))
+    assert code == 2
+    assert "RUNS=" in printed
+    code, printed = command("prune", "--config", str(yaml), "--runs", "first")
+    assert code == 2
+    assert "YES=1" in printed
+    assert (tmp_path / "outputs" / "first").is_dir()
+    code, printed = command("prune", "--config", str(yaml), "--runs", "first", "--yes", "--json")
+    assert code == 0
+    assert json.loads(printed.splitlines()[-1])["removed"] == [str(tmp_path / "outputs" / "first")]
+    assert not (tmp_path / "outputs" / "first").exists()

@@ -1,0 +1,314 @@
+"""Merging an adapter into its base: the merged folder answers as base and adapter do, whatever the class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play.errors import ConfigError, ModelError, RunFolderError
+from sft_play.finished import merge as merge_module
+from sft_play.finished.load import load_as_trained, load_folder
+from sft_play.finished.merge import merge_run
+from sft_play.finished.merge_test import limit_of, merge_test
+from sft_play.finished.run import find_finished
+from tests.finished_runs import SMALL, finished_run, make_base
+
+pytestmark = pytest.mark.build
+
+
+def llama(**changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 400, "tie_word_embeddings": False, **changes}))
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=400, n_embd=64, n_layer=2, n_head=4, n_positions=256))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SMALL, vocab_size=400, num_local_experts=4))
+
+
+def gemma3_with_images():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {**SMALL, "vocab_size": 400, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 16,
+    }  # fmt: skip
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=ids(), use_cache=False).logits.float()
+
+
+BASES = {
+    "llama": (llama, {}),
+    "tied": (lambda: llama(tie_word_embeddings=True), {}),
+    "biases": (lambda: llama(attention_bias=True), {"use_rslora": True, "alpha": 8}),
+    "dora": (llama, {"use_dora": True}),
+    "a few layers": (llama, {"target_modules": ["q_proj", "down_proj"]}),
+    "transposed": (gpt2, {}),
+    "trained head": (llama, {"modules_to_save": ["lm_head", "norm"]}),
+    "tied, trained embeddings": (lambda: llama(tie_word_embeddings=True), {"modules_to_save": ["embed_tokens"]}),
+    "tied, trained head": (lambda: llama(tie_word_embeddings=True), {"modules_to_save": ["lm_head"]}),
+    "larger vocabulary": (lambda: llama(vocab_size=300), {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "larger vocabulary, tied": (
+        lambda: llama(vocab_size=300, tie_word_embeddings=True), {"modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "experts": (mixtral, {}),
+    "text tower": (gemma3_with_images, {}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's
+@pytest.mark.parametrize("kind", BASES)
+def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
+    build, lora = BASES[kind]
+    base = make_base(tmp_path / "base", build(), max_shard_size="100KB")
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
+    merged = merge_run(run, file_bytes=100_000)
+    assert merged.is_streamed
+    trained, whole = load_as_trained(run), load_folder(merged.path)
+    with trained.disable_adapter():
+        untrained = logits(trained)
+    expected = logits(trained)
+    torch.testing.assert_close(logits(whole), expected, rtol=1e-4, atol=1e-4)
+    assert (expected - untrained).abs().max() > 0.01  # the adapter does something, so that the equality says something
+    files = [*merged.path.glob("*.safetensors"), *run.weights.glob("*.safetensors")]
+    assert len(files) > 2
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}  # another user may serve them
+    config = json.loads((merged.path / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert type(whole).__name__ == type(trained.get_base_model()).__name__
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("kind", ["larger vocabulary", "larger vocabulary, tied", "head and embeddings"])
+def test_trained_embeddings_are_saved_once(tmp_path, kind):
+    build, lora = {**BASES, "head and embeddings": (llama, {"modules_to_save": ["embed_tokens", "lm_head"]})}[kind]
+    base = make_base(tmp_path / "base", build())
+    weights = load_file(finished_run(tmp_path / "run", base, **lora) / "adapter" / "adapter_model.safetensors")
+    embeddings = [name for name in weights if ".layers." not in name]
+    assert embeddings == ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("kind", ["llama", "tied, trained embeddings", "tied, trained head", "text tower"])
+def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
+    """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
+    names = merge_module._target_names
+    converted = lambda adapted, keys: {key: (name, True) for key, (name, _) in names(adapted, keys).items()}  # noqa: E731
+    monkeypatch.setattr(merge_module, "_target_names", converted)
+    build, lora = BASES[kind]
+    base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
+    merged = merge_run(run, dtype="fp32")
+    assert not merged.is_streamed
+    assert "whole model is loaded into RAM" in caplog.text
+    whole = load_folder(merged.path)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(logits(whole), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(merge_module, "_target_names", names)
+    streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
+    assert streamed.is_streamed
+    torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)
+    assert merged.is_untied == streamed.is_untied == ("tied" in kind)
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp32"), (torch.float32, "fp16")],
+)
+def test_the_dtype_is_the_one_asked_for_or_the_files_own(tmp_path, base_dtype, dtype):
+    base = make_base(tmp_path / "base", llama(), dtype=base_dtype)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    merged = merge_run(run, dtype=dtype)
+    wanted = {"fp16": torch.float16, "fp32": torch.float32, None: base_dtype}[dtype]
+    tensors = load_file(merged.path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {wanted}
+    assert json.loads((merged.path / "config.json").read_text())["dtype"] == str(wanted).removeprefix("torch.")
+    original = load_file(base / "model.safetensors")
+    assert set(tensors) == set(original)
+    assert torch.equal(tensors["model.norm.weight"], original["model.norm.weight"].to(wanted))
+
+
+def test_what_the_class_keeps_in_fp32_stays_so(tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    base = make_base(tmp_path / "base", llama())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["norm"])
+    tensors = load_file(merge_run(run, dtype="bf16").path / "model.safetensors")
+    assert {tensor.dtype for name, tensor in tensors.items() if "norm" in name} == {torch.float32}
+    assert {tensor.dtype for name, tensor in tensors.items() if "norm" not in name} == {torch.bfloat16}
+
+
+def test_layers_that_no_adapter_touches_keep_their_bits(tmp_path):
+    base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, target_modules=["q_proj"])))
+    merged, original = load_file(merge_run(run).path / "model.safetensors"), load_file(base / "model.safetensors")
+    changed = {name for name in original if not torch.equal(merged[name], original[name])}
+    assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
+
+
+def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
+    base = make_base(tmp_path / "base", llama())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode="qlora", target_modules=["q_proj"])))
+    dequantized = merge_run(run, dtype="fp32")
+    original = merge_run(run, dtype="fp32", base="original", out=tmp_path / "original")
+    expected = logits(load_as_trained(run))
+    torch.testing.assert_close(logits(load_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
+    assert (logits(load_folder(original.path)) - expected).abs().max() > 0.01
+    # NF4's rounding is known: some 9% of normally distributed weights
+    assert dequantized.sizes.relative_rounding == pytest.approx(0.09, abs=0.02)
+    assert original.sizes.relative_rounding == dequantized.sizes.relative_rounding
+    assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
+    one, other = merge_test(run), merge_test(run, path=original.path)
+    assert one.ok
+    assert not other.ok
+    assert one.divergence < other.divergence
+
+
+def test_merge_test_sees_a_merge_that_did_not_happen_and_one_of_another_adapter(tmp_path):
+    base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
+    merge_run(run)
+    assert merge_test(run).ok
+    assert not merge_test(run, path=base).ok
+    assert not merge_test(run, path=merge_run(other).path).ok
+
+
+def test_the_verdict_goes_by_what_training_changed_within_bounds_of_the_dtype():
+    # 5% of the base's divergence, held between the bounds that docs/trained.md names
+    assert limit_of("float32", 0.0) == limit_of("float32", 1e-6) == 1e-6
+    assert limit_of("float32", 1e-3) == pytest.approx(5e-5)
+    assert limit_of("float32", 1.0) == 1e-4
+    assert limit_of("bfloat16", 0.0) == 1e-4
+    assert limit_of("bfloat16", 0.02) == pytest.approx(1e-3)
+    assert limit_of("float16", 10.0) == 5e-3
+
+
+def test_an_engine_reads_the_stop_tokens_of_training(tmp_path):
+    base = make_base(tmp_path / "base", llama(eos_token_id=0))
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    path = merge_run(run).path
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    stops = GenerationConfig.from_pretrained(path).eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(run.weights).chat_template
+
+
+def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path):
+    base = make_base(tmp_path / "base", llama())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    before = {path.name for path in run.folder.path.iterdir()}
+    with pytest.raises(ConfigError, match="for QLoRA runs"):
+        merge_run(run, base="original")
+    large = load_file(base / "model.safetensors")
+    whole = find_finished(tmp_path, str(finished_run(tmp_path / "whole", base, mode="full")))
+    with pytest.raises(RunFolderError, match="nothing has to be merged"):
+        merge_run(whole)
+    with pytest.raises(RunFolderError, match="no merged model"):
+        merge_test(run)
+    large["model.embed_tokens.weight"][0, 0] = 1e6
+    save_file(large, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="put the base back"):
+        merge_run(run)
+    manifest = json.loads((run.folder.path / "manifest.json").read_text())
+    manifest["data"] = {}
+    (run.folder.path / "manifest.json").write_text(json.dumps(manifest))
+    run = find_finished(tmp_path, "run")
+    with pytest.raises(ConfigError, match="fp16 cannot hold"):
+        merge_run(run, dtype="fp16")
+    assert {path.name for path in run.folder.path.iterdir()} == before
+    merge_run(run)
+    with pytest.raises(RunFolderError, match="FORCE=1"):
+        merge_run(run)
+    assert merge_run(run, replace=True).ok
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    base = make_base(tmp_path / "base", llama())
+    wide = make_base(tmp_path / "wide", llama(hidden_size=96, head_dim=24))
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    other = find_finished(tmp_path, str(finished_run(tmp_path / "other", wide)))
+    for file in run.weights.glob("*.safetensors"):
+        file.replace(other.weights / file.name)
+    with pytest.raises(ModelError, match="adapter of another model"):
+        merge_run(other)
+    assert not (other.folder.path / "merged").exists()
+
+
+def test_runs_are_found_by_name_path_and_as_the_last(tmp_path):
+    base = make_base(tmp_path / "base", llama())
+    with pytest.raises(RunFolderError, match="no finished run"):
+        find_finished(tmp_path, None)
+    first, second = finished_run(tmp_path / "first", base), finished_run(tmp_path / "second", base)
+    manifest = json.loads((first / "manifest.json").read_text())
+    (first / "manifest.json").write_text(json.dumps(manifest | {"ended": "2026-02-01T00:00:00+00:00"}))
+    for name, wanted in ((None, first), ("last", first), ("second", second), (str(second), second)):
+        assert find_finished(tmp_path, name).folder.path == wanted
+    (second / "manifest.json").write_text(json.dumps(manifest | {"status": "stopped"}))
+    with pytest.raises(RunFolderError, match="make resume"):
+        find_finished(tmp_path, "second")
+    with pytest.raises(RunFolderError, match="there is no run"):
+        find_finished(tmp_path, "third")
+
+
+def test_the_commands_answer_in_words_and_json(tmp_path, command):
+    base = make_base(tmp_path / "base", llama(), dtype=torch.bfloat16)
+    folder = finished_run(tmp_path / "run", base)
+    code, printed = command("merge", "--run", str(folder), "--dtype", "bf16")
+    assert code == 0, printed
+    assert f"Next: make merge-test RUN={folder}" in printed
+    code, printed = command("merge-test", "--run", str(folder), "--json")
+    assert code == 0, printed
+    answer = json.loads(printed.splitlines()[-1])
+    assert answer["ok"] is True
+    assert answer["rows"] > 0
+    assert answer["kl_merged"] <= answer["kl_limit"]
+    code, printed = command("merge", "--run", str(folder), "--dtype", "int8")
+    assert code == 2
+    assert "bf16, fp16, fp32" in printed
+    code, printed = command("merge-test", "--run", str(folder), "--out", str(base))
+    assert code == 2
+    assert "NOT the adapter's" in printed
+
+
+def test_a_place_on_the_disk_is_seen_before_anything_is_written(tmp_path, monkeypatch):
+    import shutil
+    from collections import namedtuple
+
+    base = make_base(tmp_path / "base", llama())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    usage = namedtuple("usage", "total used free")
+    size = sum(tensor.numel() * 4 for tensor in load_file(base / "model.safetensors").values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size - 1))
+    with pytest.raises(ConfigError, match="GiB free"):
+        merge_run(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, size))
+    assert Path(merge_run(run).path).is_dir()

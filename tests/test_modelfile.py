@@ -1,0 +1,156 @@
+"""Ollama's template is the chat template: learnt, written in Go's language, evaluated, and refused where it is not."""
+
+from __future__ import annotations
+
+import csv
+import random
+from datetime import date
+
+import pytest
+
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.errors import TokenizerError
+from sft_play.finished.modelfile import NoGoTemplate, Parts, evaluate, go_template, learn, modelfile, probes
+from sft_play.training.starter_base import CHAT_TEMPLATE
+from sft_play.training.tokenizer import BUILT_IN_TEMPLATES
+from tests.conftest import shared
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+
+
+def renderer(source: str):
+    template = ChatTemplate(source, variables={"bos_token": "<s>", "eos_token": "</s>"}, today=date(2024, 1, 1))
+
+    def render(messages, /, *, prompt=True):
+        return template.render([dict(message) for message in messages], prompt=prompt)
+
+    return render
+
+
+def conversation(draw: random.Random) -> list[dict[str, str]]:
+    words = ["hello", "two  spaces", "{{ .x }}", "{% raw %}", '"quoted"', "日本", "a\nb", "<b>", "it's 5 > 3"]
+    turns = [
+        {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(1, 5)))}
+        for _ in range(draw.randint(1, 4))
+        for role in ("user", "assistant")
+    ][:-1]
+    system = [{"role": "system", "content": " ".join(draw.choices(words, k=3))}]
+    return [*system, *turns] if draw.random() < 0.5 else turns
+
+
+OWN = {"chatml": BUILT_IN_TEMPLATES["chatml"], "plain": BUILT_IN_TEMPLATES["plain"], "starter": CHAT_TEMPLATE}
+IN_USER = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if WHERE and messages[0].role == 'system' %}<<SYS>>{{ messages[0].content }}<</SYS>> {% endif %}"
+    "{{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+OWN["system in the first user turn"] = IN_USER.replace("WHERE", "loop.index0 == 1")
+OWN["system in the last user turn"] = IN_USER.replace("WHERE", "loop.last")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_random_conversations_are_rendered_as_the_chat_template_renders_them(name):
+    render = renderer(OWN[name])
+    template = go_template(learn(render, SPECIAL))
+    draw = random.Random(3)
+    for _ in range(200):
+        messages = conversation(draw)
+        assert evaluate(template, messages) == render(messages), messages
+
+
+def test_every_shared_template_is_said_exactly_or_refused():
+    folder = shared("chat_templates")
+    with (folder / "table.csv").open() as file:
+        assert sum(1 for _ in csv.DictReader(file)) > 100
+    said = refused = 0
+    for path in sorted(folder.rglob("*.jinja")):
+        render = renderer(path.read_text())
+        try:
+            parts = learn(render, SPECIAL)
+        except (NoGoTemplate, RenderError):
+            refused += 1
+            continue
+        template = go_template(parts)
+        for messages in probes():
+            if parts.system is None and messages[0]["role"] == "system":
+                continue
+            assert evaluate(template, messages) == render(messages), path
+        said += 1
+    assert said > 120
+    assert refused < 10
+
+
+def test_a_bos_that_the_engine_writes_is_left_out_wherever_it_stands():
+    render = renderer("{{ bos_token }}" + CHAT_TEMPLATE)
+    template = go_template(learn(render, SPECIAL), bos="<s>")
+    for messages in probes():
+        assert "<s>" + evaluate(template, messages) == render(messages)
+        assert "<s>" in evaluate(go_template(learn(render, SPECIAL)), messages)
+
+
+def test_a_default_system_prompt_becomes_ollamas_own():
+    source = (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+        + BUILT_IN_TEMPLATES["chatml"]
+    )
+    parts = learn(renderer(source), SPECIAL)
+    assert parts.default_system == "Be kind."
+    text = modelfile("a.gguf", go_template(parts), stops=["<|im_end|>"], system=parts.default_system, context=64)
+    assert 'SYSTEM """Be kind."""' in text
+    assert text.startswith("FROM ./a.gguf\nTEMPLATE ")
+    assert 'PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 64\n' in text
+    said = [{"role": "user", "content": "hi"}]
+    with_default = [{"role": "system", "content": "Be kind."}, *said]
+    assert evaluate(go_template(parts), said) == evaluate(go_template(parts), with_default)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        BUILT_IN_TEMPLATES["chatml"].replace("'<|im_start|>'", "loop.index | string + '<|im_start|>'"),
+        BUILT_IN_TEMPLATES["chatml"].replace("message['content']", "message['content'] + message['content']"),
+        "{% for message in messages | reverse %}{{ message.role + message.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_numbers_repeats_or_turns_the_turns_is_refused(source):
+    with pytest.raises(NoGoTemplate):
+        learn(renderer(source), SPECIAL)
+
+
+def test_what_no_modelfile_can_quote_is_refused():
+    with pytest.raises(TokenizerError, match="ends a text"):
+        modelfile("a.gguf", 'a """ b', stops=[], system=None, context=64)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ if .System }}S{{ else }}N{{ end }}", "N"),
+        (
+            '{{ range $i, $_ := .Messages }}{{ if and (eq .Role "user") (le $i 0) }}{{ .Content }}{{ end }}{{ end }}',
+            "a",
+        ),
+        (
+            "{{ range $i, $_ := .Messages }}{{ if eq (len (slice $.Messages $i)) 1 }}{{ .Content }}{{ end }}{{ end }}",
+            "c",
+        ),
+        ('{{ "{{" }}{{ len .Messages }}', "{{3"),
+    ],
+)
+def test_the_evaluator_knows_gos_templates(template, text):
+    messages = [
+        {"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
+    assert evaluate(template, messages) == text
+
+
+def test_neighbours_of_one_role_are_joined_as_ollama_joins_them():
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert evaluate("{{ range .Messages }}[{{ .Content }}]{{ end }}", messages) == "[a\n\nb]"
+    with pytest.raises(ValueError, match="not known here"):
+        evaluate("{{ upper .System }}", messages)
+
+
+def test_parts_write_their_braces_as_text():
+    parts = Parts("", None, "own turn", ("{{u}}", "|"), ("{{a}}", "|"), ">")
+    assert evaluate(go_template(parts), [{"role": "user", "content": "x"}]) == "{{u}}x|>"

@@ -1,0 +1,473 @@
+"""`make report`: the page says what the folder says, whatever is missing in it, and nothing in it runs or leaks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shlex
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sft_play import runs
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished import charts as charts_module
+from sft_play.finished import report as report_module
+from sft_play.finished.charts import Chart, Curve, drawn, thinned
+from sft_play.finished.curves import HEIGHT, Screen, plot_lines, screen_of
+from sft_play.finished.record import find_run, read_record
+from sft_play.finished.report import charts_of, duration, report, report_at_end, reported, sections_of, size
+from sft_play.training.evaluate import Figures
+from sft_play.training.exact_match import Answer, Question
+from sft_play.training.summary import KEPT_SAMPLES, samples
+from sft_play.units import GIB
+from tests.recorded_runs import SUMMARY, planned_folder, recorded_run, steps
+
+HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)>'
+
+
+@pytest.fixture(scope="module")
+def plan_of(tmp_path_factory, tiny_llama) -> Path:
+    return planned_folder(tmp_path_factory.mktemp("planned") / "run", tiny_llama)
+
+
+@pytest.fixture
+def undrawn(monkeypatch) -> None:
+    """Charts are taken as drawn, for tests that do not look at them: drawing takes a second."""
+    monkeypatch.setattr(report_module, "drawn", lambda charts: ["<svg></svg>"] * len(charts))
+
+
+class _Reader(HTMLParser):
+    """Tags, their attributes, and the text of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data):
+        self.text += data + "\n"
+
+
+def page_of(folder: runs.RunFolder, **options) -> _Reader:
+    return _Reader(report(read_record(folder), **options).path.read_text(encoding="utf-8"))
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_shows_what_a_finished_run_recorded_and_needs_no_network(tmp_path, plan_of):
+    metrics = [{"step": 0, "test_loss": 4.0}, *steps(4, grad_norm=lambda n: n, padding_share=lambda n: 0.1 * n)]
+    log = "2026-01-01T00:00:01 WARNING sft_play.data: 3 rows are odd\n2026-01-01T00:00:02 INFO x: fine\n" * 2
+    folder = recorded_run(tmp_path / "first", like=plan_of, metrics=metrics, summary=SUMMARY, log=log)
+    written = report(read_record(folder))
+    assert written.path == folder.path / "report.html"
+    assert written.sections == (
+        "Warnings", "Curves", "Predicted and measured", "Answers before and after", "What was run", "On what", "Data",
+        "How to reproduce it",
+    )  # fmt: skip
+    assert written.charts == 5  # loss, learning rate, gradient norm, speed, padding
+    text = written.path.read_text(encoding="utf-8")
+    page = _Reader(text)
+    assert page.tags.count("svg") == 5
+    assert {"script", "link", "img", "iframe"} & set(page.tags) == set()
+    named = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset")]
+    assert named == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert ("content", "width=device-width, initial-scale=1") in page.attributes
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert "@media print" in text
+    assert "currentColor" in text
+    for shown in ("4.0000 → 0.5000", "0.0% → 75.0%", "2.00 GiB", "3.00 GiB", "+50%", "-20%", "10 min 00 s", "1,234",
+                  "25 (25%)", "two and two?", "fish", "A CPU, 4 cores", "torch 2.13.0"):  # fmt: skip
+        assert shown in page.text, shown
+    assert page.text.count("3 rows are odd") == 1
+    assert "fine" not in page.text
+    assert "make train 'CONFIG=/home/me/my run.yaml' SET=\"train.epochs=2\"" in page.text
+    assert "git checkout 0123456789abcdef" in page.text
+
+
+def test_nothing_that_comes_from_data_is_read_as_html(tmp_path, plan_of):
+    sample = dict.fromkeys(("asked", "expected", "before", "after"), HOSTILE) | {"right": False}
+    folder = recorded_run(
+        tmp_path / "first",
+        like=plan_of,
+        metrics=steps(3, **{f"loss_{HOSTILE}": lambda n: n, "loss_b": lambda n: n}),
+        manifest={
+            "status": "failed", "error": HOSTILE, "choices": [HOSTILE], "overrides": [f"model.name={HOSTILE}"],
+            "versions": {HOSTILE: HOSTILE}, "data": {HOSTILE: {"path": HOSTILE, "report": {"format": HOSTILE}}},
+            "config_path": HOSTILE, "layout": HOSTILE,
+        },
+        summary={**SUMMARY, "samples": [sample], "model_path": HOSTILE},
+        settings=lambda resolved: resolved["model"].update(name=HOSTILE),
+        log=f"2026-01-01T00:00:01 WARNING sft_play.data: {HOSTILE}\n",
+    )  # fmt: skip
+    (folder.path / "config.yaml").write_text(HOSTILE)
+    written = report(read_record(folder))
+    page = _Reader(written.path.read_text(encoding="utf-8"))
+    assert written.charts == 4
+    assert page.text.count(HOSTILE) >= 12  # shown as text, and so not run
+    assert {"script", "img"} & set(page.tags) == set()
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+
+
+def test_no_secret_reaches_the_page_however_html_would_spell_it(tmp_path, plan_of, undrawn, monkeypatch):
+    secret = "s&cr<t>'quoted\"12"
+    monkeypatch.setenv("MY_SERVICE_TOKEN", secret)
+    folder = recorded_run(tmp_path / "first", like=plan_of, metrics=steps(3), summary=SUMMARY)
+    sample = {"asked": f"is it {secret}?", "expected": "x", "before": "hf_" + "a" * 30, "after": "y", "right": False}
+    (folder.path / "summary.json").write_text(json.dumps({**SUMMARY, "samples": [sample]}))
+    (folder.path / "train.log").write_text(f"2026-01-01T00:00:01 WARNING a.b: https://me:{secret}@host {secret}\n")
+    (folder.path / "config.yaml").write_text(f"key: {secret}\n")
+    text = report(read_record(folder)).path.read_text(encoding="utf-8")
+    page = _Reader(text)
+    assert "is it ***?" in page.text
+    assert secret not in page.text
+    assert "s&amp;cr" not in text
+    assert "hf_aaaa" not in text
+
+
+@pytest.mark.parametrize("status", ["running", "stopped", "failed"])
+def test_a_run_that_has_only_begun_has_a_page_of_what_there_is(tmp_path, plan_of, undrawn, status):
+    folder = recorded_run(tmp_path / "bare", manifest={"status": status, "data": {}, "config_path": None})
+    written = report(read_record(folder))
+    assert written.record.status == ("failed" if status == "running" else status)  # nobody writes it
+    assert written.sections == ("What was run", "On what")
+    assert written.charts == 0
+    metrics = steps(2, memory_peak_gib=lambda n: n / 4, eval_loss=lambda n: 3 / n)
+    begun = recorded_run(
+        tmp_path / "begun", like=plan_of, metrics=metrics, manifest={"status": status, "before": {"loss": 9.0}}
+    )
+    with (begun.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    page = page_of(begun)
+    for shown in ("2 of 4", "9.0000 before", "1.5", "training peak, resident so far", "0.50 GiB", "800"):
+        assert shown in page.text, shown
+    assert "Answers before and after" not in page.text
+    assert "wall time" not in page.text
+
+
+def test_damaged_files_are_missing_ones(tmp_path, undrawn):
+    folder = recorded_run(tmp_path / "run", metrics=steps(3))
+    for name in ("plan.json", "resolved.json", "summary.json"):
+        (folder.path / name).write_text("[1, 2")
+    (folder.path / "train.log").write_bytes(b"2026-01-01T00:00:01 WARNING a.b: odd \xff bytes\n")
+    page = page_of(folder)
+    assert "odd" in page.text
+    assert "800" in page.text
+
+
+def test_stages_follow_each_other(tmp_path, plan_of):
+    def staged(resolved):
+        resolved["curriculum"] = [{"name": "short"}, {"name": "long"}, {"name": "never begun"}]
+
+    lines = [{"stage": name, **line} for name, count in (("short", 3), ("long", 2)) for line in steps(count)]
+    folder = recorded_run(tmp_path / "run", like=plan_of, metrics=lines, settings=staged, summary={"split": "val"})
+    for name in ("short", "long"):
+        recorded_run(folder.path / "stages" / name, like=plan_of, summary={**SUMMARY, "wall_s": 1.0})
+    record = read_record(folder)
+    assert [(part.name, part.steps) for part in record.parts] == [("short", 3), ("long", 2)]
+    assert record.curve("loss") == [(1, 8.0), (2, 4.0), (3, 8 / 3), (4, 8.0), (5, 4.0)]
+    assert record.starts == [("short", 0), ("long", 3)]
+    assert record.steps == 5
+    written = report(record)
+    text = _Reader(written.path.read_text(encoding="utf-8")).text
+    assert "short: predicted against measured" in text
+    assert "long: predicted against measured" in text
+    assert "short (3 steps), long (2 steps)" in text
+    assert written.charts == 3
+
+
+def test_a_run_on_gpus_is_compared_by_allocated_bytes_of_each_moment(tmp_path, plan_of):
+    folder = recorded_run(
+        tmp_path / "run",
+        like=plan_of,
+        metrics=steps(4, mfu=lambda n: 0.4, memory_peak_gib_rank_0=lambda n: n, memory_peak_gib_rank_1=lambda n: 9 - n),
+        manifest={"processes": 8, "layout": "fsdp", "overrides": ["a=b$c"],
+                  "hardware": {"gpus": [{"name": "H200", "total_bytes": 141 * GIB}] * 8}},
+        summary={
+            **SUMMARY,
+            "loading": {"predicted_device": 10 * GIB, "device_by_rank": [11 * GIB, 12 * GIB]},
+            "peak_bytes": {"predicted_reserved": 50 * GIB, "measured_reserved": 55 * GIB},
+            "peak_bytes_by_moment": {
+                "training": {"predicted_allocated": 40 * GIB, "measured_allocated": 30 * GIB},
+                "saving": {"predicted_allocated": 20 * GIB, "measured_allocated": None},
+            },
+        },
+    )  # fmt: skip
+    plan = json.loads((folder.path / "plan.json").read_text())
+    plan["hardware"]["gpus"] = [{"name": "H200"}]
+    (folder.path / "plan.json").write_text(json.dumps(plan))
+    sections = {section.title: section for section in sections_of(read_record(folder), [], None)}
+    rows = {row[0]: row[1:] for row in sections["Predicted and measured"].tables[0].rows}
+    assert rows["memory while loading"] == ("10.00 GiB", "12.00 GiB", "+20%")
+    assert rows["memory in training"] == ("40.00 GiB", "30.00 GiB", "-25%")
+    assert rows["memory in saving"] == ("20.00 GiB", "-", "")
+    assert rows["training peak, reserved"] == ("50.00 GiB", "55.00 GiB", "+10%")
+    assert rows["training peak of 2 ranks, lowest to highest"] == ("-", "4.00 GiB to 5.00 GiB", "")
+    assert rows["model FLOP utilisation"][1] == "40.0%"
+    assert dict(sections["On what"].pairs)["GPUs"] == "8 x H200 (141.00 GiB)"
+    words = shlex.split(sections["How to reproduce it"].commands.splitlines()[1])
+    assert words[:2] == ["make", "train-distributed"]
+    assert words[2:5] == ["CONFIG=/home/me/my run.yaml", "NPROC=8", "STRATEGY=fsdp"]
+    assert shlex.split(words[5].removeprefix("SET=")) == ["a=b$c"]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_time_and_speed_are_sums_over_every_step(tmp_path, seed):
+    draw = random.Random(seed)
+    lines, step, seconds, tokens = [], 0, 0.0, 0.0
+    for _ in range(draw.randint(1, 12)):
+        every, took, speed = draw.randint(1, 5), draw.uniform(0.1, 2), draw.uniform(10, 900)
+        step += every
+        seconds, tokens = seconds + every * took, tokens + every * took * speed
+        lines.append({"step": step, "loss": 1.0, "step_time_s": took, "tokens_per_s": speed})
+        lines.append({"step": step, "eval_loss": 1.0})
+    (part,) = read_record(recorded_run(tmp_path / "run", metrics=lines)).parts
+    assert part.training_s == pytest.approx(seconds)
+    assert part.tokens_per_s == pytest.approx(tokens / seconds)
+    assert part.steps == step
+
+
+def test_values_that_are_no_numbers_are_left_out_of_a_curve(tmp_path):
+    lines = [{"step": 1, "loss": 2.0, "grad_norm": "inf"}, {"step": 2, "loss": "nan", "grad_norm": 1.0}]
+    record = read_record(recorded_run(tmp_path / "run", metrics=lines))
+    assert record.curve("loss") == [(1, 2.0)]
+    assert record.curve("grad_norm") == [(2, 1.0)]
+
+
+def test_sizes_and_times_in_words():
+    assert [size(count) for count in (None, 0, 2**20, GIB // 10, 3 * GIB)] == [
+        "-", "0.0 MiB", "1.0 MiB", "0.10 GiB", "3.00 GiB",
+    ]  # fmt: skip
+    assert [duration(seconds) for seconds in (None, 1.25, 10, 119.4, 125, 3599.6, 3700, 90_000)] == [
+        "-", "1.2 s", "10 s", "119 s", "2 min 05 s", "1 h 00 min", "1 h 01 min", "25 h 00 min",
+    ]  # fmt: skip
+
+
+def test_samples_are_spaced_over_what_was_asked_and_cut():
+    def asked(number, text):
+        return Answer(Question([1], f"q{number}", f"a{number}"), text)
+
+    after = Figures(answers=tuple(asked(n, f" a{n} " if n % 2 else "no" * 3000) for n in range(40)))
+    before = Figures(answers=tuple(asked(n, f"old{n}") for n in range(20)))
+    kept = samples(before, after)
+    assert len(kept) == KEPT_SAMPLES == 12
+    numbers = [int(sample["asked"][1:]) for sample in kept]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 0
+    assert numbers[-1] >= 36
+    for sample, number in zip(kept, numbers, strict=True):
+        assert sample["before"] == (f"old{number}" if number < 20 else None)
+        assert sample["right"] == bool(number % 2)
+        assert len(sample["after"]) <= 2000
+    assert samples(None, None) == samples(before, None) == []
+    assert len(samples(None, Figures(answers=after.answers[:2]))) == 2
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_curve_is_averaged_in_groups_and_keeps_its_ends(seed):
+    draw = random.Random(seed)
+    points = [(step, draw.random()) for step in range(draw.randint(1, 3000))]
+    most = draw.randint(5, 400)
+    kept = thinned(points, most)
+    assert len(kept) <= most or len(points) <= most
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    if len(points) <= most:
+        assert kept == points
+    else:
+        assert len(kept) > most // 2
+        per = math.ceil((len(points) - 2) / (most - 2))
+        assert kept[1][1] == pytest.approx(sum(y for _, y in points[1 : 1 + per]) / per)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_is_logarithmic_where_it_falls_twentyfold(seed):
+    draw = random.Random(seed)
+    values = [10 ** draw.uniform(-2, 1) for _ in range(3)]
+    if seed % 5 == 0:
+        values[0] = -values[0]
+    curve = Curve("loss", list(enumerate(values)))
+    wanted = min(values) > 0 and max(values) >= 20 * min(values)
+    assert Chart("Loss", (curve,), may_be_log=True).is_log == wanted
+    assert not Chart("Loss", (curve,)).is_log
+
+
+def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
+    record = read_record(recorded_run(tmp_path / "run", metrics=[{"step": 1, "memory_predicted_gib": 3.0}]))
+    assert charts_of(record) == []  # a prediction alone is no curve of the run
+    lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
+                  eval_loss_text=lambda n: n)  # fmt: skip
+    charts = {chart.title: chart for chart in charts_of(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
+    assert list(charts) == ["Loss", "Loss by source", "Learning rate", "Tokens per second"]
+    assert [curve.name for curve in charts["Loss"].curves] == ["training", "validation"]
+    by_source = {curve.name: curve.colour for curve in charts["Loss by source"].curves}
+    assert by_source == {"chats": 0, "text": 1, "text, validation": 1}
+
+
+def test_curves_of_one_name_stay_apart_and_a_name_is_text():
+    names = ["a" * 80 + "1", "a" * 80 + "2", HOSTILE]
+    (svg,) = drawn([Chart("x", tuple(Curve(name, [(1, 1.0), (2, 2.0)], n) for n, name in enumerate(names)))])
+    assert len(set(re.findall(r'stroke="(#\w{6})"', svg)) & set(charts_module.COLOURS[:3])) == 3
+    assert "<script" not in svg
+    assert "<img" not in svg
+
+
+def test_a_page_is_written_without_charts_where_they_cannot_be_drawn(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(charts_module, "_DRAW", "import sys; sys.exit('no such library')")
+    folder = recorded_run(tmp_path / "run", metrics=steps(3), summary=SUMMARY)
+    page = page_of(folder)
+    assert "The charts are missing: the process that draws them ended with 1: no such library" in page.text
+    assert "The charts are missing" in caplog.text
+    assert "two and two?" in page.text
+    monkeypatch.setattr(charts_module, "_DRAW", "import os; os.abort()")
+    assert "ended with -6" in page_of(folder).text
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plot_is_short_plain_in_a_pipe_and_coloured_in_a_terminal(monkeypatch):
+    curves = [Curve("training", [(n, 100 / n) for n in range(1, 200)]), Curve("a\x1b[31mb", [(1, 3.0), (99, 2.0)], 1)]
+    plain = plot_lines("Loss", curves, Screen(), is_log=True)
+    assert plain[0] == "Loss (logarithmic):  * training  o a\\x1b[31mb"
+    assert len(plain) == HEIGHT
+    assert "\n".join(plain).isascii()
+    assert "\x1b" not in "\n".join(plain)
+    assert max(map(len, plain)) <= 80
+    assert "199" in plain[-1]
+    coloured = plot_lines("Loss", curves, Screen(60, colour=True, ascii=False))
+    assert "\x1b[38" in "\n".join(coloured)
+    bare = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in coloured]
+    assert max(map(len, bare)) <= 60
+    assert "│" in bare[2]
+    unicode = "\n".join(plot_lines("Loss", curves, Screen(60, ascii=False)))
+    assert "\x1b" not in unicode
+    assert "│" in unicode
+    assert plot_lines("Loss", [Curve("training", [(1, 1.0)])], Screen()) == []
+    assert plot_lines("Loss", [], Screen()) == []
+
+
+@pytest.mark.parametrize(
+    ("tty", "encoding", "environment", "colour", "is_ascii"),
+    [
+        (True, "utf-8", {"TERM": "xterm"}, True, False),
+        (True, "UTF8", {"TERM": "xterm", "NO_COLOR": ""}, True, False),
+        (True, "utf-8", {"TERM": "xterm", "NO_COLOR": "1"}, False, False),
+        (True, "utf-8", {"TERM": "dumb"}, False, False),
+        (True, "ascii", {"TERM": "xterm"}, True, True),
+        (False, "utf-8", {"TERM": "xterm"}, False, True),
+    ],
+)
+def test_the_screen_is_what_the_stream_is(tty, encoding, environment, colour, is_ascii):
+    stream = SimpleNamespace(isatty=lambda: tty, encoding=encoding)
+    screen = screen_of(stream, environment)
+    assert (screen.colour, screen.ascii) == (colour, is_ascii)
+    assert 40 <= screen.width <= 100
+    assert screen_of(None, environment) == Screen()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_last_is_the_run_that_finished_last_else_the_one_that_started_last(tmp_path):
+    with pytest.raises(RunFolderError, match="there is no run in"):
+        find_run(tmp_path, None)
+    for name, status, started, ended in (("a", "failed", 1, 9), ("b", "stopped", 3, 2), ("c", "failed", 2, 8)):
+        times = {"started": f"2026-01-0{started}", "ended": f"2026-01-0{ended}"}
+        recorded_run(tmp_path / name, manifest={"status": status, **times})
+    assert find_run(tmp_path, "last").path.name == "b"
+    for name, started, ended in (("d", 1, 5), ("e", 4, 4)):
+        recorded_run(tmp_path / name, manifest={"started": f"2025-01-0{started}", "ended": f"2025-01-0{ended}"})
+    assert find_run(tmp_path, None).path.name == "d"
+    assert find_run(tmp_path, "c").path == tmp_path / "c"
+    assert find_run(Path("elsewhere"), str(tmp_path / "c")).path == tmp_path / "c"
+    with pytest.raises(RunFolderError, match="there is no run nobody"):
+        find_run(tmp_path, "nobody")
+
+
+def test_make_report_as_it_is_typed(tmp_path, plan_of, undrawn, command):
+    recorded_run(tmp_path / "outputs" / "first", like=plan_of, metrics=steps(5), summary=SUMMARY)
+    words = ("--config", "configs/run_starter.yaml", f"output.dir={tmp_path}/outputs")
+    code, printed = command("report", *words)
+    assert code == 0, printed
+    assert printed.startswith("Loss:  * training\n")
+    assert "\x1b" not in printed
+    assert printed.rstrip().endswith(f'make compare RUNS="{tmp_path}/outputs/first OTHER"')
+    code, printed = command("report", *words, "--json", "--out", str(tmp_path / "elsewhere.html"))
+    answer = json.loads(printed)
+    assert (answer["ok"], answer["status"], answer["charts"]) == (True, "finished", 3)
+    assert answer["path"] == str(tmp_path / "elsewhere.html")
+    assert (tmp_path / "elsewhere.html").read_text().startswith("<!DOCTYPE html>")
+    for out, told in ((tmp_path, "is a folder"), (tmp_path / "elsewhere.html" / "x", "cannot be written")):
+        code, printed = command("report", *words, "--out", str(out))
+        assert code == 2
+        assert told in printed
+    code, printed = command("report", *words, "--run", "nobody")
+    assert code == 2
+    assert "there is no run nobody" in printed
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn, caplog):
+    caplog.set_level("INFO", "sft_play")
+    folder = recorded_run(tmp_path / "run", metrics=steps(3))
+    page = folder.path / "report.html"
+
+    def train():
+        with reported(folder):
+            folder.update_manifest(status="failed")
+            raise RuntimeError("the step")
+
+    with pytest.raises(RuntimeError, match="the step"):
+        train()
+    assert f"Report: {page}" in caplog.text
+    page.unlink()
+    with pytest.raises(RunFolderError), reported(folder):  # refused before it began: nothing is written
+        raise RunFolderError("another process is writing it")
+    assert not page.exists()
+    with pytest.raises(ConfigError), reported(runs.RunFolder(tmp_path / "never")):
+        raise ConfigError("no")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("error", [ConfigError("OUT is a folder"), ValueError("a fault of ours")])
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog, error):
+    folder = recorded_run(tmp_path / "run", metrics=steps(3))
+
+    def fail(record):
+        raise error
+
+    monkeypatch.setattr(report_module, "report", fail)
+    report_at_end(folder)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{type(error).__name__}: {error}; make report RUN={folder.path}" in record.getMessage()
+
+
+def test_charts_are_drawn_outside_of_the_process_that_trained(tmp_path):
+    report_at_end(recorded_run(tmp_path / "run", metrics=steps(3)))
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    assert "vl_convert" not in sys.modules

@@ -1,0 +1,317 @@
+"""A finished run trained again from its folder: bit-equal, or the first tensor that differs is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play import runs
+from sft_play.errors import RunFolderError
+from sft_play.finished.reproduce import code_of, compare_weights, first_other_loss
+from tests import warm
+from tests.conftest import ROOT, chat
+
+pytestmark = pytest.mark.build
+
+
+def write(folder: Path, tiny_llama: Path, *more: str) -> Path:
+    rows = [json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40)]
+    (folder / "rows.jsonl").write_text("".join(rows))
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ntuning: {{mode: lora, lora: {{r: 4, dropout: 0.1}}}}\n"
+        "data: {train_path: rows.jsonl, val_path: null, test_path: null, val_fraction: 0.2}\n"
+        "train: {effective_batch_size: 8, max_steps: 3, learning_rate: 1e-2, report_to: []}\n"
+    )
+    return folder
+
+
+def sft_play(folder: Path, *words: str, code: int = 0, python: str | None = None) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG": "none"}
+    done = subprocess.run([python or warm.python(), "-m", "sft_play", *words], cwd=folder, capture_output=True,
+                          text=True, timeout=500, env=environment)  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if "--json" in words else done.stdout + done.stderr
+
+
+def reproduced(folder: Path, run: str, *words: str, code: int = 0) -> dict[str, Any]:
+    answer = json.loads(sft_play(folder, "reproduce", "--run", run, "--json", *words, code=code))
+    assert answer["ok"] == (code == 0)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama):
+    """A folder in which runs are trained with paths relative to it."""
+    folder = write(tmp_path_factory.mktemp("world"), tiny_llama)
+    sft_play(folder, "train", "--config", "run.yaml", "output.name=first")
+    return folder
+
+
+@pytest.fixture
+def copy(world, tmp_path):
+    """The same in a folder of its own, to be spoiled; its manifest names the folder."""
+    folder = shutil.copytree(world, tmp_path / "copy", ignore=shutil.ignore_patterns("*-reproduced*"))
+    change(folder / "outputs" / "first" / "manifest.json", cwd=str(folder))
+    return folder
+
+
+def change(file: Path, **changes: Any) -> None:
+    """Change values of a JSON file; `train__seed=1` is the key seed of the section train."""
+    data = json.loads(file.read_text())
+    for key, value in changes.items():
+        *outer, name = key.split("__")
+        section = data
+        for part in outer:
+            section = section[part]
+        section[name] = value
+    file.write_text(json.dumps(data))
+
+
+def test_a_run_trained_again_is_equal_bit_for_bit_and_from_any_folder(world, tmp_path):
+    first = world / "outputs" / "first"
+    answer = reproduced(tmp_path, str(first))
+    again = Path(answer["path"])
+    assert again == world / "outputs" / "first-reproduced"
+    assert answer["first_differing"] is None
+    assert answer["losses_part"] is None
+    assert answer["not_as_recorded"] == []
+    assert answer["steps"] == 3
+    one, other = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (first, again))
+    assert answer["tensors"] == len(one) > 10
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(bool(tensor.any()) for name, tensor in one.items() if "lora_B" in name)
+    said = sft_play(tmp_path, "reproduce", "--run", str(first))  # the name is taken by now
+    assert "first-reproduced-2" in said
+    assert f"all {len(one)} tensors are equal bit for bit, after 3 steps" in said
+    assert "Next: make prune RUNS=first-reproduced-2" in said
+
+
+def test_another_seed_names_the_first_tensor_that_differs_and_the_step(copy):
+    first = copy / "outputs" / "first"
+    change(first / "resolved.json", train__seed=7)
+    answer = reproduced(copy, "first", code=2)
+    assert "train.seed 42 in the manifest, 7 in resolved.json" in answer["not_as_recorded"]
+    one, other = (
+        load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (first, copy / answer["path"])
+    )
+    differing = {name: float((one[name] - other[name]).abs().max()) for name in one if not one[name].equal(other[name])}
+    assert answer["tensors_differing"] == len(differing)
+    name = answer["first_differing"]["name"]
+    assert answer["first_differing"]["max_diff"] == pytest.approx(differing[name])
+    assert answer["losses_part"]["step"] == 1
+    assert answer["losses_part"]["recorded"] != answer["losses_part"]["now"]
+
+
+def test_what_training_read_has_to_be_there_unchanged(copy, tiny_llama):
+    first, rows = copy / "outputs" / "first", copy / "rows.jsonl"
+    text = rows.read_text()
+    rows.write_text(text.replace("it is 3.", "it is 4."))
+    said = sft_play(copy, "reproduce", "--run", "first", code=2)
+    assert "data train: the content of rows.jsonl has changed since the run" in said
+    rows.unlink()
+    assert "rows.jsonl" in sft_play(copy, "reproduce", "--run", "first", code=2)
+    rows.write_text(text)
+    base = shutil.copytree(tiny_llama, copy / "base")
+    change(first / "resolved.json", model__name=str(base))
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})
+    said = sft_play(copy, "reproduce", "--run", "first", code=2)
+    assert "are not those that" in said
+    shutil.copyfile(tiny_llama / "model.safetensors", base / "model.safetensors")
+    (base / "chat_template.jinja").write_text((base / "chat_template.jinja").read_text() + " ")
+    said = sft_play(copy, "reproduce", "--run", "first", code=2)
+    assert f"tokenizer: that of {base}, or its template, has changed" in said
+    assert [path.name for path in (copy / "outputs").iterdir() if "reproduced" in path.name] == []
+
+
+def test_other_versions_and_another_machine_are_told(copy):
+    first = copy / "outputs" / "first"
+    change(first / "manifest.json", versions__numpy="1.0", hardware__cpu_name="Another", cpu__capability="AVX9")
+    (copy / "rows.jsonl").touch()
+    told = reproduced(copy, "first")["not_as_recorded"]
+    assert told[0] == f"numpy 1.0 then, {runs.versions()['numpy']} now"
+    assert any(line.startswith("CPU Another then, ") for line in told)
+    assert any(line.startswith("CPU instructions AVX9 then, ") for line in told)
+
+
+def test_what_the_plan_had_decided_is_kept(copy):
+    """Free memory and earlier runs may choose another division of the same batch, whose sums round otherwise."""
+    manifest = json.loads((copy / "outputs" / "first" / "manifest.json").read_text())
+    assert manifest["cpu"]["threads"] == 1
+    change(copy / "outputs" / "first" / "manifest.json", batch__micro_batch=2, batch__grad_accum=4)
+    said = sft_play(copy, "reproduce", "--run", "first", code=2)
+    assert "train.batch_size=2 train.grad_accum=4" in said
+    assert f"the plan's micro_batch: {manifest['batch']['micro_batch']} then, 2 now" in said
+
+
+def test_a_run_with_stages_that_continues_an_adapter_is_repeated(copy):
+    words = ["--config", "run.yaml", "model.adapter=first", "tuning.lora.dropout=0.0", "output.name=second",
+             "curriculum=[{name: a, max_steps: 1}, {name: b, max_steps: 2, learning_rate: 1e-3}]"]  # fmt: skip
+    sft_play(copy, "train", *words)
+    assert reproduced(copy, "second")["steps"] == 3
+    file = copy / "outputs" / "first" / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    said = sft_play(copy, "reproduce", "--run", "second", code=2)
+    assert "which it began from, has changed since" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_run_over_ranks_is_repeated_over_as_many(copy, strategy):
+    sft_play(copy, "train-distributed", "--config", "run.yaml", "--nproc", "2", "--strategy", strategy,
+             "output.name=two", "train.max_steps=2")  # fmt: skip
+    answer = reproduced(copy, "two")
+    again = json.loads((copy / answer["path"] / "manifest.json").read_text())
+    old = json.loads((copy / "outputs" / "two" / "manifest.json").read_text())
+    assert (again["layout"], again["processes"], again["cpu"]) == (strategy, 2, old["cpu"])
+
+
+# --- the code ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with two commits of a package, and the manifests of a run of each."""
+    root = tmp_path / "checkout"
+    package = root / "sft_play"
+    package.mkdir(parents=True)
+
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True)
+
+    git("init", "--quiet")
+    manifests = []
+    for number in (1, 2):
+        (package / "__init__.py").write_text(f"number = {number}\n")
+        git("add", "."), git("commit", "--quiet", "-m", str(number))
+        manifests.append({"code": runs.code_facts(package)})
+    return package, manifests
+
+
+def test_the_code_is_this_one_or_a_clone_of_the_commit(checkout):
+    package, (old, new) = checkout
+    with code_of(new, package=package) as (place, said):
+        assert (place, "unchanged since the run" in said) == (package.parent, True)
+    with code_of(old, package=package) as (place, said):
+        assert (place / "sft_play" / "__init__.py").read_text() == "number = 1\n"
+        assert f"at commit {old['code']['git']['commit'][:12]}" in said
+    assert not place.exists()
+    assert (package / "__init__.py").read_text() == "number = 2\n"
+    (package / "__init__.py").write_text("number = 3\n")  # the present code is another one: the commit's is cloned
+    with code_of(new, package=package) as (place, _):
+        assert (place / "sft_play" / "__init__.py").read_text() == "number = 2\n"
+
+
+def test_code_that_cannot_be_had_is_refused_unless_the_present_one_is_asked_for(checkout):
+    package, _ = checkout
+    (package / "__init__.py").write_text("number = 3\n")
+    dirty = {"code": runs.code_facts(package)}
+    assert dirty["code"]["git"]["dirty"]
+    with code_of(dirty, package=package) as (place, said):  # changed without a commit, and still the same
+        assert (place, "with changes" in said) == (package.parent, True)
+    (package / "__init__.py").write_text("number = 4\n")
+    gone = {"code": {"sha256": "0", "git": {"commit": "1" * 40, "dirty": False}}}
+    installed = {"code": {"sha256": "0", "git": None}}
+    cases = {
+        "with changes, and the changes are not recorded": dirty,
+        "does not have: commit 111111111111": gone,
+        "does not have: no commit": installed,
+    }
+    for said, manifest in cases.items():
+        with pytest.raises(RunFolderError, match=said), code_of(manifest, package=package):
+            pass
+        with code_of(manifest, package=package, by_this_code=True) as (place, words):
+            assert (place, "which is not the run's" in words) == (package.parent, True)
+
+
+def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    first = runs.code_facts(tmp_path)
+    assert first["git"] is None  # no repository tracks it
+    (tmp_path / "a.txt").write_text("no code")
+    assert runs.code_facts(tmp_path) == first
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert runs.code_facts(tmp_path) != first
+
+
+@pytest.mark.slow
+def test_a_clean_clone_of_another_commit_trains_the_same(world, tmp_path):
+    """The run of the present commit is repeated by a checkout whose working tree has gone on."""
+    clone = tmp_path / "checkout"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(clone), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "sft_play", *words], cwd=world, env=environment,
+                              capture_output=True, text=True, timeout=500)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    run("train", "--config", "run.yaml", "output.name=by-commit")
+    with (clone / "sft_play" / "units.py").open("a") as file:
+        file.write("\n# the checkout has gone on\n")
+    said = run("reproduce", "--run", "by-commit")
+    assert f"Code: a clone of {clone} at commit" in said
+    assert "equal bit for bit" in said
+
+
+# --- compared ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_tensor_that_differs_is_the_first_of_the_file(tmp_path, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"t{number}": torch.randn(4, 3, generator=generator).to(dtype) for number in range(5)}
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+    assert compare_weights(one, other).differing == ()
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["t3"][1, 2] += 0.5
+    changed["t2"][0, 0] += 0.25
+    save_file(changed, other / "model.safetensors")
+    found = compare_weights(one, other)
+    assert [difference.name for difference in found.differing] == ["t2", "t3"]
+    largest = float((changed["t2"].double() - tensors["t2"].double()).abs().max())
+    assert found.differing[0].largest == largest > 0
+    changed = {**tensors, "t4": tensors["t4"][:2].contiguous(), "t9": tensors["t0"].clone()}
+    del changed["t1"]
+    save_file(changed, other / "model.safetensors")
+    found = compare_weights(one, other)
+    assert [difference.name for difference in found.differing] == ["t1", "t4", "t9"]
+    assert {difference.largest for difference in found.differing} == {float("inf")}
+    assert found.tensors == 6
+
+
+def test_zeros_of_two_signs_are_two_values_and_equal_nans_one(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, zero in ((one, 0.0), (other, -0.0)):
+        folder.mkdir()
+        save_file({"nan": torch.tensor([float("nan")]), "zero": torch.tensor([zero])}, folder / "model.safetensors")
+    assert [(one.name, one.largest) for one in compare_weights(one, other).differing] == [("zero", 0.0)]
+
+
+def test_losses_part_at_the_first_step_that_both_have(tmp_path):
+    def log(name: str, *losses: float, stage: str | None = None) -> Path:
+        path = tmp_path / name
+        lines = [{"step": step, "loss": loss, **({"stage": stage} if stage else {})}
+                 for step, loss in enumerate(losses, start=1)]  # fmt: skip
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 9, "eval_loss": 1.0}]))
+        return path
+
+    one = log("one", 3.0, 2.0, 1.0)
+    assert first_other_loss(one, log("same", 3.0, 2.0, 1.0)) is None
+    assert first_other_loss(one, log("other", 3.0, 2.5, 1.5)) == (None, 2, 2.0, 2.5)
+    assert first_other_loss(log("a", 3.0, stage="x"), log("b", 3.1, stage="x")) == ("x", 1, 3.0, 3.1)
+    assert first_other_loss(one, tmp_path / "gone") is None
