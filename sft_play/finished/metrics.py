@@ -111,7 +111,7 @@ def rouge_l(answer: str, reference: str) -> float:
     one, other = words(answer), words(reference)
     if not one and not other:
         return float(answer.strip() == reference.strip())
-    return 2 * LCSseq.similarity(one, other) / (len(one) + len(other))
+    return float(2 * LCSseq.similarity(one, other) / (len(one) + len(other)))
 
 
 def words(text: str) -> list[str]:
