@@ -42,7 +42,10 @@ class Collator:
     parts: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape."""
+        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape; none
+        without rows."""
+        if not rows:
+            return {}
         is_packed = "chat_lengths" in rows[0]
         batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=self.flat and is_packed)
         if is_packed:

@@ -74,9 +74,9 @@ def training_arguments(
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
     return (make or SFTConfig)(
         output_dir=str(folder.checkpoints),
-        per_device_train_batch_size=plan.batch.micro_batch,
+        per_device_train_batch_size=plan.counted_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
-        gradient_accumulation_steps=plan.batch.grad_accum,
+        gradient_accumulation_steps=plan.counted_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
         learning_rate=config.learning_rate,
@@ -226,7 +226,9 @@ def build_trainer(
         **({"peft_config": peft_config} if peft_config is not None else {}),
         train_dataset=rows,
         packs=packs,
-        group_window=plan.batch.effective_batch if config.train.group_by_length else None,
+        micro_batches=plan.micro_batches,
+        step_rows=plan.batch.effective_batch,
+        grouped=config.train.group_by_length,
         by_source=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
         eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
