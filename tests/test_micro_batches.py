@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import subprocess
 from collections.abc import Sequence
 
 import pytest
 
 from sft_play.planner.micro_batches import Cut, MicroBatches
 from sft_play.planner.row_tokens import average_passes, row_tokens
+from tests import warm
+from tests.conftest import ROOT
+from tests.test_distributed import VARIABLES
 
 CASES = range(60)
 
@@ -142,3 +148,51 @@ def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
     assert loose.longest_of_all == 400
     assert type(rows).from_json(rows.as_json()) == rows
     assert row_tokens([], limit=512) is None
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tiny_llama) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """What one process trains (tests/ranks_micro_batches.py)."""
+    from tests.ranks_micro_batches import trained
+
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: trained(tiny_llama, folder / name, ranks=1, bf16=name == "bf16") for name in ("fp32", "bf16")}
+
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+def check_same(found: dict[str, list[float]], wanted: dict[str, list[float]], tolerance: float) -> None:
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=tolerance)
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=10 * tolerance)
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=10 * tolerance)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("cut", ["by tokens", "a cheap pass", "all at once", "resumed"])
+def test_the_cut_of_a_step_changes_no_number(alone, precision, cut):
+    check_same(alone[precision][cut], alone[precision]["one row"], TOLERANCE[precision])
+
+
+@pytest.mark.build
+def test_ranks_train_what_one_process_trains(tmp_path, tiny_llama, alone):
+    out = tmp_path / "found.json"
+    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    run = subprocess.run(
+        [*words, "--module", "tests.ranks_micro_batches", str(tiny_llama), str(out)],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(out.read_text())
+    for precision in ("fp32", "bf16"):
+        for cut, figures in found[precision].items():
+            check_same(figures, alone[precision][cut], TOLERANCE[precision])
