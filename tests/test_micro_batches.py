@@ -112,7 +112,7 @@ def test_very_large_steps_are_cut_in_time_and_within_their_tokens():
     assert all(places(batch, lengths) <= 3600 for each in cut for batch in each)
 
 
-# --- what a plan knows of the rows -------------------------------------------------------------------------------------
+# --- what a plan knows of the rows ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -150,7 +150,7 @@ def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
     assert row_tokens([], limit=512) is None
 
 
-# --- training ----------------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

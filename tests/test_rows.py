@@ -93,7 +93,6 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
         assert list(ours) == list(theirs)
 
 
-
 def test_masked_rows_hold_no_token_that_is_trained_on():
     from sft_play.training.rows import filled
 

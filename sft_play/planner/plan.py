@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -116,7 +116,7 @@ class Plan:
     speed_known: bool = False
     mfu: float | None = None
     work: Work | None = None
-    micro_batches: MicroBatches = MicroBatches(1)
+    micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
     """How the rows of a step become micro-batches."""
     row_tokens: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known."""

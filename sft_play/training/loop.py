@@ -92,9 +92,10 @@ class PlannedLoop(CheckpointedLoop):
         layout: Layout = SINGLE,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step are
-        divided, sorted by length if `grouped` (None: by the arguments' own numbers); `by_source`: report the loss of each of the monitor's sources; `mix`: what an epoch has of each;
-        `layout`: which ranks share rows. The other options are those of `CheckpointedLoop` and the Trainer."""
+        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
+        sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
+        of each of the monitor's sources; `mix`: what an epoch has of each; `layout`: which ranks share rows. The other
+        options are those of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience

@@ -253,10 +253,17 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
     """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""
 
     def __init__(
-        self, order: EpochOrder, lengths: npt.NDArray[np.int64], cut: MicroBatches, *, window: int, rank: int, ranks: int
+        self,
+        order: EpochOrder,
+        lengths: npt.NDArray[np.int64],
+        cut: MicroBatches,
+        *,
+        window: int,
+        rank: int,
+        ranks: int,
     ) -> None:
-        """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens of
-        each row."""
+        """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens
+        of each row."""
         self._order, self._lengths, self._cut = order, lengths, cut
         self._window, self._rank, self._ranks = window, rank, ranks
         self.slots = cut.most_passes(-(-window // ranks))
