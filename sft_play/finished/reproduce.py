@@ -38,7 +38,9 @@ from sft_play.runs import RunFolder
 logger = logging.getLogger(__name__)
 
 SUFFIX = "-reproduced"
-_OF_PLAN = ("layout", "micro_batch", "grad_accum", "checkpointed_layers", "loss", "precision", "repeats_kv")
+_OF_PLAN = (
+    *("layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv"),
+)
 """What of a plan changes the numbers of a run."""
 
 
@@ -355,6 +357,9 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     if not isinstance(batch, dict) or not isinstance(plan, dict):
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
     words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
+    if config.train.batch_by == "auto":
+        by_tokens = (plan.get("micro_batches") or {}).get("tokens") is not None
+        words.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
     if config.train.gradient_checkpointing == "auto":
         layers, of = plan["checkpointed_layers"], plan["layers"]
         words.append(

@@ -336,11 +336,12 @@ def candidate_of(
 
 
 def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:
-    """How the rows of a step are divided: by tokens, where the config leaves the batch to the plan, rows of similar
-    length share micro-batches, and rows differ in length."""
+    """How the rows of a step are divided: by tokens, where the config leaves the batch to the plan or asks for it, rows
+    of similar length share micro-batches, and rows differ in length."""
     train, is_full = job.config.train, job.packed or job.config.task_mode == "cpt"
     is_open = train.batch_size == "auto" and train.grad_accum == "auto"
-    if is_full or not is_open or not train.group_by_length:
+    by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
+    if is_full or by_rows or not train.group_by_length:
         return MicroBatches(step.micro_batch)
     overhead = pass_overhead(job.config, job.shape, precision, step, job.rates)
     return MicroBatches(

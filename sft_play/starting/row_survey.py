@@ -24,9 +24,12 @@ from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.architecture import local_folder, shape_of
 from sft_play.planner.row_tokens import RowTokens, row_tokens
 from sft_play.starter.names import BASE_NAME
+from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)
 
+QUICK_BYTES = 32 * MIB
+"""Bytes of data that a plan reads to count their tokens: a few seconds."""
 _OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
 _NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "style", "documents"})
 """Options of the data section that decide neither which rows there are nor their tokens."""
@@ -61,6 +64,22 @@ def count_rows(loaded: LoadedConfig, *, today: date | None = None) -> None:
         if has_own_lengths(part.config) and known_rows(part.config) is None:
             with in_stage(part.stage):
                 _count(part.config, today or date.today())
+
+
+def count_if_quick(loaded: LoadedConfig) -> None:
+    """Count the rows for a plan, where tokenizer and files are here and small; where the rows cannot be used, a warning
+    says so and every row counts as of full length."""
+    for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
+        config = part.config
+        if not has_own_lengths(config) or known_rows(config) is not None:
+            continue
+        with contextlib.suppress(OSError):  # files or the starter's base are not there
+            if _model_folder(config.model.name) is None or _bytes(config) > QUICK_BYTES:
+                continue
+            try:
+                _count(config, date.today())
+            except SftPlayError as error:
+                logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
 
 
 def _count(config: RunConfig, today: date) -> None:
@@ -146,6 +165,12 @@ def _model_folder(name: str) -> Path | None:
 def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
     for pattern in _OF_TOKENIZERS:
         yield from (_state(path) for path in folder.glob(pattern))
+
+
+def _bytes(config: RunConfig) -> int:
+    with contextlib.suppress(SftPlayError):
+        return sum(size for _, size, _ in _data_states(config))
+    raise FileNotFoundError
 
 
 def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
