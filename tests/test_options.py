@@ -619,7 +619,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(trainer, "train.group_by_length", "false", "grouped", False),
     one(plan, "train.group_by_length", "false", "micro_batches.tokens", None),
     one(plan, "train.batch_by", "rows", "micro_batches.tokens", None),
-    one(plan, "train.batch_by", "tokens", "micro_batches.tokens", 2 * 2048, ["train.batch_size=2"]),
+    one(plan, "train.batch_by", "tokens", "micro_batches.tokens", 2 * 64, ["train.batch_size=2"]),
     one(plan, "train.effective_batch_size", 16, "effective_batch", 16),
     one(plan, "train.batch_size", 2, "micro_batch", 2),
     one(plan, "train.grad_accum", 4, "grad_accum", 4),

@@ -54,17 +54,18 @@ def plan_for(
     with_suggestions: bool = True,
     keeps_params: bool = False,
     kept: Kept = NOTHING_KEPT,
+    rows: RowTokens | None = None,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
 
-    `kept`: what a resumed run keeps.
+    `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
     """
     hardware = machine_for(config, hardware)
     shape = shape_for(config)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
     earlier = [] if hardware.named else calibration.load()  # runs here say nothing about a machine that is named
-    rows = known_rows(config)
+    rows = rows or known_rows(config)
     return make(
         PlanRequest(config, shape, hardware, only, has_eval(config), earlier, rows),
         confirm=_tracer(config, shape) if trace else None,
