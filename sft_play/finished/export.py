@@ -25,7 +25,7 @@ from sft_play.facts.architecture import local_folder
 from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
 from sft_play.finished.llama_cpp import Converter, convert, find_converter
 from sft_play.finished.load import held_out
-from sft_play.finished.merge import MERGED, merge_run, stop_tokens, write_generation_config
+from sft_play.finished.merge import stop_tokens, whole_model, write_generation_config
 from sft_play.finished.modelfile import NoGoTemplate, evaluate, go_template, learn, modelfile, probes
 from sft_play.finished.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
@@ -128,7 +128,7 @@ def export_run(
     _require_target(target, replace=replace)
     quiet_libraries()
     converter = None if format == "vllm" else find_converter(llama_cpp)
-    model = whole_model(run)
+    model = whole_model(run, is_locked=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
@@ -158,19 +158,6 @@ def _require_target(target: Path, *, replace: bool) -> None:
         raise RunFolderError(
             f"{target} was not written by make export and is not replaced; OUT=FOLDER writes elsewhere"
         )
-
-
-def whole_model(run: FinishedRun) -> Path:
-    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is not there
-    or older than the adapter."""
-    if not run.is_adapter:
-        return run.weights
-    merged = run.folder.path / MERGED
-    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
-    if (merged / "config.json").is_file() and (merged / "config.json").stat().st_mtime >= trained:
-        return merged
-    logger.info("Export: the adapter is merged into its base first (%s)", merged)
-    return merge_run(run, replace=merged.exists()).path
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------

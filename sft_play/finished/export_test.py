@@ -22,7 +22,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.finished import llama_cpp_model
 from sft_play.finished.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export import EXPORT, whole_model
+from sft_play.finished.export import EXPORT
 from sft_play.finished.gguf_model import (
     NotReadHere,
     Weights,
@@ -36,7 +36,7 @@ from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fie
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.llama_cpp_model import LlamaCppModel
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.merge import stop_tokens
+from sft_play.finished.merge import stop_tokens, whole_model
 from sft_play.finished.merge_test import limit_of
 from sft_play.finished.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
@@ -224,7 +224,7 @@ def export_test(
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
-    model = whole_model(run)
+    model = whole_model(run, is_locked=False)
     prompts = Prompts(run, model)
     data = held_out(run)
     of_rows = prompts.of_rows(data.split, rows)

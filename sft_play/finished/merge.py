@@ -11,6 +11,7 @@ relative sizes are measured on the way: the rounding, and what the adapter chang
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -201,6 +202,32 @@ def merge_run(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
         adapted.sizes, size, writer.is_streamed, time.monotonic() - started,
     )  # fmt: skip
+
+
+def merged_model(run: FinishedRun) -> Path | None:
+    """The run's `merged/`; None where there is none, or one that is older than the adapter."""
+    config = run.folder.path / MERGED / "config.json"
+    if not config.is_file():
+        return None
+    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
+    return config.parent if config.stat().st_mtime >= trained else None
+
+
+def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
+    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
+    older than the adapter.
+
+    `is_locked`: the caller holds the run's lock, which a merge needs. Raises as `merge_run` does.
+    """
+    if not run.is_adapter:
+        return run.weights
+    merged = merged_model(run)
+    if merged is not None:
+        return merged
+    target = run.folder.path / MERGED
+    logger.info("The adapter is merged into its base first (%s)", target)
+    with contextlib.nullcontext() if is_locked else runs.lock(run.folder):
+        return merge_run(run, replace=target.exists()).path
 
 
 def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:

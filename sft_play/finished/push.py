@@ -176,13 +176,18 @@ def _checked_name(repo: str | None) -> str:
 def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
-    from sft_play.finished.merge import MERGED
+    from sft_play.finished.merge import MERGED, merged_model
 
-    merged = run.folder.path / MERGED
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    if not (merged / "config.json").is_file():
-        raise RunFolderError(f"{merged} holds no merged model; make merge RUN={run.folder.path} writes it")
+    merged, target = merged_model(run), run.folder.path / MERGED
+    if merged is None and target.exists():
+        raise RunFolderError(
+            f"{target} is no merged model of this adapter, which is newer; make merge RUN={run.folder.path} FORCE=1 "
+            "writes it again"
+        )
+    if merged is None:
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.path} writes it")
     return merged
 
 

@@ -23,7 +23,7 @@ from sft_play.data.masks.render import IGNORED, Renderer
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
 from sft_play.finished.load import HeldOut, free_memory, held_out, load_as_trained, load_base
-from sft_play.finished.merge import MERGED, merge_run
+from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
 from sft_play.finished.run import FinishedRun
@@ -303,12 +303,11 @@ def _losses(
 
 
 def _merge_evidence(run: FinishedRun) -> MergeEvidence:
-    """The merged model compared with the adapter; it is made first where the run folder has none."""
+    """The merged model compared with the adapter; it is made first where it is missing or older."""
     if not run.is_adapter:
         return MergeEvidence("no adapter")
     try:
-        if not (run.folder.path / MERGED / "config.json").is_file():
-            merge_run(run)
+        whole_model(run, is_locked=True)
         compared = merge_test(run)
     except DataError:
         raise
