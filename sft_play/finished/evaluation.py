@@ -16,7 +16,7 @@ from sft_play import runs
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import EvalRows, eval_rows
 from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
-from sft_play.finished.load import free_memory, load_base
+from sft_play.finished.load import of_each_model
 from sft_play.finished.metrics import TITLES, Metric, metrics_named
 from sft_play.finished.respond import Responder, greedy_answers
 from sft_play.finished.run import FinishedRun
@@ -263,12 +263,10 @@ def _both(
     limit: int | None,
     max_new_tokens: int,
 ) -> tuple[Measured, Measured]:
-    """Base and trained model. An adapter is switched off for the base; of a run that trained all weights the trained
-    model is freed before the base is loaded."""
-    responder = Responder(run)
+    """Base and trained model."""
 
-    def measured(model: Any, whose: str) -> Measured:
-        scores, given = [], []
+    def measured(whose: str, model: Any) -> Measured:
+        scores, given, responder = [], [], Responder(run, model)
         if rows is not None:
             logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
             scores = score_rows(model, rows.rows, most_tokens=batch_tokens(run), compute=compute_dtype(run))
@@ -280,14 +278,7 @@ def _both(
         results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return Measured(scores, given, _values(rows, metrics, given), results)
 
-    if run.is_adapter:
-        with responder.base():
-            base = measured(responder.model, "base")
-        return base, measured(responder.model, "trained model")
-    tuned = measured(responder.model, "trained model")
-    responder.model = None
-    free_memory()
-    return measured(load_base(run), "base"), tuned
+    return of_each_model(run, measured)
 
 
 def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[str]) -> dict[str, list[float]]:

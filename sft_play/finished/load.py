@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from sft_play.training.model import DTYPES, build_model_spec, load_model
 from sft_play.training.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+Measured = TypeVar("Measured")
 
 
 def this_device() -> str:
@@ -54,6 +57,30 @@ def load_base(run: FinishedRun) -> Any:
     model = load_model(config, precision, spec, device=this_device())
     model.config.use_cache = True
     return model.eval()
+
+
+def of_each_model(run: FinishedRun, measure: Callable[[str, Any], Measured]) -> tuple[Measured, Measured]:
+    """What `measure(whose, model)` gives of the base and of the trained model; one of them is in memory at a time.
+
+    `whose`: "base" or "trained model", for lines on how far it is. An adapter is switched off for the base.
+
+    Raises:
+        ModelError: a model cannot be loaded.
+    """
+    if run.is_adapter:
+        model = load_as_trained(run)
+        with model.disable_adapter():
+            before = measure("base", model)
+    else:
+        model = load_base(run)
+        before = measure("base", model)
+        del model  # two whole models may be more than fits
+        free_memory()
+        model = load_as_trained(run)
+    after = measure("trained model", model)
+    del model
+    free_memory()
+    return before, after
 
 
 def free_memory() -> None:

@@ -29,11 +29,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play import runs
+from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
+from sft_play.training.exact_match import Configured, stop_ids
 from sft_play.training.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
 from sft_play.training.model import (
     DTYPES,
@@ -578,18 +580,9 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
     return stops
 
 
-def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: int | list[int] | None) -> list[int]:
+def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: Configured) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    from types import SimpleNamespace
-
-    from sft_play.data.masks.render import Renderer
-    from sft_play.training.exact_match import stop_ids
-
-    if run.config.task_mode == "cpt":  # there are no turns to end
-        own = of_base if isinstance(of_base, list) else [of_base]
-        return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_base))
     renderer = Renderer(
         tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=runs.first_day(run.folder)
     )
-    return stop_ids(tokenizer, model, renderer)
+    return stop_ids(run.config.task_mode, tokenizer, renderer, of_base)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from sft_play.data.build import row_digest
 from sft_play.data.masks.render import IGNORED, Renderer
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
-from sft_play.finished.load import HeldOut, free_memory, held_out, load_as_trained, load_base
+from sft_play.finished.load import HeldOut, held_out, of_each_model
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
@@ -40,7 +40,7 @@ from sft_play.finished.ship_rule import (
     judge,
 )
 from sft_play.log import one_line
-from sft_play.training.exact_match import Question, questions, stop_ids
+from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
 from sft_play.training.model import weights_facts
 from sft_play.training.quiet import quiet_libraries
 from sft_play.training.tokenizer import load_tokenizer
@@ -223,22 +223,24 @@ class _Measured:
 
     def evidence(self) -> Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
-        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
-        scored: dict[str, dict[str, list[RowScore]]] = {}
-        right: dict[str, tuple[bool, ...]] = {}
-        for name, model in _each_model(self.run):
-            logger.info("Measuring the %s", "base" if name == "base" else "trained model")
-            scored[name] = {part: self._scores(model, chosen) for part, chosen in parts.items()}
-            answered = greedy_answers(
-                self.run, model, self.tokenizer, self.asked, stop=stop_ids(self.tokenizer, model, self.renderer),
-                max_new_tokens=self.run.config.eval.max_new_tokens,
-            )  # fmt: skip
-            right[name] = tuple(answer.right for answer in answered)
-        text = _losses(scored, "text", self.text.rows, self.text.kinds)
-        chats = _losses(scored, "chats", self.chats.rows, self.chats.kinds)
+        (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
+        text = _losses(base["text"], tuned["text"], self.text.rows, self.text.kinds)
+        chats = _losses(base["chats"], tuned["chats"], self.chats.rows, self.chats.kinds)
         split = "" if self.held.name == "train" else self.held.name
-        task = TaskEvidence(split, _losses(scored, "task", self.rows), right["base"], right["tuned"], self.left_out)
+        losses = _losses(base["task"], tuned["task"], self.rows)
+        task = TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
         return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
+
+    def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
+        """Scores of all rows, and whether each answer is the reference."""
+        logger.info("Measuring the %s", whose)
+        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
+        scores = {part: self._scores(model, chosen) for part, chosen in parts.items()}
+        answered = greedy_answers(
+            self.run, model, self.tokenizer, self.asked, max_new_tokens=self.run.config.eval.max_new_tokens,
+            stop=stop_ids(self.run.config.task_mode, self.tokenizer, self.renderer, configured_stops(model)),
+        )  # fmt: skip
+        return scores, tuple(answer.right for answer in answered)
 
     def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
@@ -263,29 +265,10 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     return [rows[index * len(rows) // number] for index in range(number)], read - len(rows)
 
 
-def _each_model(run: FinishedRun) -> Iterator[tuple[str, Any]]:
-    """The base and the trained model, one after the other; of whole models one is in memory at a time."""
-    if run.is_adapter:
-        model = load_as_trained(run)
-        with model.disable_adapter():
-            yield "base", model
-        yield "tuned", model
-    else:
-        model = load_base(run)
-        yield "base", model
-        del model
-        free_memory()
-        model = load_as_trained(run)
-        yield "tuned", model
-    del model
-    free_memory()
-
-
 def _losses(
-    scored: dict[str, dict[str, list[RowScore]]], part: str, rows: Sequence[Row], kinds: Sequence[str] = ()
+    base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
 ) -> Losses:
     """The losses of rows that have trained tokens."""
-    base, tuned = scored["base"][part], scored["tuned"][part]
     counts = [at for at, score in enumerate(base) if score.tokens]
     trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = chance_losses(trained) if counts else []
