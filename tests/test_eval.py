@@ -12,6 +12,7 @@ import re
 import string
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,31 @@ def test_plain_text_has_loss_figures_only(tmp_path, lora):
     assert evaluation.lines()[-6].startswith("Worst of")
     with pytest.raises(ConfigError, match="no row of val ends with an answer"):
         evaluate_run(run, metrics=["exact_match"])
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatch, mode):
+    from sft_play.finished import load
+
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", tiny_llama, mode=mode)))
+    models: list[weakref.ref[Any]] = []
+
+    def counted(name: str) -> Any:
+        real = getattr(load, name)
+
+        def loaded(*arguments: Any, **options: Any) -> Any:
+            assert [model() for model in models] == [None] * len(models)
+            model = real(*arguments, **options)
+            models.append(weakref.ref(model))
+            return model
+
+        return loaded
+
+    monkeypatch.setattr(load, "load_model", counted("load_model"))
+    monkeypatch.setattr(load, "load_folder", counted("load_folder"))
+    seen = load.of_each_model(run, lambda whose, model: (whose, float(next(model.parameters()).sum())))
+    assert [whose for whose, _ in seen] == ["base", "trained model"]
+    assert len(models) == (1 if mode == "lora" else 2)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

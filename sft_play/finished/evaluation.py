@@ -16,7 +16,7 @@ from sft_play import runs
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import EvalRows, eval_rows
 from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
-from sft_play.finished.load import of_each_model
+from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.metrics import TITLES, Metric, metrics_named
 from sft_play.finished.respond import Responder, greedy_answers
 from sft_play.finished.run import FinishedRun
@@ -96,7 +96,8 @@ class Evaluation:
     figures: tuple[Figure, ...]
     tasks: tuple[TaskFigures, ...]
     facts: dict[str, Any]
-    """Further fields of the summary: what was used, the balance loss, what the run recorded."""
+    """Further fields of the summary: what was used, the balance loss, what the run recorded, and `before`: the adapter
+    that it continued, which `base` then means, or None."""
     worst: tuple[str, ...]
     rows_path: Path | None
     path: Path
@@ -105,6 +106,11 @@ class Evaluation:
     def ok(self) -> bool:
         """Everything was measured."""
         return True
+
+    @property
+    def before(self) -> str:
+        """What the model before training is called in a table: the base, unless the run continued an adapter."""
+        return "base" if self.facts["before"] is None else "before"
 
     @property
     def perplexity(self) -> dict[str, float | None] | None:
@@ -139,9 +145,12 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """In words."""
-        lines = [*self._rows_lines(), *_table(self.figures, self.perplexity)]
+        lines = self._rows_lines()
+        if self.facts["before"] is not None:
+            lines.append(f"Before: {self.facts['before']}, which this run continued")
+        lines += _table(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
-            lines += task.lines()
+            lines += task.lines(before=self.before)
         lines += self.worst
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
         return [*lines, f"Written to: {paths}", f"Next: make ship RUN={self.run}"]
@@ -206,10 +215,11 @@ def evaluate_run(
             _values(rows, wanted, [rows.asked[0].question.answer])
     length = max_new_tokens or run.config.eval.max_new_tokens
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
-    figures = _figures(rows, wanted, base, tuned) if rows else ()
+    figures, continued = _figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
     facts = {
         "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
+        "before": continued.name if continued else None,
         "balance_loss": _balance(tuned.scores),
         "recorded": _recorded(run, rows, tuned, wanted),
     }  # fmt: skip
@@ -406,10 +416,10 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: Measured, tuned: Measured) ->
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None) -> list[str]:
+def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None, *, before: str) -> list[str]:
     if not figures:
         return []
-    cells = [["", "base", "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
+    cells = [["", before, "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
     for figure in figures:
         cells.append(figure.cells())
         if figure.is_loss and perplexity is not None:

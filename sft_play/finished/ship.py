@@ -22,7 +22,7 @@ from sft_play.data.build import row_digest
 from sft_play.data.masks.render import IGNORED, Renderer
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
-from sft_play.finished.load import HeldOut, held_out, of_each_model
+from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_model
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
@@ -89,7 +89,8 @@ class Shipped:
         after = (
             f"Next: make export RUN={self.run} FORMAT=gguf" if self.ok else f"Next: make eval RUN={self.run} shows rows"
         )
-        return [*_evidence_lines(self.verdict, self.thresholds), f"Written to: {self.run / SHIP_FILE}", after]
+        evidence = _evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class Replayed:
     thresholds: Thresholds
     differences: tuple[str, ...]
     """Figures of the file that do not follow from its evidence, by name."""
+    before: str | None = None
+    """The adapter that the run continued, as the file names it."""
 
     @property
     def ok(self) -> bool:
@@ -116,7 +119,7 @@ class Replayed:
 
     def lines(self) -> list[str]:
         """In words."""
-        lines = _evidence_lines(self.verdict, self.thresholds)
+        lines = _evidence_lines(self.verdict, self.thresholds, self.before)
         if self.differences:
             return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
         return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
@@ -137,12 +140,13 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     thresholds = Thresholds()
     if tolerance is not None:
         thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
-    sample = general_sample()
+    sample, continued = general_sample(), continued_by(run)
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sample": {"version": VERSION, "sha256": sample.sha256},
         "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
         "base": (run.manifest.get("data") or {}).get("weights"),
+        "before": continued.name if continued else None,
         "versions": runs.versions(),
     }
     with runs.lock(run.folder):
@@ -185,7 +189,8 @@ def replay(path: Path) -> Replayed:
         "ok": verdict.ok, "verdict": _word(verdict), "checks": [check.as_json() for check in verdict.checks],
     }  # fmt: skip
     differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
-    return Replayed(path, verdict, thresholds, tuple(differences))
+    before = one_line(str(recorded["before"])) if recorded.get("before") else None
+    return Replayed(path, verdict, thresholds, tuple(differences), before)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -307,9 +312,11 @@ def _word(verdict: Verdict) -> str:
     return "ship" if verdict.ok else "do not ship"
 
 
-def _evidence_lines(verdict: Verdict, thresholds: Thresholds) -> list[str]:
-    """A line for each check, what was asked otherwise than by default, and the verdict."""
-    lines = [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+def _evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
     default = Thresholds()
     other = [
         f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
