@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play import runs
+from sft_play.config.adapter import LAST
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
@@ -15,9 +16,6 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs import RunFolder
-
-LAST = "last"
-"""The name that means the newest finished run."""
 
 
 @dataclass(frozen=True)
