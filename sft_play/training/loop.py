@@ -67,7 +67,7 @@ class _SeedByRank(TrainerCallback):
 class PlannedLoop(CheckpointedLoop):
     """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
 
-    library: type[Trainer] = Trainer
+    upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
 
     def __init__(
@@ -101,7 +101,7 @@ class PlannedLoop(CheckpointedLoop):
         self.order: EpochOrder | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        require_known(self.library)
+        require_known(self.upstream)
         super().__init__(**options)
         self._lengths = None
         if group_window is not None:

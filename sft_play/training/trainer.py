@@ -146,7 +146,7 @@ def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
 class PlannedTrainer(PlannedLoop, SFTTrainer):
     """The loop with TRL's loss, which never holds whole logits, and with the adapters that TRL makes."""
 
-    library = SFTTrainer
+    upstream = SFTTrainer
 
 
 class _CheckpointFirstLayers(TrainerCallback):
