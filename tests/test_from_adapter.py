@@ -413,7 +413,10 @@ def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, comm
 def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
     path = write(tmp_path, world, adapter="plain")
     outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
-    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next")[0] == 0
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 26)]
+    (tmp_path / "rows.jsonl").write_text("".join(held))
+    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
+                   f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
     run, origin = outputs / "next", outputs / "plain"
     code, said = command("eval", "--run", str(run), "--metrics", "none")
     assert code == 0, said
@@ -421,17 +424,17 @@ def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_pat
     assert re.search(r"\n *before +tuned +difference", said)
     answer = json.loads((run / "eval.json").read_text())
     assert answer["before"] == "run plain's adapter"
-    of_adapter, of_base = loss_of(origin, world), loss_of(origin, world, of_base=True)
+    of_adapter, of_base = loss_of(origin, tmp_path), loss_of(origin, tmp_path, of_base=True)
     assert answer["figures"]["loss"]["base"] == pytest.approx(of_adapter, rel=1e-6)
-    assert answer["figures"]["loss"]["tuned"] == pytest.approx(loss_of(run, world), rel=1e-6)
+    assert answer["figures"]["loss"]["tuned"] == pytest.approx(loss_of(run, tmp_path), rel=1e-6)
     assert abs(of_base / of_adapter - 1) > 1e-5
 
     code, said = command("ship", "--run", str(run))
     assert "Before: run plain's adapter, which this run continued: it is the base of these figures" in said
     shipped = json.loads((run / "ship.json").read_text())
     task = shipped["evidence"]["task"]["losses"]
-    assert sum(task["base"]) / sum(task["tokens"]) != pytest.approx(of_base, rel=1e-6)
-    assert (code, shipped["before"]) == (2, "run plain's adapter")  # eight rows are not enough
+    assert sum(task["base"]) / sum(task["tokens"]) == pytest.approx(of_adapter, rel=1e-6)
+    assert (code, shipped["before"]) == (2, "run plain's adapter")  # six rows are not enough
     code, said = command("ship", "--replay", str(run / "ship.json"))
     assert "Before: run plain's adapter" in said
 

@@ -19,7 +19,7 @@ from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks,
 from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.metrics import TITLES, Metric, metrics_named
 from sft_play.finished.respond import Responder, greedy_answers
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.statistics import Interval, paired_bootstrap
 from sft_play.log import one_line
@@ -153,7 +153,7 @@ class Evaluation:
             lines += task.lines(before=self.before)
         lines += self.worst
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", f"Next: make ship RUN={self.run}"]
+        return [*lines, f"Written to: {paths}", next_line("ship", RUN=self.run)]
 
     def _rows_lines(self) -> list[str]:
         rows = self.rows

@@ -12,6 +12,7 @@ are closer than `_DEVIATIONS` of its s may change places, and no others.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ class ExportTest:
         if self.ok:
             lines += [
                 "Verdict: the exported model answers as the trained one",
-                f"Next: llama-server --jinja -m {self.file}",
+                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
             ]
         elif failed:
             lines.append(f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})")

@@ -17,7 +17,7 @@ from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow, require_file
 from sft_play.errors import DataError
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line
 from sft_play.training.model import weights_facts
 
@@ -60,7 +60,7 @@ class Inferred:
     def lines(self) -> list[str]:
         """In words."""
         there = f" ({self.resumed:,} were there already)" if self.resumed else ""
-        return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}"]
+        return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft_play import runs
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes
+from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
@@ -146,9 +146,8 @@ class Merged:
         if self.is_untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
         lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)")
-        elsewhere = "" if self.path == self.run / MERGED else f" OUT={self.path}"
-        lines.append(f"Next: make merge-test RUN={self.run}{elsewhere}")
-        return lines
+        elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
+        return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
 
 
 def merge_run(

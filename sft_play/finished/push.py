@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
 from sft_play.units import GIB, MIB
 
@@ -95,7 +95,7 @@ class Pushed:
         access = "private" if upload.is_private else "public"
         return [
             f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
-            f"Next: make prune RUNS={upload.run.name} CHECKPOINTS=1 frees the disk of its checkpoints",
+            next_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
         ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs import RunFolder
+
+
+def next_line(command: str, *more: str, **variables: str | Path) -> str:
+    """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
+    given = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+    return " ".join(["Next: make", command, *given, *more])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ import psutil
 from sft_play.endings import StopSignals, ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Serving:
             f'  client = OpenAI(base_url="{self.url}", api_key="none")',
             f"  print(client.chat.completions.create(model={name}, messages={json.dumps(messages)}, temperature=0)"
             ".choices[0].message.content)",
-            f"Ctrl-C ends it. Next: make push RUN={self.run} REPO=user/name",
+            f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
 

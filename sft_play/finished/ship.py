@@ -26,7 +26,7 @@ from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_mode
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.ship_rule import (
     Evidence,
@@ -87,7 +87,9 @@ class Shipped:
     def lines(self) -> list[str]:
         """In words: the evidence, the verdict, what next."""
         after = (
-            f"Next: make export RUN={self.run} FORMAT=gguf" if self.ok else f"Next: make eval RUN={self.run} shows rows"
+            next_line("export", "FORMAT=gguf", RUN=self.run)
+            if self.ok
+            else next_line("eval", "shows rows", RUN=self.run)
         )
         evidence = _evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
