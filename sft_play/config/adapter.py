@@ -107,7 +107,7 @@ def find_adapter(given: str, *, output: Path) -> Adapter:
     """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
 
     Raises:
-        ConfigError: nothing of that name is found, it is not a LoRA adapter, or has settings that this toolkit does not train.
+        ConfigError: nothing of that name is found, it is not a LoRA adapter, or has settings that are not trained here.
     """
     folder = _folder(given, output.expanduser())
     if folder is None:

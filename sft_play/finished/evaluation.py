@@ -22,6 +22,7 @@ from sft_play.finished.respond import Responder, greedy_answers
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.statistics import Interval, paired_bootstrap
+from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.model import weights_facts
 from sft_play.training.quiet import quiet_libraries
@@ -207,12 +208,7 @@ def evaluate_run(
     rows = None
     if not tasks or _has_rows(run, split, data):
         rows = eval_rows(run, split=split, data=data, limit=limit, asks=bool(wanted))
-        if metrics and wanted and not rows.asked:
-            raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
-            )
-        if rows.asked:  # what fails on the first row is known before anything is generated
-            _values(rows, wanted, [rows.asked[0].question.answer])
+        _require_answers(rows, metrics, wanted)
     length = max_new_tokens or run.config.eval.max_new_tokens
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
     figures, continued = _figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
@@ -229,12 +225,12 @@ def evaluate_run(
     evaluation = Evaluation(
         run.folder.path, rows, tokens, figures, task_results, facts, worst, rows_path if rows else None, path
     )
-    try:
-        if rows:
-            runs.write_text(rows_path, _jsonl(run, rows, base, tuned))
+    if rows:
+        text = _jsonl(run, rows, base, tuned)
+        with writing(rows_path):
+            runs.write_text(rows_path, text)
+    with writing(path):
         runs.write_json(path, evaluation.as_json())
-    except OSError as error:
-        raise ConfigError(f"{path.parent} cannot be written to: {error.strerror}") from None
     return evaluation
 
 
@@ -252,6 +248,15 @@ def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
     except OSError as error:
         raise ConfigError(f"OUT={shown} cannot be written: {error.strerror}") from None
     return out, out.with_suffix(".json")
+
+
+def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Metric]) -> None:
+    """Raises ConfigError, before anything is generated, for metrics of answers that no row ends with, and for one that
+    fails on the first row."""
+    if named and metrics and not rows.asked:
+        raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
+    if rows.asked:
+        _values(rows, metrics, [rows.asked[0].question.answer])
 
 
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:

@@ -12,7 +12,6 @@ import logging
 import os
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from sft_play.finished.modelfile import NoGoTemplate, evaluate, go_template, lea
 from sft_play.finished.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
 from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes, weight_files
+from sft_play.finished.writing import built_folder
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -134,23 +134,11 @@ def export_run(
     quiet_libraries()
     converter = None if format == "vllm" else find_converter(llama_cpp)
     model = whole_model(run, is_locked=True)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    try:
+    with built_folder(target) as building:
         if converter is None:
             result = _write_folder(run, model, building, target)
         else:
             result = _write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        building.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
     seconds = time.monotonic() - started
     return Exported(run.folder.path, format, target, is_adapter=run.is_adapter, seconds=seconds, **result)
 

@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from sft_play import runs
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes
+from sft_play.finished.writing import built_folder
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
@@ -180,25 +180,13 @@ def merge_run(
     folder = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
     writer = _Writer(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    try:
+    with built_folder(target) as building:
         writer.require_disk(building)
         writer.write(building, file_bytes)
         stops = _write_configs(adapted, folder, building, writer.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(writer.dtype, str(writer.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-        building.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
         adapted.sizes, size, writer.is_streamed, time.monotonic() - started,

@@ -39,6 +39,7 @@ from sft_play.finished.ship_rule import (
     chance_losses,
     judge,
 )
+from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
 from sft_play.training.model import weights_facts
@@ -161,7 +162,8 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         if not judge(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
         shipped = Shipped(run.folder.path, evidence, thresholds, judge(evidence, thresholds), about)
-        run.folder.write_json(SHIP_FILE, shipped.as_json())
+        with writing(run.folder.path / SHIP_FILE):
+            run.folder.write_json(SHIP_FILE, shipped.as_json())
     return shipped
 
 
