@@ -19,7 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play import runs
 from sft_play.data.build import row_digest
-from sft_play.data.masks.render import IGNORED, Renderer
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
 from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_model

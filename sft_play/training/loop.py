@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
