@@ -117,7 +117,7 @@ def test_a_filled_data_set_keeps_its_other_columns():
 
 
 def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
-    from sft_play.data.masks.render import TokenRow
+    from sft_play.data.masks.token_row import TokenRow
     from sft_play.training.rows import lengths_of, to_dataset, trained_tokens
 
     made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
@@ -306,7 +306,7 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
-    from sft_play.data.masks.render import end_of_text_id
+    from sft_play.data.masks.tokenizer_parts import end_of_text_id
     from sft_play.data.sources.files import data_paths
     from sft_play.data.splits import build_splits
     from sft_play.training.rows import to_dataset

@@ -31,7 +31,7 @@ from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import detect
-from sft_play.finished.run import FinishedRun, base_folder, weight_files
+from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
 
@@ -110,9 +110,9 @@ class Reproduced:
         elif differing:
             lines.append("Losses: every logged loss is the same")
         lines.append(f"Written to: {self.path}")
-        both = f"RUNS='{self.run.name} {self.path.name}'"
-        lines.append(f"Next: make prune RUNS={self.path.name}" if self.ok else f"Next: make compare {both}")
-        return lines
+        if self.ok:
+            return [*lines, next_line("prune", RUNS=self.path.name)]
+        return [*lines, next_line("compare", RUNS=f"{self.run.name} {self.path.name}")]
 
 
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:

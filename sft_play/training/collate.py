@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 
 COUNTS = ("token_count", "sample_count")
 """Keys of a batch of packs, or of parts of rows, that the model is not given: tokens without padding, chats with a

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import seed_worker
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
@@ -72,7 +72,7 @@ class _SeedByRank(TrainerCallback):
 class PlannedLoop(CheckpointedLoop):
     """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
 
-    library: type[Trainer] = Trainer
+    upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
 
     def __init__(
@@ -106,7 +106,7 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        require_known(self.library)
+        require_known(self.upstream)
         super().__init__(**options)
         lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
         batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel

@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
-from sft_play.data.masks.render import IGNORED, TokenRow
+from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs, grouped
 from sft_play.planner.micro_batches import MicroBatches
