@@ -24,6 +24,7 @@ from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.runs import RunFolder, first_day
 from sft_play.starting.before import (
     board_beside,
+    load_libraries,
     log_base,
     require_backend,
     require_data,
@@ -46,6 +47,9 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
     with endings.StopSignals(endings.interrupt), runs.lock(folder) if resume else contextlib.nullcontext() as mark:
         buffer = start_log_buffer()
         log_base(loaded)
+        require_data(loaded)
+        if not resume:
+            runs.require_writable(folder)
         choices = take_choices()
         loaded = with_curves(loaded) if board else loaded
         hide_gpus(loaded.config, os.environ)
@@ -70,10 +74,10 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         plans = [plan for _, plan in planned]
         if choices is not None:
             log_choices(choices, plans[0])
-        require_data(loaded)
         require_backend(loaded)
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
+        load_libraries()
         from sft_play.training.job import job_of
         from sft_play.training.run import run
 

@@ -30,7 +30,15 @@ from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision
 from sft_play.runs import RunFolder, first_day
 from sft_play.starter.names import BASE_NAME
-from sft_play.starting.before import board_beside, log_base, require_adapter, require_data, require_usable, with_starter
+from sft_play.starting.before import (
+    board_beside,
+    load_libraries,
+    log_base,
+    require_adapter,
+    require_data,
+    require_usable,
+    with_starter,
+)
 from sft_play.starting.measured import remember
 from sft_play.starting.one_process import start_here
 from sft_play.starting.over_ranks import plan_stages
@@ -91,6 +99,9 @@ def _launch(
     resumed = folder if folder and (going_on or runs.goes_on(folder, loaded.config.output)) else None
     if resumed is not None and runs.is_finished(resumed):
         return Launched(0, resumed)
+    require_data(loaded)
+    if folder is not None and resumed is None and not options.show_only:
+        runs.require_writable(folder)
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
@@ -98,7 +109,6 @@ def _launch(
     plan = planned[0][0]
     if accelerate is not None:
         log_choices(accelerate, plan, with_count=True)
-    require_data(loaded)
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)
@@ -181,6 +191,7 @@ def _run_unsloth(
     if options.gpus:
         os.environ.update(visible_only(",".join(str(gpu) for gpu in options.gpus), os.environ))
     prepare_libraries(loaded.config.model.name, plan.hardware)
+    load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run
 
