@@ -75,7 +75,7 @@ def cached_shape(
     folder: Path | None = None,
     measure: Callable[..., ModelShape] = _measure_shape,
 ) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not where the model may run its own code.
+    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code.
 
     Raises:
         ModelError: as `shape_on_meta`.

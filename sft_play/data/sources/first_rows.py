@@ -51,15 +51,16 @@ def _look(part: Part, data: DataConfig, *, named: str) -> None:
             read.append(row)
             yield row
 
-    rows_of = "rows of"
+    among = ""
     try:
         first_format(first_rows(), data)
     except _Enough:
-        rows_of = "the first rows of"
+        among = "the first "
     bad = [row for row in read if isinstance(row, BadRow)]
     if len(bad) < len(read) or not bad or data.on_bad_row != "fail":
         return
     reasons = "; ".join(f"{count:,} x {reason}" for reason, count in Counter(row.reason for row in bad).most_common(6))
-    lines = [f"{len(bad):,} of {len(bad):,} {rows_of} {named}={one_line(part.name)} cannot be used: {reasons}"]
+    count = f"{len(bad):,}"
+    lines = [f"{count} of {among}{count} rows of {named}={one_line(part.name)} cannot be used: {reasons}"]
     lines += [f"  {one_line(str(row), limit=600)}" for row in bad[:_SHOWN]]
     raise DataError("\n".join([*lines, "fix them, or leave them out, counted, with data.on_bad_row=skip"]))
