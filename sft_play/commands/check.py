@@ -156,8 +156,6 @@ class _Checks:
                            f"{config.tuning.mode}")  # fmt: skip
         prepare_hub(config)
         yield from self._model_files()
-        with importing():
-            importlib.import_module("sft_play.training.model")
         yield from self._tokenizer_and_template()
         yield from self._data()
         plan = list(_guarded("memory plan", self._memory()))
@@ -190,6 +188,8 @@ class _Checks:
         if self._no_files:
             yield skipped("tokenizer", "not without the model files; see there")
             return
+        with importing():
+            importlib.import_module("sft_play.training.model")
         try:
             loaded = tokenizer_of(self._config)
         except SftPlayError as error:
