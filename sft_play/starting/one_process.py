@@ -57,7 +57,6 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         whole = machine_for(loaded.config, detect())
         hardware = one_gpu(whole)
         require_usable(loaded.config, hardware)
-        require_data(loaded)
         require_backend(loaded)
         count_before_planning(loaded, hardware, only=None if resume else ("single",), trains_here=True)
         planned: list[tuple[RunConfig, Plan]] = []
