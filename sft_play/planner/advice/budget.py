@@ -30,6 +30,8 @@ class Offer:
     hours: float
     cost: float
     tokens_per_s: float
+    speed_error: float | None
+    """Share of the speed, and so of hours and cost; None where no published run of its kind was compared."""
     layout: str
     provider: str | None = None
     read: str | None = None
@@ -115,9 +117,11 @@ def _usd(amount: float) -> str:
 
 def _words(offer: Offer) -> str:
     read = f", price of {offer.read}" if offer.read else ""
+    error = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
+    digits = 1 if offer.hours >= 10 else 2
     return (
-        f"{offer.where}: {offer.hours:,.1f} h, {_usd(offer.cost)} ({offer.usd_per_gpu_hour:g} a GPU-hour{read}; "
-        f"{offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s)"
+        f"{offer.where}: {offer.hours:,.{digits}f} h, {_usd(offer.cost)} ({offer.usd_per_gpu_hour:g} a GPU-hour{read}; "
+        f"{offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, {error})"
     )
 
 
@@ -167,9 +171,10 @@ def offer_of(machine: str, plan: Plan) -> Offer | None:
         return None
     hours = plan.hours
     if hours is None:
-        raise NoLength()
+        raise NoLength
     cost = hours * len(plan.hardware.gpus) * price
-    return Offer(machine, price, hours, cost, plan.speed.tokens_per_s, plan.layout)
+    error = plan.speed_error.share if plan.speed_error else None
+    return Offer(machine, price, hours, cost, plan.speed.tokens_per_s, error, plan.layout)
 
 
 class NoLength(ConfigError):
