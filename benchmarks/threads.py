@@ -6,8 +6,8 @@ Each setting has a process of its own that takes the same training steps (forwar
 tokens) for some seconds when its turn comes and sleeps otherwise. Rounds alternate: every setting alone, every setting
 beside as many busy loops as `--busy` says (two). `alone` counts only turns during which everything else on the machine
 took less than `--quiet` cores; `turns` says how many there were, and `other_cores` of each turn how busy it was beside
-the loops. Figures are medians; `ratio` compares with torch's own setting in the same round. `per_core` is what a setting
-did with the processor time that it got, in every turn: it says what waiting costs on a machine that is never quiet.
+the loops. Figures are medians; `ratio` compares with torch's own setting in the same round. `per_core` is what a
+setting did with the processor time that it got, in every turn: what waiting costs on a machine that is never quiet.
 """
 
 from __future__ import annotations
