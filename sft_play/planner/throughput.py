@@ -284,7 +284,8 @@ def _communication(
         calls = shape.num_layers * (2 + again) * accum  # query, key, value and output are exchanged, and back
         sent = (ranks - 1) / ranks * step.tokens * (2 * shape.q_width + 2 * keys) * width * calls
         moved += sent
-        exposed += sent / _link(ranks, rates) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
+        # each with each: no ring, so over nodes a GPU has its share of the network
+        exposed += sent / _link(ranks, rates, per_node=1) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
     return int(moved), exposed
 
 
