@@ -430,7 +430,7 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
         word = "predicted" if job.rates.known else "with typical rates"
         of_best = candidate.speed.tokens_per_s / best
         if error.is_within(of_best):
-            return f"{word} slower than the fastest that fits, within the prediction's error about as fast"
+            return f"{word} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
         return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
     more = candidate.memory.required - chosen.memory.required
     faster = "about as fast" if ratio >= 1.001 else "not faster"

@@ -98,7 +98,13 @@ class Budget:
             heads.append(f"Fastest within it: {'the same' if same else _words(self.fastest)}")
         shown = [f"  {_words(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers]
         more = [f"  and {len(shown) - MOST_LINES} more (JSON=1 lists them)"] if len(shown) > MOST_LINES else []
-        return [*heads, "Machines on which it fits, by cost, if every row were full length:", *shown[:MOST_LINES], *more, *self._about_prices()]
+        return [
+            *heads,
+            "Machines on which it fits, by cost, if every row were full length:",
+            *shown[:MOST_LINES],
+            *more,
+            *self._about_prices(),
+        ]
 
     def _about_prices(self) -> list[str]:
         if self.ages_days is None:
