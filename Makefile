@@ -220,6 +220,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
 #: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)
 #: PRICE=2.5                plan, gpu-info: money per GPU-hour
+#: BUDGET=20                plan: money for the run in USD: the cheapest and the fastest machine within it, by a dated price list
 #: PEAKS=FILE               memory-model-score, benchmark-speed: CSV of measured peaks
 #: LAYOUTS=ddp,fsdp         verify-layouts: the layouts to compare
 #: MODES=lora               verify-layouts: full, lora, qlora

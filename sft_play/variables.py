@@ -113,6 +113,13 @@ VARIABLES: Dict[str, Variable] = {
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
     "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", kind="number", of="the money of a GPU-hour"),
+    "BUDGET": Variable(
+        ("plan",),
+        "money for the run in USD: the cheapest and the fastest machine within it, by a dated price list",
+        "20",
+        kind="number",
+        of="an amount of money",
+    ),
     "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks", "FILE", kind="path"),
     "LAYOUTS": Variable(("verify-layouts",), "the layouts to compare", "ddp,fsdp", kind="names"),
     "MODES": Variable(("verify-layouts",), "full, lora, qlora", "lora", kind="names"),

@@ -54,6 +54,7 @@ class Request:
     whatif: str | None = None
     max: str | None = None
     price: float | None = None
+    budget: float | None = None
     peaks: Path | None = None
     layouts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
