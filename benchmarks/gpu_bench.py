@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_bench --out gpu_bench.json          # at most 25 minutes; --minutes 60 for more of them
 
 Weights are random, of the published shapes, so nothing is downloaded; they take 24 GiB of disk in --folder. Each trial
-is a run of ours and one of TRL's on the same rows, with our micro-batch for both unless --tries lets TRL try others. The
-most telling trials come first; those that the time does not reach are written as such, and `--again` goes on with them.
-The file is written after every trial. Not yet measured: this project has no GPU.
+is a run of ours and one of TRL's on the same rows, with our micro-batch for both unless --tries lets TRL try others.
+The most telling trials come first; those that the time does not reach are written as such, and `--again` goes on with
+them. The file is written after every trial. Not yet measured: this project has no GPU.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class Measured:
 
 EVERY = {
     "bare": Measured("bare", steps=8, warmup=2, rounds=3),
-    "trl": Measured("trl", steps=8, warmup=2, rounds=2),
-    "trl-packed": Measured("trl", steps=8, warmup=2, rounds=2, sections=PACKED),
-    "trl-cli": Measured("trl-cli", steps=99, warmup=1, rounds=2, sections={"train": {"effective_batch_size": 8}}),
+    "trl": Measured("trl", steps=7, warmup=1, rounds=2),
+    "trl-packed": Measured("trl", steps=7, warmup=1, rounds=2, sections=PACKED),
+    "trl-cli": Measured("trl-cli", steps=99, warmup=1, rounds=2, sections={"train": {"effective_batch_size": 4}}),
 }
 """Every comparison by its name in the file."""
 
