@@ -209,7 +209,7 @@ def compare(
             comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
             if peer is None:
                 continue
-            if peer in ("trl", "trl-grouped") and tries and not turn:
+            if peer.startswith("trl") and tries and not turn:
                 comparison.tried = bench.tries()
             comparison.runs.setdefault(peer, []).append(bench.theirs(peer, turn))
     return comparison
@@ -247,6 +247,8 @@ class _Bench:
     steps: int
     warmup: int
     progress: Callable[[str], None]
+    _micro: int = 0
+    """TRL's micro-batch once its tries have chosen one."""
 
     @property
     def _facts(self) -> Path:
@@ -286,13 +288,12 @@ class _Bench:
     def theirs(self, peer: str, turn: int) -> Run:
         """One run of the peer."""
         if peer == "trl-cli":
-            config = trl_cli_config(self.folder, self._known(), steps=self.warmup + self.steps)
+            config = trl_cli_config(self.folder, self._known() | self._taken(), steps=self.warmup + self.steps)
             return self._timed(peer, [self.python, "-c", BARE_TRL, "sft", "--config", str(config)])
         if peer == "bare":
             order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
             return self._measured(order, MODULES[peer], sys.executable)
-        settings = {"micro_batch": self._micro} if self._micro else {}
-        order = self._order(peer, turn, facts=str(self._facts), settings=settings)
+        order = self._order(peer, turn, facts=str(self._facts), settings=self._taken())
         return self._measured(order, MODULES[peer], self.python)
 
     def tries(self) -> list[Run]:
@@ -309,7 +310,11 @@ class _Bench:
         self.progress(f"trl: seconds by micro-batch ({shown}); taken: {self._micro}")
         return tried
 
-    _micro: int = 0
+    def _taken(self) -> dict[str, int]:
+        """The split of a step that TRL's tries have chosen; empty without them."""
+        if not self._micro:
+            return {}
+        return {"micro_batch": self._micro, "grad_accum": self._known()["effective_batch"] // self._micro}
 
     def _known(self) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads((self._facts / "facts.json").read_text(encoding="utf-8"))
@@ -435,6 +440,7 @@ def trl_cli_config(folder: Path, facts: dict[str, Any], *, steps: int) -> Path:
         "per_device_train_batch_size": facts["micro_batch"], "gradient_accumulation_steps": facts["grad_accum"],
         "learning_rate": facts["learning_rate"], "lr_scheduler_type": facts["scheduler"],
         "warmup_steps": facts["warmup_steps"], "weight_decay": facts["weight_decay"], "seed": facts["seed"],
+        "adam_beta2": facts["adam_beta2"],
         "max_grad_norm": facts["max_grad_norm"], "optim": facts["optim"], "logging_steps": facts["logging_steps"],
         "bf16": facts["compute_dtype"] == "bfloat16", "fp16": facts["compute_dtype"] == "float16",
         "use_cpu": facts["on_cpu"], "gradient_checkpointing": facts["gradient_checkpointing"], "report_to": "none",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -206,7 +205,6 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
         labels = [[-100, *row[1:]] for row in batch["labels"]]
         return {"labels": labels, "attention_mask": [[1] * len(row) for row in labels]}
 
-    logging.getLogger("datasets").setLevel(logging.ERROR)
     rows.map(completed, batched=True).save_to_disk(str(folder / "rows"))
     prepared.tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     lora = spec.peft_config
