@@ -31,10 +31,10 @@ from sft_play.runs import versions, write_json
 
 MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
 MODES, LENGTHS, KINDS = ("qlora", "lora", "full"), (2048, 8192), ("mixed", "blocks")
-TOKENS_PER_STEP = 65_536
-"""Of full rows: 32 rows of 2,048 tokens, 8 of 8,192."""
-STEPS, WARMUP = 6, 2
-ROWS = (STEPS + WARMUP) * 32
+TOKENS_PER_STEP = 32_768
+"""Of full rows: 16 rows of 2,048 tokens, 4 of 8,192."""
+STEPS, WARMUP = 5, 2
+ROWS = (STEPS + WARMUP) * 16
 LONGEST_S = 240.0
 """A trial is not begun with less time left than the longest so far took, or than this before the first has ended."""
 
@@ -85,7 +85,7 @@ def write_model(folder: Path, name: str) -> None:
 
 
 def write_rows(folder: Path, length: int, kind: str) -> Path:
-    """Chats whose median is an eighth of the length, or answers that fill it: a word is a token and more."""
+    """Chats whose median is about a tenth of the length, or answers that fill it: a word is a token and more."""
     path = folder / f"{kind}-{length}.jsonl"
     if not path.is_file():
         answer = (length / 12, 1.0) if kind == "mixed" else (2.0 * length, 0.0)
