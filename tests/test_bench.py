@@ -18,8 +18,8 @@ from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from tests import warm
 from tests.conftest import ROOT
 
-MIXED = (8, 1.0)
-"""Words of an answer: median and spread."""
+MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
+"""Median and spread; the tiny tokenizer has about six tokens a word."""
 FACTS: dict[str, Any] = {
     "model": "m", "revision": None, "trust_remote_code": False, "attention": "sdpa", "mode": "qlora",
     "load_dtype": "bfloat16", "compute_dtype": "bfloat16", "on_cpu": False, "micro_batch": 4, "grad_accum": 2,
@@ -34,11 +34,11 @@ FACTS: dict[str, Any] = {
 def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     """A folder with 40 chats of mixed lengths and two run YAMLs: padded rows in steps of 8, and packed ones."""
     folder = tmp_path_factory.mktemp("bench")
-    material.write_chats(folder / "chats.jsonl", 40, words_of_answer=MIXED)
+    material.write_chats(folder / "chats.jsonl", 40, **MIXED)
     sections = {"train": {"effective_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}}
     for name, data in (("padded", {}), ("packed", {"packing": "best_fit"})):
         material.write_config(
-            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=256, data=data, **sections
+            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=512, data=data, **sections
         )
     return folder
 
@@ -105,13 +105,13 @@ def test_rows_for_peers_are_those_that_trl_makes_itself(small, tiny_llama, tmp_p
     ours = load_from_disk(str(tmp_path / "facts" / "rows"))
     trainer = SFTTrainer(
         model=str(tiny_llama),
-        args=SFTConfig(output_dir=str(tmp_path), max_length=256, report_to="none", use_cpu=True, bf16=False),
+        args=SFTConfig(output_dir=str(tmp_path), max_length=512, report_to="none", use_cpu=True, bf16=False),
         train_dataset=load_dataset("json", data_files=str(small / "chats.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(tiny_llama),
     )
     theirs = {tuple(row) for row in trainer.train_dataset["input_ids"]}
     assert len(ours) == 40
-    # our rows end at the marker of the turn's end, the template's with the line break behind it
+    # the line break behind the last marker is in both; only TRL trains it
     assert {tuple(row) for row in ours["input_ids"]} == theirs
     assert all(row[0] == -100 for row in ours["labels"])
 
@@ -180,7 +180,10 @@ def test_stages_are_refused(command, small):
     path = small / "stages.yaml"
     settings = json.loads((small / "padded.yaml").read_text())
     rows = settings["data"]["train_path"]
-    settings["curriculum"] = [{"name": name, "data": {"train_path": rows}} for name in ("one", "two")]
+    stages = {"short": 128, "long": 512}
+    settings["curriculum"] = [
+        {"name": name, "max_seq_len": length, "data": {"train_path": rows}} for name, length in stages.items()
+    ]
     path.write_text(json.dumps(settings))
     code, said = command("bench", "--config", str(path))
     assert code == 2

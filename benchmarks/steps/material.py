@@ -52,8 +52,14 @@ def write_model(folder: Path, shape: Shape = Shape()) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def write_chats(path: Path, count: int, *, words_of_answer: tuple[float, float] = ANSWER) -> None:
-    """`count` chats as JSONL; lengths are lognormal."""
+def write_chats(
+    path: Path,
+    count: int,
+    *,
+    words_of_question: tuple[float, float] = QUESTION,
+    words_of_answer: tuple[float, float] = ANSWER,
+) -> None:
+    """`count` chats as JSONL; lengths are lognormal, by median and standard deviation of the logarithm."""
     draw = random.Random(SEED)
     words = [word for word in " ".join(language.corpus_documents(seed=SEED)[:400]).split() if word.isalpha()]
 
@@ -62,7 +68,7 @@ def write_chats(path: Path, count: int, *, words_of_answer: tuple[float, float] 
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
-            turns = (("user", text(*QUESTION)), ("assistant", text(*words_of_answer)))
+            turns = (("user", text(*words_of_question)), ("assistant", text(*words_of_answer)))
             row = {"messages": [{"role": role, "content": content} for role, content in turns]}
             file.write(json.dumps(row) + "\n")
 
