@@ -297,7 +297,10 @@ class _Bench:
         return self._measured(order, MODULES[peer], self.python)
 
     def tries(self) -> list[Run]:
-        """Seconds of TRL's first steps with each micro-batch; the fastest is taken from then on."""
+        """Seconds of TRL's first steps with each micro-batch; the fastest is taken from then on.
+
+        On a CPU it is the one with the fewest seconds of processors, which other work disturbs less.
+        """
         facts = self._known()
         order = self._order("trl-tries", facts=str(self._facts), settings={"micro_batches": micro_batches(facts)})
         self._run("trl-tries", [self.python, "-m", MODULES["trl"], str(order.write(self.folder / "tries.json"))])
@@ -305,9 +308,10 @@ class _Bench:
         possible = [one for one in tried if one["seconds"] is not None]
         if not possible:
             raise DoesNotFit("TRL's trainer runs out of memory with every micro-batch that was tried")
-        self._micro = min(possible, key=lambda one: one["seconds"])["micro_batch"]
-        shown = ", ".join(f"{one['micro_batch']}: {one['seconds']:.2f} s" for one in possible)
-        self.progress(f"trl: seconds by micro-batch ({shown}); taken: {self._micro}")
+        judged = "cpu_s" if facts["on_cpu"] else "seconds"
+        self._micro = min(possible, key=lambda one: one[judged])["micro_batch"]
+        shown = ", ".join(f"{one['micro_batch']}: {one[judged]:.2f}" for one in possible)
+        self.progress(f"trl: {judged} by micro-batch ({shown}); taken: {self._micro}")
         return tried
 
     def _taken(self) -> dict[str, int]:

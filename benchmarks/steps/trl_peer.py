@@ -27,7 +27,7 @@ def main(path: Path) -> None:
     order = Order.read(path)
     facts = order.known()
     if order.side == "trl-tries":
-        tried = [{"micro_batch": micro, "seconds": tried_seconds(order, facts, micro)}
+        tried = [{"micro_batch": micro, **tried_seconds(order, facts, micro)}
                  for micro in order.settings["micro_batches"]]  # fmt: skip
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
@@ -51,8 +51,9 @@ def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
         trainer.train()
 
 
-def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> float | None:
-    """Seconds of TRY_STEPS steps after the first with this micro-batch; None where they do not fit on the GPU."""
+def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, float | None]:
+    """Seconds and processor seconds of TRY_STEPS steps after the first with this micro-batch; None where they do not fit
+    on the GPU."""
     import torch
 
     from benchmarks.steps.recording import Measured, Recorder, record
@@ -63,10 +64,10 @@ def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> float | No
         record(trainer, Recorder(result, warmup=1, steps=TRY_STEPS, pad_id=facts["pad_id"], facts={}))
         with contextlib.suppress(Measured):
             trainer.train()
-        seconds: float = json.loads(result.read_text(encoding="utf-8"))["seconds"]
-        return seconds
+        run = json.loads(result.read_text(encoding="utf-8"))
+        return {name: run[name] for name in ("seconds", "cpu_s")}
     except torch.OutOfMemoryError:
-        return None
+        return {"seconds": None, "cpu_s": None}
     finally:
         trainer = None
         gc.collect()
