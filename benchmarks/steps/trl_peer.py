@@ -52,8 +52,7 @@ def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
 
 
 def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, float | None]:
-    """Seconds and processor seconds of TRY_STEPS steps after the first with this micro-batch; None where they do not fit
-    on the GPU."""
+    """Seconds of TRY_STEPS steps after the first, and those of processors; None where they do not fit on the GPU."""
     import torch
 
     from benchmarks.steps.recording import Measured, Recorder, record
