@@ -59,6 +59,10 @@ class Request:
     layouts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     steps: int | None = None
+    warmup: int | None = None
+    rounds: int | None = None
+    peer: str | None = None
+    peer_python: str | None = None
     full: bool = False
     watch: bool = False
     yes: bool = False
