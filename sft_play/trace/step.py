@@ -34,7 +34,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 9
+TRACE_VERSION = 10
 """Part of the cache's key: raised whenever this package would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
