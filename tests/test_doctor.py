@@ -16,22 +16,23 @@ import threading
 import time
 import types
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from sft_play.config.load import load_config
-from sft_play.diagnose import disk, gpus, host, known_bad, packages, ranks, surroundings
-from sft_play.diagnose.doctor import Planned, examine, meet_nodes
+from sft_play.config.load import config_from_text, load_config
+from sft_play.diagnose import disk, doctor, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.diagnose.doctor import Planned, examine, meet_nodes, slow_findings
 from sft_play.diagnose.known_bad import TABLE, Pairs, find_known_bad
 from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
 from sft_play.diagnose.report import Report
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.hardware import Gpu, Hardware, named
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
@@ -701,6 +702,53 @@ def test_an_address_that_means_nothing_fails_at_once():
     _, found = meet_nodes(HERE, Nodes(2, 1, "no-such-host.invalid", 29500), limit_s=60.0)
     assert "MASTER_ADDR=no-such-host.invalid" in found.found
     assert time.monotonic() - started < 30
+
+
+# --- slow code --------------------------------------------------------------------------------------------------------
+
+
+def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
+    """A plan of a model on a machine, with its shapes from a config.json."""
+    from sft_play.facts.architecture import parse_config
+
+    config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
+    shape, hardware = parse_config(fields, name="m"), named(machine_name)
+    return Planned(config, shape, make_advised_plan(PlanRequest(config, shape, hardware))), hardware
+
+
+MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 1024,
+           "num_attention_heads": 16, "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "vocab_size": 32_000}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "says", "remedy"),
+    [
+        ({}, (), None, None),
+        ({}, ("model.experts_implementation=eager",), "as model.experts_implementation says: ", "=auto"),
+        ({"intermediate_size": 1001}, (), "multiples of 8, and one is 1001: ", "take another model"),
+    ],
+)  # fmt: skip
+def test_experts_that_run_one_after_another_are_named_with_their_cost(changes, overrides, says, remedy):
+    found = slow_findings(*of_model(MIXTRAL | changes, "H100", *overrides))
+    assert [finding.name for finding in found] == ([] if says is None else ["experts"])
+    for finding in found:
+        assert finding.verdict == "WARN"
+        assert says in finding.found
+        assert "s of a step of" in finding.found
+        assert remedy in str(finding.remedy)
+    assert not slow_findings(*of_model(MIXTRAL | changes, "cpu", *overrides))
+
+
+@pytest.mark.parametrize("machine_name", ["H100", "cpu"])
+def test_packages_that_linear_attention_lacks_are_named_on_gpus(monkeypatch, machine_name):
+    planned_run, hardware = of_model(MIXTRAL, machine_name)
+    shape = replace(planned_run.shape, kernel_packages=("causal-conv1d", "flash-linear-attention"))
+    monkeypatch.setattr(doctor, "missing_kernels", lambda: frozenset({"flash-linear-attention", "mamba-ssm"}))
+    found = slow_findings(replace(planned_run, shape=shape), hardware)
+    assert [one.name for one in found] == (["kernels of flash-linear-attention"] if machine_name == "H100" else [])
+    assert all("1.22 s a step without it, 0.70 s with it" in one.found for one in found)
+    assert all("pip install flash-linear-attention" in str(one.remedy) for one in found)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

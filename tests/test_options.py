@@ -357,6 +357,19 @@ def model_spec(config: RunConfig) -> Facts:
     }
 
 
+def experts(config: RunConfig) -> Facts:
+    """What multiplies the experts of a small mixture."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from sft_play.planner.precision import Precision
+    from sft_play.training.experts import choose_experts
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=16, num_key_value_heads=2, **sizes))
+    chosen = choose_experts(config, model, Precision("float32", "float32", ""))
+    return {"runs": chosen.name if chosen else None}
+
+
 def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
@@ -546,6 +559,9 @@ PROBES: list[tuple[str, Probe]] = [
     one(model_spec, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
     # neither a mesh of four processes on one GPU nor FlashAttention on a CPU can be had: they have to say so
     one(model_spec, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
+    one(experts, "model.experts_implementation", "eager", "runs", "eager"),
+    one(experts, "model.experts_implementation", "grouped_mm", "runs", "grouped_mm",
+        ["model.experts_implementation=eager"]),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),

@@ -162,6 +162,7 @@ NOT_CARRIED = {
     "data.packing=best_fit": "data.packing",
     "train.gradient_checkpointing=3": "train.gradient_checkpointing=3",
     "model.attn_implementation=eager": "model.attn_implementation",
+    "model.experts_implementation=eager": "model.experts_implementation",
 }
 
 

@@ -18,6 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.launch_options import DEFAULT_PORT
 from sft_play.log import escape_control, one_line
@@ -165,7 +166,8 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     from sft_play.planner.advice.largest import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
-    return largest_that_fits(asked, PlanRequest(config, shape_for(config), hardware, only, has_eval(config), earlier))
+    request = PlanRequest(config, shape_for(config), hardware, only, has_eval(config), earlier, missing_kernels())
+    return largest_that_fits(asked, request)
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, *, node: int = 0) -> str:

@@ -68,6 +68,10 @@ class ModelConfig(Section):
     )
     """Attention implementation; auto uses sdpa if the model has it."""
 
+    experts_implementation: Literal["auto", "grouped_mm", "eager"] = leaf("auto", owner="planner.experts")
+    """How a mixture's experts are multiplied: grouped_mm: all of a block at once; eager: one after another, several
+    times slower. auto uses grouped_mm if the model's class and widths allow it."""
+
     mesh_shape: int | tuple[int, ...] | tuple[tuple[int, ...], tuple[str, ...]] | None = leaf(
         None, owner="planner.plan"
     )

@@ -15,15 +15,16 @@ from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.installed import COMPUTING
+from sft_play.facts.installed import COMPUTING, missing_kernels
 from sft_play.facts.model_shape import ModelShape
 from sft_play.facts.space import free_at
-from sft_play.findings import Finding, failed, passed, skipped
+from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch import node_rendezvous
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
+from sft_play.planner.slow_code import eager_words, missing_words
 from sft_play.runs import output_dir
 from sft_play.starter.names import BASE_NAME
 
@@ -73,6 +74,7 @@ def examine(
     findings = [
         *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
         *plan_findings,
+        *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned, options, environment) if planned else ()),
         *_together(
             around,
@@ -160,6 +162,19 @@ def _machine_findings(
         ),
         host.check_open_files(around.open_files, workers=workers),
     ]
+
+
+def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
+    """Experts that would run one after another, and packages that the model's linear attention lacks, with the cost."""
+    if machine.device != "cuda":
+        return []
+    config, shape, plan = planned.config, planned.shape, planned.plan
+    findings = packages.check_kernels(missing_words(shape, plan.choice, missing_kernels()))
+    words = eager_words(config, shape, plan.choice)
+    if words is not None:
+        remedy = "model.experts_implementation=auto" if config.model.experts_implementation == "eager" else ""
+        findings.append(warned("experts", words, remedy or "there is no setting that changes it: take another model"))
+    return findings
 
 
 def disk_findings(planned: Planned, options: LaunchOptions, environment: Mapping[str, str]) -> list[Finding]:

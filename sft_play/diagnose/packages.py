@@ -67,6 +67,14 @@ def check_packages(
     return [*findings, passed("packages together", f"{len(others)} packages meet each other's requirements")]
 
 
+def check_kernels(slow: Mapping[str, str]) -> list[Finding]:
+    """A warning for each package whose kernels the model would run if it were installed (`slow_code.missing_words`)."""
+    return [
+        warned(f"kernels of {name}", words, f"pip install {name}, into the environment that trains; it needs CUDA")
+        for name, words in slow.items()
+    ]
+
+
 def _problem(text: str, versions: Mapping[str, str]) -> str | None:
     """What is wrong with a requirement, in words; None if it is met, or is for another platform or an extra."""
     try:

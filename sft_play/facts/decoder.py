@@ -9,7 +9,7 @@ from typing import Any
 from sft_play.errors import ModelError
 from sft_play.facts.class_defaults import CLASS_DEFAULTS
 from sft_play.facts.config_fields import Fields, UnknownArchitecture, refuse_other_models
-from sft_play.facts.families import FAMILIES, Experts, Family
+from sft_play.facts.families import FAMILIES, Experts, Family, marked
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
 from sft_play.log import one_line
 
@@ -133,7 +133,7 @@ class _Builder:
         family, fields = self.family, self.fields
         blocks = [(self._kind(index), self._has_experts(index)) for index in range(self.num_layers)]
         kinds = list(dict.fromkeys(blocks))
-        layers = tuple(self._block(*kind, count=blocks.count(kind)) for kind in kinds)
+        layers = tuple(marked(self._block(*kind, count=blocks.count(kind)), fields.kind) for kind in kinds)
         common = max(layers, key=lambda kind: kind.count)
         slides = any(kind.attention in ("sliding", "chunked") for kind in layers)
         width = (fields.count("word_embed_proj_dim") or 0) if fields.kind == "opt" else 0
@@ -158,6 +158,9 @@ class _Builder:
             window=fields.count(family.window_field) if slides else None,
             num_experts=common.num_experts,
             experts_per_token=(fields.count("num_experts_per_tok") or 0) if common.num_experts else 0,
+            clamped_gate=family.experts is not None and family.experts.clamped,
+            routes_in_fp32=family.experts is not None and family.experts.fp32_weights,
+            own_experts=family.experts is not None and family.experts.own_code,
             gated_mlp=len(family.mlp) == 3 or family.fused_gate,
             activation=str(fields.values.get(self._own(_ACTIVATION)) or "gelu"),
             head_bias=fields.flag(family.head_bias),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sft_play.facts.model_shape import NormKind
+from sft_play.facts.model_shape import LayerKind, NormKind
 
 Choice = bool | str
 """A fixed answer, or the name of the true-or-false field that gives it."""
@@ -45,6 +45,12 @@ class Experts:
     router_extra: Literal["none", "bias", "correction"] = "none"
     """bias: one number per expert in the router; correction: the same, as a parameter beside it."""
     expert_bias: bool = False
+    clamped: bool = False
+    """The gate is gpt-oss's: `_apply_gate`."""
+    fp32_weights: bool = False
+    """The router's weights are fp32 under autocast too."""
+    own_code: bool = False
+    """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
     shared: str | None = None
     """Path of the MLP that every token passes; None: none."""
     shared_count: str | None = None
@@ -165,6 +171,32 @@ TENSOR_PARALLEL = frozenset({
 })  # fmt: skip
 """Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
 (`base_model_tp_plan` of configuration_*.py); a test splits one of each and compares its gradients."""
+
+MOVED_BY_PEFT = frozenset({
+    "UnlimitedOcrTextModel", "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "Dots3NoteTextModel", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe",
+    "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe",
+    "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open",
+})  # fmt: skip
+"""Model types whose adapters PEFT moves to the routed experts where they are named as below: on the experts of
+transformers before 5.0, as it believes (peft/utils/transformers_weight_conversion.py, `_convert_peft_config_moe`), and
+so away from shared experts and dense blocks of the same names; a test compares the list with PEFT's."""
+MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+MOVED_WORDS = "PEFT would put its adapter on this model's routed experts, which get none here"
+
+
+def takes_adapter(model_type: str, name: str) -> bool:
+    """Whether an adapter on linear layers of this name stays there."""
+    return model_type not in MOVED_BY_PEFT or name not in MOVED_NAMES
+
+
+def marked(kind: LayerKind, model_type: str) -> LayerKind:
+    """The same kind of block, its linear layers marked where an adapter would not stay."""
+    linears = tuple(replace(one, adaptable=takes_adapter(model_type, one.name)) for one in kind.linears)
+    return replace(kind, linears=linears)
+
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,
@@ -304,7 +336,7 @@ FAMILIES: dict[str, Family] = {
         rotary=False,
         alibi=True,
     ),
-    "mixtral": Family(window="all", experts=Experts(width="intermediate_size")),
+    "mixtral": Family(window="all", experts=Experts(width="intermediate_size", fp32_weights=True)),
     "phimoe": replace(
         _BIASED,
         head_bias="lm_head_bias",
@@ -350,7 +382,9 @@ FAMILIES: dict[str, Family] = {
         _BIASED,
         window="every_2",
         sinks=True,
-        experts=Experts(width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True),
+        experts=Experts(
+            width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True, clamped=True
+        ),
     ),
     "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias"),
     "deepseek_v3": _DEEPSEEK,
@@ -395,6 +429,7 @@ FAMILIES: dict[str, Family] = {
             width="intermediate_size",
             router="linear",
             router_path="feed_forward.router",
+            own_code=True,
             shared="feed_forward.shared_expert",
             where="interleaved",
         ),

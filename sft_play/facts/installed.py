@@ -10,6 +10,10 @@ from pathlib import Path
 
 COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 """Packages that compute on every rank: with two versions of one, two models would be trained."""
+LINEAR_ATTENTION = "flash-linear-attention"
+"""The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`."""
+KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm")
+"""Packages whose kernels transformers' classes run where they are installed, and slower code where not."""
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
@@ -19,6 +23,11 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def missing_kernels() -> frozenset[str]:
+    """Those of `KERNEL_PACKAGES` that are not installed."""
+    return frozenset(name for name in KERNEL_PACKAGES if version_of(name) is None)
 
 
 def torch_cuda() -> str | None:

@@ -29,6 +29,8 @@ class Linear:
     inputs: int
     outputs: int
     bias: bool = False
+    adaptable: bool = True
+    """Whether an adapter on it stays there: PEFT moves some to routed experts (`families.MOVED_BY_PEFT`)."""
 
     @property
     def name(self) -> str:
@@ -68,6 +70,8 @@ class LayerKind:
     """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
     router_params: int = 0
     """The router, where it is not a linear layer."""
+    linear_width: int = 0
+    """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
     norm_params: int = 0
     other_params: int = 0
     """The rest: attention sinks, weights of activations, convolutions."""
@@ -127,6 +131,14 @@ class ModelShape:
     window: int | None = None
     num_experts: int = 0
     experts_per_token: int = 0
+    own_experts: bool = False
+    """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
+    clamped_gate: bool = False
+    """Experts gate as gpt-oss does: clamped, step by step."""
+    routes_in_fp32: bool = False
+    """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
+    kernel_packages: tuple[str, ...] = ()
+    """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
     gated_mlp: bool = True
     activation: str = "silu"
     head_bias: bool = False
@@ -195,6 +207,12 @@ class ModelShape:
     def has_sdpa(self) -> bool:
         """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
         return self.attention_softcap is None and not self.sinks
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
+        (modeling_llama4.py, Llama4TextMoe)."""
+        return self.num_experts if self.own_experts else self.experts_per_token
 
     @property
     def q_width(self) -> int:

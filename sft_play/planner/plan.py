@@ -12,6 +12,7 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
+from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
 from sft_play.log import one_line
 from sft_play.planner import calibration
@@ -30,6 +31,7 @@ from sft_play.planner.candidates import (
     weigh,
     weigh_updates,
 )
+from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import effects
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.memory.estimate import MemoryEstimate
@@ -41,6 +43,7 @@ from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
 from sft_play.planner.row_tokens import RowTokens
+from sft_play.planner.slow_code import slow_words
 from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
@@ -242,6 +245,8 @@ class PlanRequest:
     earlier: Sequence[calibration.Measured] = ()
     rows: RowTokens | None = None
     """The lengths of the rows, where they are known."""
+    without: frozenset[str] = frozenset()
+    """Packages with kernels that are not installed (`facts.installed.missing_kernels`)."""
 
     @property
     def named(self) -> LayoutName | None:
@@ -274,6 +279,7 @@ def make_plan(
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     check_targets(config, shape)
+    planned_experts(config, shape, choose_precision(config, hardware, shape))  # refuses what cannot run
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     layouts, refused = _layouts(request, keeps_params=keeps_params)
     job, candidates = weigh_updates(job, layouts)
@@ -334,6 +340,7 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_not
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
+        *slow_words(job.config, job.shape, chosen, job.rates.without),
         *trace_notes,
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
@@ -410,7 +417,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         shape=shape,
         precision=precision,
         hardware=hardware,
-        rates=rates_of(hardware, precision),
+        rates=dataclasses.replace(rates_of(hardware, precision), without=request.without),
         seq_len=limit if rows is None else max(SHORTEST, rows.longest_of_all),
         attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
@@ -586,12 +593,15 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return
-    names = sorted({linear.name for linear, _ in shape.linears})
+    layers = [linear for linear, _ in shape.linears if linear.adaptable]
+    names = sorted({linear.name for linear in layers})
     problems = []
     for target in targets:
         if target in OUTPUT_HEADS:
             problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif not any(linear.matches(target) for linear, _ in shape.linears):
+        elif not takes_adapter(shape.model_type, target.rpartition(".")[2]):
+            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
+        elif not any(linear.matches(target) for linear in layers):
             near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             problems.append(f"{one_line(target)} matches nothing{hint}")

@@ -18,6 +18,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.planner.experts import planned_experts
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision
@@ -43,6 +45,21 @@ STARTS_SHOWN = 0.5
 """Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
 what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
 fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either."""
+EXPERT_S = 0.0003
+"""Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
+grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
+4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
+pass is not published, and counted like a forward pass."""
+EXPERT_GRADIENT_PASSES = 4
+"""How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
+gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward)."""
+LINEAR_ATTENTION_BYTES = 2000
+"""Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
+by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
+card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
+and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks."""
+EXPERTS_PART, LINEAR_PART = "experts_in_turn", "linear_attention"
+"""Names of the two among a step's parts."""
 LINK_SHARE = 0.75
 """Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
 sheet's)."""
@@ -89,6 +106,8 @@ class Rates:
     """Fraction of the rate of a node's GPU link that collectives reach."""
     attention_share: float = OTHER_ATTENTION_SHARE
     """Fraction of the rate of matrix products that attention reaches."""
+    without: frozenset[str] = frozenset()
+    """Packages with kernels that are not installed."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +183,8 @@ def predict_speed(
     passes = passes or _full_rows(step)
     count = passes.count
     matrix, moving, dequantise, starting = _of_pass(config, shape, precision, step, rates, passes)
-    micro_s = matrix + moving + dequantise + starting
+    slow = slow_code(config, shape, precision, step, rates, places=passes.places)
+    micro_s = matrix + moving + dequantise + starting + sum(slow.values())
     optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
     moved, exposed = _communication(config, shape, precision, step, rates, micro_s, passes)
     if step.offloads:  # each block's input to the host and back, in the stream that computes
@@ -175,6 +195,7 @@ def predict_speed(
         "memory": moving * count,
         "dequantise": dequantise * count,
         "kernel_starts": starting * count,
+        **{name: seconds * count for name, seconds in slow.items()},
         "optimizer": optimizer_s,
         "host": host_s,
         "communication": exposed,
@@ -231,6 +252,27 @@ def _of_pass(
     return matrix, moving, dequantise, starts
 
 
+def slow_code(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, *, places: float
+) -> dict[str, float]:
+    """Seconds of a pass over `places` that faster code would save: experts that run one after another, and linear
+    attention without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
+    checkpointed = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
+    passes = 2.0 + checkpointed / shape.num_layers
+    bandwidth = rates.bandwidth * BANDWIDTH_SHARE
+    seconds = {}
+    chosen = planned_experts(config, shape, precision)
+    if chosen is not None and chosen.name == "eager" and not shape.own_experts:
+        starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
+        whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
+        gradients = EXPERT_GRADIENT_PASSES * BYTES[precision.load] * whole / bandwidth
+        seconds[EXPERTS_PART] = starts + (gradients if config.tuning.mode == "full" else 0.0)
+    if LINEAR_ATTENTION in rates.without and LINEAR_ATTENTION in shape.kernel_packages and step.capability is not None:
+        channels = sum(kind.count * kind.linear_width for kind in shape.layers)
+        seconds[LINEAR_PART] = LINEAR_ATTENTION_BYTES * channels * places * passes / bandwidth
+    return seconds
+
+
 def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passes: Passes) -> dict[str, float]:
     """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
 
@@ -248,10 +290,10 @@ def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passe
 
 
 def active_params(shape: ModelShape) -> float:
-    """Weights of the blocks that a token passes through: only those experts that it is routed to."""
+    """Weights of the blocks that multiply a token: only those experts that it is routed to, if the class does so."""
     total = 0.0
     for kind in shape.layers:
-        chosen = shape.experts_per_token / kind.num_experts if kind.num_experts else 0.0
+        chosen = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
         total += kind.count * (kind.linear_weights + chosen * kind.expert_params)
     return total
 
@@ -270,7 +312,7 @@ def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, tokens:
     """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
     written once and read about twice."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
-    width = f * max(1, shape.experts_per_token)
+    width = f * max(1, shape.rows_per_token)
     per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     if config.tuning.mode != "full":
         inputs = sum(i + o for i, o in shape.linear_shapes.values())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.trace import fakes, kernels, older
+from sft_play.trace import fakes, kernels, older, routed
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -33,11 +33,14 @@ def skeleton(settings: StepSettings) -> Any:
     config, attention = config_of(settings), str(settings.attention)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
-    _require_attention(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], attention)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    _require_attention(model_class, attention)
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
+    if (experts := routed.implementation(settings, model_class)) is not None:
+        config._experts_implementation = experts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, settings.weights), attn_implementation=attention

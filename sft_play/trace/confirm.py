@@ -9,6 +9,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
+from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import repeats_kv
@@ -78,6 +79,7 @@ def settings_of(
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         mask=_mask(config, padded=step.padded),
         optimizer=OPTIMIZERS[config.train.optim],
+        experts=_experts(config, shape, precision),
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask="padded" if is_padded(config, step.layout, rows=step.eval_batch) else "ones",
@@ -91,6 +93,16 @@ def settings_of(
     )
 
 
+def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Literal["stacked", "cast", "eager"]:
+    """How the run multiplies experts; code of a class's own is traced as it is."""
+    chosen = planned_experts(config, shape, precision)
+    if chosen is None or shape.own_experts:
+        return "stacked"
+    if chosen.casts:
+        return "cast"
+    return "eager" if chosen.name == "eager" else "stacked"
+
+
 def _mask(config: RunConfig, *, padded: bool) -> Literal["ones", "padded", "packed"]:
     """How the collator separates rows; text in full blocks is never packed."""
     if config.data.packing != "none" and config.task_mode != "cpt":
@@ -101,7 +113,9 @@ def _mask(config: RunConfig, *, padded: bool) -> Literal["ones", "padded", "pack
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     """PEFT's config of the run's adapters, as train/model makes it."""
     lora = config.tuning.lora
-    every = sorted({linear.name for linear, _ in shape.linears})  # "all-linear" would name fused experts too
+    every = sorted(
+        {linear.name for linear, _ in shape.linears if linear.adaptable}
+    )  # "all-linear" would name fused experts too
     targets = every if lora.target_modules == "auto" else list(lora.target_modules)
     return {
         "peft_type": "LORA",

@@ -6,6 +6,9 @@ MLPs, so the shape carries a note that says what is approximate.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import refuse_remote_code
 from sft_play.facts.config_fields import refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.families import marked
+from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
 
@@ -32,6 +37,12 @@ _KINDS: dict[str, AttentionKind] = {
 }
 """transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
 attention."""
+
+_KERNELS = re.compile(r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["']""", re.MULTILINE)
+"""How a modeling file of transformers names the package whose function replaces its own
+(integrations/hub_kernels.py)."""
+_DISTRIBUTIONS = {"fla": LINEAR_ATTENTION}
+"""Distributions whose name differs from the module's by more than an underline."""
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 """Names of the MLP's last linear layer."""
@@ -93,7 +104,12 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
     types = _layer_types(hf_config, len(blocks))
-    measured = [_measure_block(block, kind) for block, kind in zip(blocks, types, strict=True)]
+    packages = _kernel_packages(model)
+    linear = _linear_attention(hf_config, len(blocks)) if LINEAR_ATTENTION in packages else [False] * len(blocks)
+    measured = [
+        marked(_measure_block(block, kind, is_linear=is_linear), str(hf_config.model_type))
+        for block, kind, is_linear in zip(blocks, types, linear, strict=True)
+    ]
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -116,6 +132,8 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         window=_window(hf_config, types),
         num_experts=common.num_experts,
         experts_per_token=_number(hf_config, "num_experts_per_tok") or 0,
+        own_experts=any(kind.num_experts for kind in kinds) and not _experts_dispatch(model),
+        kernel_packages=packages,
         gated_mlp=bool(common.num_experts) or any("gate" in linear.name for linear in common.linears),
         activation=_activation(hf_config),
         head_bias=getattr(head, "bias", None) is not None,
@@ -173,6 +191,29 @@ def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
     return [kind if window or kind == "none" else "full" for kind in kinds]
 
 
+def _linear_attention(hf_config: Any, count: int) -> list[bool]:
+    """Which blocks have linear attention instead of softmax attention."""
+    named = _field(hf_config, "layer_types")
+    if not isinstance(named, list | tuple) or len(named) != count:
+        return [False] * count
+    return [str(kind) == "linear_attention" for kind in named]
+
+
+def _experts_dispatch(model: nn.Module) -> bool:
+    """Whether transformers' `experts_implementation` reaches the experts, if there are any."""
+    return any(hasattr(module, "is_concatenated") for module in model.modules())
+
+
+def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
+    """Packages whose kernels the class runs in training where they are installed, by its own file."""
+    file = sys.modules.get(type(model).__module__)
+    try:
+        text = inspect.getsource(file) if file is not None else ""
+    except (OSError, TypeError):  # a class from a notebook, or without its file
+        text = ""
+    return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in _KERNELS.findall(text)))
+
+
 def _kind(name: str) -> AttentionKind:
     """What a type of block sees; a sparse attention counts as a full one, which needs no less."""
     if name in _KINDS:
@@ -216,7 +257,7 @@ def _linear(path: str, module: nn.Module) -> Linear:
     return Linear(path, inputs, outputs, module.bias is not None)
 
 
-def _measure_block(block: nn.Module, attention: AttentionKind) -> LayerKind:
+def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
     """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
     linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
@@ -238,6 +279,8 @@ def _measure_block(block: nn.Module, attention: AttentionKind) -> LayerKind:
         shared_width=mlp if experts else 0,
         router_params=sum(_count(module) for path, module in modules.items() if _is_router(path, module)),
         norm_params=sum(_count(module) for module in modules.values() if _is_norm(module)),
+        # what linear attention's last projection reads are its value heads
+        linear_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
     )
     return replace(kind, other_params=_count(block) - kind.params)
 

@@ -325,6 +325,19 @@ PATCHES: tuple[Patch, ...] = (
         lambda original, situation: lambda tensor: situation.mask != "padded",
     ),
     Patch(
+        "grouped products",
+        "PyTorch's fake knows the kernel of bf16 only; others, and older GPUs, multiply one expert after another "
+        "inside one operator, as transformers' own does",
+        "transformers.integrations.moe:_can_use_grouped_mm",
+        ("input", "weight", "offs"),
+        lambda original, situation: (
+            lambda input, weight, offs: (
+                weight.dtype == torch.bfloat16 and situation.settings.device.capability >= (8, 0)
+            )
+        ),
+        lambda settings: settings.experts in ("stacked", "cast"),
+    ),
+    Patch(
         "packing",
         "transformers reads position ids for sequence borders; fake tensors have no values",
         "transformers.masking_utils:find_packed_sequence_indices",

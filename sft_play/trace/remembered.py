@@ -27,9 +27,9 @@ from sft_play.trace.settings import StepSettings, TracedPeak
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 9
+TRACE_VERSION = 10
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 1
+SHAPE_VERSION = 2
 """The same for shapes."""
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
 _SHAPE = TypeAdapter(ModelShape)

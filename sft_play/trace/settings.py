@@ -84,8 +84,10 @@ class StepSettings:
     lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
     """
     clip: bool = True
-    experts: Literal["stacked", "loop"] = "stacked"
-    """stacked: as the installed class has them; loop: separate linear layers, as before transformers 5.0."""
+    experts: Literal["stacked", "cast", "eager", "loop"] = "stacked"
+    """stacked: grouped products, as the installed transformers runs them by itself; cast: the same in autocast's dtype
+    (training/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
+    transformers 5.0."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs (its logits) through backward and step."""
     holds_until_next: bool = False

@@ -43,7 +43,9 @@ _CARRIED = frozenset(
 )  # fmt: skip
 """Options that are passed to Unsloth's process. One that is neither passed nor takes effect here, and is not at its
 default, is refused, so that no new option is silently ignored."""
-_NOT_CARRIED = frozenset({"curriculum", "data.sources", "data.packing", "tuning.lora.dtype"})
+_NOT_CARRIED = frozenset(
+    {"curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"}
+)
 """Options that matter during training, whoever owns them."""
 
 
@@ -145,6 +147,7 @@ def not_carried(config: RunConfig) -> list[str]:
         "tuning.lora.modules_to_save": "Unsloth stores and ties such modules in a way of its own",
         "model.adapter": "it starts a new adapter",
         "model.attn_implementation": "Unsloth chooses the attention",
+        "model.experts_implementation": "Unsloth runs experts by its own code",
     }
     for path, (value, is_default) in _values(config).items():
         owner = leaves()[path].owner

@@ -31,10 +31,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.packing import wants_packing
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import local_folder
+from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.log import one_line
+from sft_play.planner.experts import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.training import repeated_keys, stream, tensor_parallel
+from sft_play.training import experts, repeated_keys, stream, tensor_parallel
 from sft_play.training.attention import Attention, choose_attention
 from sft_play.training.full_state_dict import adapter_names, tied_names
 from sft_play.training.packable import require_packable
@@ -73,6 +75,8 @@ class ModelSpec:
     """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
     dtype: torch.dtype | None = None
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
+    experts: Experts | None = None
+    """How experts are multiplied; None where there are none."""
 
 
 def grown(model_spec: ModelSpec) -> ModelSpec:
@@ -109,6 +113,7 @@ def build_model_spec(
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
     skeleton = _skeleton(hf_config, config)
+    chosen = _experts(config, hf_config, skeleton, precision)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
     peft_config = None if config.tuning.mode == "full" else _peft_config(config, skeleton)
@@ -117,9 +122,15 @@ def build_model_spec(
         notes.append(f"Adapters: r {peft_config.r}, alpha {peft_config.lora_alpha} on {', '.join(targets)}")
         if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
             notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
+        names = {name.rpartition(".")[2] for name in linear_layers(skeleton)}
+        moved = sorted(name for name in names if not takes_adapter(hf_config.model_type, name))
+        if moved:
+            notes.append(f"Adapters: none on {', '.join(moved)}, which PEFT would put on the experts instead")
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
+    if chosen is not None:
+        notes.append(f"Experts: {chosen.reason}")
     if wants_packing(config):
         trusted = config.model.trust_remote_code
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
@@ -131,8 +142,17 @@ def build_model_spec(
     return ModelSpec(
         hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, layer_class, tuple(notes),
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
-        hf_config.dtype or whole.dtype,
+        hf_config.dtype or whole.dtype, chosen,
     )  # fmt: skip
+
+
+def _experts(config: RunConfig, hf_config: Any, skeleton: Any, precision: Precision) -> Experts | None:
+    """How experts are multiplied; the model's config says it to whatever builds or loads the model."""
+    chosen = experts.choose_experts(config, skeleton, precision)
+    if chosen is not None:
+        experts.register()
+        hf_config._experts_implementation = experts.name_in_transformers(chosen)
+    return chosen
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
@@ -228,9 +248,11 @@ def _output_head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _peft_config(config: RunConfig, skeleton: nn.Module) -> PeftLoraConfig:
-    lora = config.tuning.lora
-    layers = linear_layers(skeleton)
+def _peft_config(config: RunConfig, skeleton: Any) -> PeftLoraConfig:
+    lora, kind = config.tuning.lora, str(skeleton.config.model_type)
+    layers = {
+        name: layer for name, layer in linear_layers(skeleton).items() if takes_adapter(kind, name.rpartition(".")[2])
+    }
     if lora.target_modules == "auto":
         targets = sorted({name.rpartition(".")[2] for name in layers})
         if not targets:
@@ -256,7 +278,7 @@ def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], model: nn.Module) -> None:
+def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], model: Any) -> None:
     """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
     head = _output_head(model)
     head_names = [name for name, module in model.named_modules() if module is head]
@@ -264,6 +286,8 @@ def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], mode
     for target in wanted:
         if any(_matches(target, name) for name in head_names):
             problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif not takes_adapter(str(model.config.model_type), target.rpartition(".")[2]):
+            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
         elif not any(_matches(target, name) for name in layers):
             problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
     if problems:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, shared
+from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, shared
 
 AttentionKernel = Literal["flash", "varlen", "efficient", "math", "eager"]
 """varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
@@ -76,6 +76,13 @@ class BlockSpec:
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    expert_bias: bool = False
+    clamped_gate: bool = False
+    """Experts gate as gpt-oss does."""
+    routes_in_fp32: bool = False
+    """The weights by which experts' outputs are added are fp32."""
+    experts_in_turn: bool = False
+    """Experts run one after another instead of as one grouped product."""
     attends: bool = True
     full: bool = False
     nf4: bool = False
@@ -577,48 +584,107 @@ class Pass:
         return self._dense_mlp(x)
 
     def _experts(self, x: Ref) -> Ref:
-        """Routed experts: each token's row once per expert, gate and up in one, weighted and summed.
+        """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py): each
+        token's row once per expert, gate and up in one product, weighted and summed.
 
-        Which expert gets a token does not change these bytes: the rows of all experts are in one tensor (transformers,
-        integrations/moe.py). A trained expert holds its inputs.
+        Which expert gets a token does not change these bytes: the rows of all experts are in one tensor. One expert
+        after another holds no more, except for gradients of the weights.
         """
-        spec, e = self.spec, x.width
-        rows = self.tokens * spec.experts_per_token
-        full = spec.full
-        weights = 3 * spec.hidden * spec.expert_width * spec.experts
-        gathered = self.tape.op((x,), rows * spec.hidden, e)
-        both = self.tape.op(
-            (gathered,),
-            rows * 2 * spec.expert_width,
-            e,
-            saved=(gathered,) if full else (),
-            holds_weight=True,
-            trains=full,
-        )
-        del gathered
-        gate, up = self._parts(both, rows * spec.expert_width, rows * spec.expert_width)
+        spec, rows = self.spec, self.tokens * self.spec.experts_per_token
+        wide = rows * spec.expert_width
+        routing = self._routing(x, rows)
+        places = self.tape.new(rows, 8)
+        gathered = self.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=self._put_back(x, rows))
+        both = self._grouped(gathered, "up", spec.hidden, 2 * spec.expert_width)
+        bias = self.tape.new(both.elements, both.width) if spec.expert_bias else None
+        parts = self._parts(both, wide, wide)
         del both
-        inner = self.product(self._activated(gate), up)
-        del gate, up
+        inner = self._clamped_gate(parts) if spec.clamped_gate else self._plain_gate(parts)
+        out = self._grouped(inner, "down", spec.expert_width, spec.hidden)
+        del inner
+        if bias is not None:
+            bias = self.tape.new(out.elements, out.width)
+        weighted = self._weighted_rows(out, routing)
+        del out, routing
+        ordered = self.tape.op(
+            (weighted,), weighted.elements, weighted.width, saved=(places,), backward=self._put_back(weighted, rows)
+        )
+        del weighted
+        size, e = ordered.elements, ordered.width
+        # the gradient of a sum is expanded, and copied to be seen as rows
+        mixed = self.tape.op((ordered,), x.elements, e, backward=lambda tape, grad: (tape.new(size, e),))
+        del ordered, bias, gathered
+        return self.to(mixed, x.width)
 
-        def backward(tape: Tape, grad: Ref, size: int = inner.elements) -> Grads:
-            out = tape.new(size, e)
-            if full:
-                self._weight_gradient(weights, spec.numbers.weights)
+    def _routing(self, x: Ref, rows: int) -> Ref:
+        """Each row's weight: probabilities of all experts in fp32, of which the largest are taken."""
+        spec = self.spec
+        chances = self.tape.op((x,), self.tokens * spec.experts, 4, holds_output=True)
+        return self.tape.op((chances,), rows, 4 if spec.routes_in_fp32 else x.width)
+
+    def _put_back(self, x: Ref, rows: int) -> Backward:
+        """The gradient of x[places]: put into zeros, by sorted positions (Indexing.cu: four int64 a row)."""
+        size, width = x.elements, x.width
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            out = tape.new(size, width)
+            tape.meter.touch(4 * 8 * rows)
             return (out,)
 
-        out = self.tape.op(
-            (inner,),
-            rows * spec.hidden,
-            e,
-            saved=(inner,) if full else (),
-            backward=backward,
-            holds_weight=True,
-            trains=full,
+        return backward
+
+    def _grouped(self, x: Ref, name: str, inputs: int, outputs: int) -> Ref:
+        """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
+        autocast's dtype by training/experts.py, and the copy is held for x's gradient."""
+        spec, low = self.spec, self.spec.numbers.autocast
+        elements, width = spec.experts * inputs * outputs, spec.numbers.weights
+        x = self.low(x)
+        held = [x] if spec.full else []
+        if low is not None and low != width:
+            held.append(self.tape.new(elements, low))
+        size, e, wanted = x.elements, x.width, x.node is not None
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            out = tape.new(size, e) if wanted else None
+            if spec.full and spec.experts_in_turn:  # zeros of the whole tensor, beside the sum of the other experts'
+                tape.meter.touch(2 * elements * width)
+            if spec.full:
+                self._weight_gradient(elements, width)
+            return (out,)
+
+        return self.tape.op(
+            (x,), x.elements // inputs * outputs, e, saved=held, backward=backward, holds_weight=True, trains=spec.full
         )
-        del inner
-        weighted = self.tape.op((out,), out.elements, e, saved=(out,))
-        return self.tape.op((weighted,), x.elements, e)
+
+    def _plain_gate(self, parts: list[Ref]) -> Ref:
+        gate, up = parts
+        parts.clear()
+        return self.product(self._activated(gate), up)
+
+    def _clamped_gate(self, parts: list[Ref]) -> Ref:
+        """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py,
+        `_apply_gate`)."""
+        gate, up = (self.tape.op((part,), part.elements, part.width, saved=(part,)) for part in parts)
+        parts.clear()
+        share = self.scaled(gate)
+        share = self.tape.op((share,), share.elements, share.width, holds_output=True)
+        share = self.product(gate, share)
+        del gate
+        up = self.tape.op((up,), up.elements, up.width, backward=shared(1))
+        return self.product(up, share)
+
+    def _weighted_rows(self, out: Ref, routing: Ref) -> Ref:
+        """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
+        width = max(out.width, routing.width)
+        size, e, rows, of_routing = out.elements, out.width, routing.elements, routing.width
+
+        def backward(tape: Tape, grad: Ref) -> Grads:
+            gradient = tape.new(size, width)
+            gradient = gradient if e == width else tape.new(size, e)
+            tape.meter.touch(size * width)
+            return (gradient, tape.new(rows, of_routing))
+
+        return self.tape.op((out, routing), size, width, saved=(out, routing), backward=backward)
 
     def _dense_mlp(self, x: Ref) -> Ref:
         if "gate_up" in self.linears:

@@ -11,6 +11,7 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
+from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
@@ -125,6 +126,8 @@ class Walk:
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
         """The kinds of blocks, for batches whose rows are padded or packed as given."""
         step, tuning = self.step, self.config.tuning
+        experts = planned_experts(self.config, self.shape, self.precision)
+        in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
         specs = []
         for kind in self.shape.layers:
             masked = sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
@@ -150,6 +153,7 @@ class Walk:
                 dora=tuning.lora.use_dora,
                 kernel=kernel,
                 masked=masked,
+                experts_in_turn=in_turn,
             )
             specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
         return tuple(specs)

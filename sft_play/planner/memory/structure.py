@@ -36,7 +36,7 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
 
 def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
     """Whether a linear layer gets an adapter."""
-    return targets == "auto" or any(linear.matches(target) for target in targets)
+    return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))
 
 
 def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
@@ -107,6 +107,7 @@ def block_spec(
     dora: bool,
     kernel: AttentionKernel,
     masked: bool,
+    experts_in_turn: bool = False,
 ) -> BlockSpec:
     """A block of this kind, trained this way."""
     key_dim, value_dim = shape.head_dim, shape.head_dim
@@ -138,8 +139,12 @@ def block_spec(
         masked=masked,
         softcap=shape.attention_softcap is not None,
         experts=kind.num_experts,
-        experts_per_token=shape.experts_per_token,
+        experts_per_token=shape.rows_per_token,
         expert_width=kind.expert_width,
+        expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
+        clamped_gate=shape.clamped_gate,
+        routes_in_fp32=shape.routes_in_fp32,
+        experts_in_turn=experts_in_turn,
         attends=kind.attention != "none",
         full=mode == "full",
         nf4=mode == "qlora",

@@ -1,0 +1,380 @@
+"""Experts: which implementation runs them, that it computes what the eager one does, and what the plan says of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
+from sft_play.planner.precision import Precision
+from sft_play.training.experts import CASTING, choose_experts
+from sft_play.training.model import build_model_spec, load_model
+
+pytestmark = pytest.mark.build
+
+FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")
+MASTERS = Precision("bfloat16", "float32", "")
+ONE_BLOCK = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
+MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+def sizes(kind: str, seed: int, *, step: int = 8) -> dict[str, Any]:
+    """A small random model of a type; widths are multiples of `step`."""
+    rng = random.Random(f"{kind} {seed}")
+    heads = rng.choice((2, 4))
+    experts = rng.randint(3, 9)
+    width = step * rng.randint(1, 5)
+    common = {
+        "model_type": kind, "vocab_size": 64, "hidden_size": 8 * heads * rng.randint(1, 2), "num_hidden_layers": 2,
+        "num_attention_heads": heads, "num_key_value_heads": rng.choice((1, heads)), "max_position_embeddings": 64,
+        "num_experts_per_tok": rng.randint(1, min(3, experts)), "tie_word_embeddings": False, "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }  # fmt: skip
+    own: dict[str, dict[str, Any]] = {
+        "mixtral": {"num_local_experts": experts, "intermediate_size": width},
+        "qwen3_moe": {
+            "num_experts": experts, "moe_intermediate_size": width, "intermediate_size": 24, "head_dim": 8,
+            "mlp_only_layers": rng.choice(([], [0])), "norm_topk_prob": rng.random() < 0.5,
+        },
+        "gpt_oss": {"num_local_experts": experts, "intermediate_size": width, "head_dim": 8},
+        "deepseek_v3": {
+            "n_routed_experts": experts, "moe_intermediate_size": width, "intermediate_size": 24, "n_group": 1,
+            "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 8, "num_key_value_heads": heads, "first_k_dense_replace": rng.choice((0, 1)),
+            "n_shared_experts": 1,
+        },
+    }  # fmt: skip
+    return common | own[kind]
+
+
+def config(**options: Any) -> RunConfig:
+    """A run of `x` with these settings of the model, and `mode`."""
+    mode = options.pop("mode", "full")
+    where = options.pop("name", "x")
+    return config_from_text(json.dumps({"model": {"name": str(where), **options}, "tuning": {"mode": mode}}), name="r")
+
+
+def saved(folder: Path, kind: str, seed: int, **changes: Any) -> Path:
+    """A folder with a random model."""
+    torch.manual_seed(seed)
+    fields = sizes(kind, seed)
+    fields |= {name: value for name, value in changes.items() if name in fields}
+    kind = fields.pop("model_type")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)
+    with torch.no_grad():  # routers and biases begin as zeros in some classes: every expert would be a tie
+        for name, weight in model.named_parameters():
+            if any(part in name for part in ("router", "gate.weight", "bias")):
+                weight.normal_(0, 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def step(folder: Path, implementation: str, precision: Precision, mode: str = "full") -> tuple[float, Any, Any]:
+    """Loss and gradients of one batch, as the trainer loads and runs the model, and the model."""
+    from peft import get_peft_model
+
+    run = config(name=folder, experts_implementation=implementation, mode=mode)
+    spec = build_model_spec(run, precision, tokenizer_size=64)
+    torch.manual_seed(1)
+    model = load_model(run, precision, spec, device="cpu")
+    if spec.peft_config is not None:
+        model = get_peft_model(model, copy.deepcopy(spec.peft_config))
+        torch.manual_seed(2)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # zeros: the gradient of lora_A would be zero
+                nn.init.normal_(weight, std=0.1)
+    model.train()
+    ids = torch.randint(3, 64, (3, 21), generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision.compute == "bfloat16"):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), gradients, model
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The norm of the gradients' difference, as a share of the first one's."""
+    assert set(one) == set(other)
+    total = sum(float((one[name] - other[name]).norm()) ** 2 for name in one) ** 0.5
+    return total / sum(float(grad.norm()) ** 2 for grad in one.values()) ** 0.5
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_grouped_products_give_what_eager_experts_give(tmp_path, kind, mode):
+    """fp32: the same products in another order. bf16: eager adds the experts' outputs in bf16, the grouped ones in
+    fp32, which may differ by a rounding (2**-8) each; in one block, since a rounding may change the next one's
+    routing."""
+    for seed in range(2):
+        two = saved(tmp_path / f"two {seed}", kind, seed)
+        one = saved(tmp_path / f"one {seed}", kind, seed, **ONE_BLOCK)
+        for folder, precision, tolerance in ((two, FP32, 1e-5), (one, BF16, 2**-6)):
+            loss, gradients, model = step(folder, "eager", precision, mode)
+            other, mine, grouped = step(folder, "auto", precision, mode)
+            assert implementation_of(model) == "eager"
+            assert implementation_of(grouped) == "grouped_mm"
+            assert other == pytest.approx(loss, rel=tolerance)
+            assert distance(gradients, mine) <= tolerance
+
+
+def implementation_of(model: Any) -> str:
+    """What transformers runs."""
+    return str((model.get_base_model() if hasattr(model, "get_base_model") else model).config._experts_implementation)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_fp32_weights_are_multiplied_in_autocast_s_dtype_as_eager_ones_are(tmp_path, kind):
+    """transformers' own grouped products would run in fp32: nearer to the fp32 model than to the eager one."""
+    folder = saved(tmp_path / "m", kind, 0, **ONE_BLOCK)
+    seen = []
+    real = torch.nn.functional.grouped_mm
+
+    def watched(rows: Any, weight: Any, **options: Any) -> Any:
+        seen.append((rows.dtype, weight.dtype))
+        return real(rows, weight, **options)
+
+    loss, gradients, _ = step(folder, "eager", MASTERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "grouped_mm", watched)
+        other, mine, model = step(folder, "auto", MASTERS)
+    assert implementation_of(model) == CASTING
+    assert seen
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert other == pytest.approx(loss, rel=2**-6)
+    assert distance(gradients, mine) <= 2**-6
+
+
+def test_a_saved_model_says_nothing_of_the_implementation(tmp_path):
+    _, _, model = step(saved(tmp_path / "m", "mixtral", 0), "auto", MASTERS)
+    model.save_pretrained(tmp_path / "out")
+    assert "experts_implementation" not in (tmp_path / "out" / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._experts_implementation == "grouped_mm"
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(6))
+def test_widths_that_grouped_products_refuse_run_eagerly(seed):
+    """The rule against PyTorch: on random widths it says grouped_mm exactly where a step runs with it."""
+    rng = random.Random(seed)
+    width, precision = rng.choice((4, 6, 8, 12, 13, 16, 20, 24)), rng.choice((FP32, BF16))
+    fields = sizes("mixtral", seed) | {"intermediate_size": width}
+    kind = fields.pop("model_type")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **fields), dtype=torch.float32 if precision is FP32 else torch.bfloat16
+    )
+    chosen = choose_experts(config(), model, precision)
+    ids = torch.randint(3, 64, (2, 9))
+    problem = ""
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+    except RuntimeError as error:
+        problem = str(error)
+    assert problem in ("", "strides should be multiple of 16 bytes")
+    runs = not problem
+    assert chosen is not None
+    assert (chosen.name == "grouped_mm") == runs
+    if not runs:
+        assert f"one is {width}" in chosen.reason
+        with pytest.raises(ConfigError, match=r"experts_implementation=grouped_mm: x cannot run it.*use auto"):
+            choose_experts(config(experts_implementation="grouped_mm"), model, precision)
+
+
+def test_what_transformers_reaches_is_what_the_table_says():
+    """Llama 4 multiplies every token by every expert in code of its own; all other families go through transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = {}
+    for name, family in FAMILIES.items():
+        if family.experts is not None:
+            model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(name))]
+            found[name] = not model_class._can_set_experts_implementation()
+    assert len(found) == 16
+    assert found == {name: FAMILIES[name].experts.own_code for name in found}  # type: ignore[union-attr]
+
+
+def test_a_model_without_experts_takes_no_implementation(tiny_llama):
+    assert build_model_spec(config(name=tiny_llama), FP32, tokenizer_size=10).experts is None
+    with pytest.raises(ConfigError, match="has no experts that it could reach; leave it at auto"):
+        build_model_spec(config(name=tiny_llama, experts_implementation="eager"), FP32, tokenizer_size=10)
+
+
+def test_experts_in_a_list_of_mlps_are_a_class_s_own_code():
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    chosen = choose_experts(config(), nn.Sequential(Mixture()), FP32)
+    assert chosen is not None
+    assert chosen.name == "eager"
+    assert "code of its own" in chosen.reason
+    with pytest.raises(ConfigError, match="code of its own"):
+        choose_experts(config(experts_implementation="grouped_mm"), nn.Sequential(Mixture()), FP32)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+def test_the_table_of_moved_adapters_is_peft_s():
+    from peft.utils import transformers_weight_conversion as peft
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    moved = {
+        kind: peft._MOE_TARGET_MODULE_MAPPING[of]
+        for kind, of in peft._MODEL_TO_CONVERSION_PATTERN.items()
+        if of in peft._MOE_TARGET_MODULE_MAPPING and get_checkpoint_conversion_mapping(kind) is not None
+    }
+    assert set(moved) == MOVED_BY_PEFT
+    assert {name for names in moved.values() for name in names} == MOVED_NAMES
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
+    """PEFT would move those on shared experts and dense blocks to the routed experts."""
+    from peft import get_peft_model
+
+    from sft_play.facts.architecture import shape_of
+    from sft_play.planner.memory.model_states import adapter_params
+
+    folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
+    run = config(name=folder, mode="lora")
+    spec = build_model_spec(run, FP32, tokenizer_size=64)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), copy.deepcopy(spec.peft_config))
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert trained
+    assert not any(".experts." in name for name in trained)
+    assert sum(one.numel() for one in trained.values()) == adapter_params(shape_of(str(folder)), 16)
+    says = any("which PEFT would put on the experts" in note for note in spec.notes)
+    assert says == (kind in ("qwen3_moe", "deepseek_v3"))
+
+
+def test_a_target_that_would_be_moved_is_refused(tmp_path):
+    folder = saved(tmp_path / "m", "deepseek_v3", 1)
+    text = {"model": {"name": str(folder)}, "tuning": {"lora": {"target_modules": ["q_a_proj", "down_proj"]}}}
+    run = config_from_text(json.dumps(text), name="r")
+    with pytest.raises(ModelError, match="down_proj: PEFT would put its adapter on this model's routed experts"):
+        build_model_spec(run, FP32, tokenizer_size=64)
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozenset[str] = frozenset()) -> Any:
+    from sft_play.facts.hardware import named
+    from sft_play.planner.plan import PlanRequest, make_plan
+
+    return make_plan(PlanRequest(run, shape, named(machine), without=without))
+
+
+def test_eager_experts_cost_what_was_published():
+    """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
+    from sft_play.facts.architecture import parse_config
+    from sft_play.planner.throughput import EXPERTS_PART
+
+    fields = {
+        "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
+    }  # fmt: skip
+    shape = parse_config(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
+    for mode in ("lora", "qlora"):
+        fast, slow = (
+            plan_of(config(experts_implementation=name, mode=mode, name="m"), shape, "A100-80GB")
+            for name in ("auto", "eager")
+        )
+        assert EXPERTS_PART not in fast.speed.parts
+        assert not any("experts" in line for line in fast.reasons)
+        share = slow.checkpointed_layers / 24
+        published = 0.443 * (2 + share) * slow.batch.grad_accum
+        assert slow.speed.parts[EXPERTS_PART] == pytest.approx(published, rel=0.05)
+        (line,) = [line for line in slow.reasons if line.startswith("experts: ")]
+        assert "one expert after another" in line
+        assert "s of a step of" in line
+    whole = plan_of(config(experts_implementation="eager", name="m"), shape, "8xH100")
+    assert whole.speed.parts[EXPERTS_PART] > 2 * 0.443 * 2  # gradients of the whole tensor for each expert
+
+
+def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
+    """transformers#48718: Qwen3.5-9B in full over 8 B200, 8 x 1,024 tokens a card, takes 0.52 s a step more without
+    flash-linear-attention."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from sft_play.facts.installed import LINEAR_ATTENTION
+    from sft_play.planner.throughput import LINEAR_PART
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    shape = shape_on_meta(CONFIG_MAPPING["qwen3_5_text"]().to_dict(), name="Qwen3.5-9B")
+    assert shape.params == 8_953_803_264  # as published there
+    assert sum(kind.count for kind in shape.layers if kind.linear_width == 4096) == 24
+    assert set(shape.kernel_packages) == {LINEAR_ATTENTION, "causal-conv1d"}
+    text = {
+        "model": {"name": "m", "max_seq_len": 1024}, "tuning": {"mode": "full"},
+        "train": {"batch_size": 8, "grad_accum": 1, "gradient_checkpointing": False},
+    }  # fmt: skip
+    run = config_from_text(json.dumps(text), name="r")
+    fast = plan_of(run, shape, "8xB200")
+    slow = plan_of(run, shape, "8xB200", frozenset({LINEAR_ATTENTION, "causal-conv1d"}))
+    assert LINEAR_PART not in fast.speed.parts
+    assert not any("not installed" in line for line in fast.reasons)
+    assert slow.speed.parts[LINEAR_PART] == pytest.approx(0.52, abs=0.02)
+    lines = [line for line in slow.reasons if "not installed" in line]
+    assert len(lines) == 2
+    assert any("1.22 s a step without it, 0.70 s with it" in line for line in lines)
+    on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION}))
+    assert LINEAR_PART not in on_cpu.speed.parts
+    assert not any("not installed" in line for line in on_cpu.reasons)
+
+
+def test_qwen3_next_has_both(monkeypatch):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from sft_play.facts import installed
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    fields = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4, num_experts=16).to_dict()
+    shape = shape_on_meta(fields, name="m")
+    assert [(kind.count, kind.linear_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
+    assert not shape.own_experts
+    monkeypatch.setattr(installed, "version_of", lambda name: "1.0" if name == "causal-conv1d" else None)
+    assert installed.missing_kernels() == {"flash-linear-attention", "mamba-ssm"}
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("choice", ["auto", "eager", "masters"])
+def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
+    """The trace steps the class with the implementation of the run; the closed form is within 4% of it."""
+    from types import SimpleNamespace
+
+    from sft_play.facts.architecture import parse_config
+    from sft_play.planner.layout import SINGLE
+    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.step_memory import Step
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import trace_step
+
+    fields = sizes(kind, 3) | {
+        "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
+        "max_position_embeddings": 1024,
+        **({"intermediate_size": 1024} if kind in ("mixtral", "gpt_oss") else {"moe_intermediate_size": 256}),
+    }  # fmt: skip
+    shape = parse_config(dict(fields), name=kind)
+    precision = MASTERS if choice == "masters" else BF16
+    run = config(experts_implementation="eager" if choice == "eager" else "auto", mode="full")
+    attention = "sdpa" if shape.has_sdpa else "eager"
+    planned = Step(4, 1, 256, checkpointed_layers=0, attention=attention, saves=False)
+    candidate = SimpleNamespace(step=planned, layout=SINGLE, checkpointed=0, checkpointing=False)
+    settings = settings_of(run, fields, shape, precision, candidate)  # type: ignore[arg-type]
+    assert settings.experts == {"auto": "stacked", "eager": "eager", "masters": "cast"}[choice]
+    traced = trace_step(settings).allocated
+    closed = estimate(run, shape, precision, planned).allocated
+    assert closed / traced == pytest.approx(1, abs=0.04)
