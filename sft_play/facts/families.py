@@ -386,7 +386,7 @@ FAMILIES: dict[str, Family] = {
             width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True, clamped=True
         ),
     ),
-    "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias"),
+    "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias", experts=replace(_AFTER_DENSE, fp32_weights=True)),
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": Family(
         qkv_bias="attention_bias",
