@@ -546,6 +546,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(model_spec, "model.attn_implementation", "sdpa", "attention", "sdpa", ["model.attn_implementation=eager"]),
     # neither a mesh of four processes on one GPU nor FlashAttention on a CPU can be had: they have to say so
     one(model_spec, "model.attn_implementation", "flash_attention_2", REFUSED, Says("flash_attention_2")),
+    one(
+        model_spec, "model.attn_implementation", f"kernels-community/flash-attn2@{'a' * 40}", REFUSED,
+        Says("needs the package kernels"),
+    ),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),

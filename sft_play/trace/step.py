@@ -34,7 +34,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 9
+TRACE_VERSION = 10
 """Part of the cache's key: raised whenever this package would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
@@ -174,11 +174,13 @@ class _Run:
     def _batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
         is_packed = self.situation.mask == "packed"
-        is_flat = is_packed and self.settings.attention == "flash_attention_2"
+        is_flat = is_packed and self.settings.attention in ("flash_attention_2", "varlen")
         shape = (1, rows * length) if is_flat else (rows, length)
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
         if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        elif self.situation.mask == "positions":
+            batch["position_ids"] = torch.zeros((1, length), dtype=torch.long)
         elif self.situation.mask != "none":
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if is_flat:
