@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.data.masks.render import TokenRow
+from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.splits import Split
 from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of

@@ -237,7 +237,7 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
-    from sft_play.data.masks.render import TokenRow
+    from sft_play.data.masks.token_row import TokenRow
     from sft_play.data.splits import Split
     from sft_play.data.stats import RowStats
     from sft_play.training.trainer import build_trainer, plan_callbacks

@@ -21,7 +21,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sft_play.data.masks.render import Renderer, TokenRow
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.formats import Chat
 from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.training.starter_base import make_tokenizer

@@ -417,7 +417,7 @@ def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
                 os.close(descriptor)
                 continue
             if by != WRITER or not os.fstat(descriptor).st_size:
-                _write_note(descriptor)
+                _write_note(folder, descriptor)
             status = os.fstat(descriptor)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -491,11 +491,15 @@ def _note(descriptor: int) -> dict[str, Any]:
     return {}
 
 
-def _write_note(descriptor: int) -> None:
+def _write_note(folder: RunFolder, descriptor: int) -> None:
+    """Who writes the run; raises RunFolderError where the disk has no place for it."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}).encode()
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text + b"\n", 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text + b"\n", 0)
+    except OSError as error:
+        raise RunFolderError(f"{folder.path} cannot be written: {error.strerror}") from None
 
 
 def discard(folder: RunFolder) -> None:

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.splits import Split
 from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -313,6 +314,11 @@ def test_what_cannot_be_uploaded_is_refused_in_one_message(world, hub, command, 
     refused("leave MERGED=1 out", "--repo", "me/it", "--merged")
     shutil.rmtree(world / "lora" / "merged", ignore_errors=True)
     refused("make merge RUN=", "--repo", "me/it", "--merged", run="lora")
+    (world / "lora" / "merged").mkdir()
+    (world / "lora" / "merged" / "config.json").write_text("{}")
+    os.utime(world / "lora" / "merged" / "config.json", (0, 0))
+    refused("is no merged model of this adapter, which is newer", "--repo", "me/it", "--merged", run="lora")
+    shutil.rmtree(world / "lora" / "merged")
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_: (_ for _ in ()).throw(OSError("no network")))
     refused("the hub cannot be asked: no network", "--repo", "me/it")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow, show_row
+from sft_play.data.masks.encode import Encoder
+from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
+from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.preview import signs, spread_out
 from sft_play.data.sources.files import BadRow, data_paths
 from sft_play.data.sources.formats import Chat

@@ -12,6 +12,7 @@ import re
 import string
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from sft_play.finished.evaluation import Figure, evaluate_run
 from sft_play.finished.load import held_out, load_as_trained
 from sft_play.finished.metrics import metrics_named, rouge_l, words
 from sft_play.finished.run import FinishedRun, find_finished
-from sft_play.finished.score import batch_tokens, mean_loss, score_rows
+from sft_play.finished.score import RowScore, batch_tokens, score_rows
 from sft_play.finished.statistics import Interval
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -35,6 +36,11 @@ pytestmark = [
         "ignore:Model has `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
     ),  # PEFT's
 ]
+
+
+def mean_loss(scores: list[RowScore]) -> float:
+    """Mean over all trained tokens, in nats, without a balance loss."""
+    return sum(score.nll for score in scores) / sum(score.tokens for score in scores)
 
 
 def mixtral() -> Any:
@@ -149,7 +155,6 @@ def test_each_row_has_its_own_score_whatever_the_batches(lora):
     assert [one.nll for one in base] == pytest.approx([row[0] for row in without], abs=1e-4)
     assert mean_loss(base) != pytest.approx(mean_loss(scores), abs=1e-3)
     assert mean_loss(scores) == pytest.approx(sum(row[0] for row in expected) / sum(row[1] for row in expected))
-    assert mean_loss([]) != mean_loss([])
 
 
 def test_where_memory_runs_out_batches_are_halved_and_no_row_is_lost(lora, monkeypatch, caplog):
@@ -288,6 +293,31 @@ def test_plain_text_has_loss_figures_only(tmp_path, lora):
     assert evaluation.lines()[-6].startswith("Worst of")
     with pytest.raises(ConfigError, match="no row of val ends with an answer"):
         evaluate_run(run, metrics=["exact_match"])
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_one_whole_model_is_in_memory_at_a_time(tmp_path, tiny_llama, monkeypatch, mode):
+    from sft_play.finished import load
+
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", tiny_llama, mode=mode)))
+    models: list[weakref.ref[Any]] = []
+
+    def counted(name: str) -> Any:
+        real = getattr(load, name)
+
+        def loaded(*arguments: Any, **options: Any) -> Any:
+            assert [model() for model in models] == [None] * len(models)
+            model = real(*arguments, **options)
+            models.append(weakref.ref(model))
+            return model
+
+        return loaded
+
+    monkeypatch.setattr(load, "load_model", counted("load_model"))
+    monkeypatch.setattr(load, "load_folder", counted("load_folder"))
+    seen = load.of_each_model(run, lambda whose, model: (whose, next(model.parameters()).shape))
+    assert [whose for whose, _ in seen] == ["base", "trained model"]
+    assert len(models) == (1 if mode == "lora" else 2)
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

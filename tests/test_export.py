@@ -509,7 +509,8 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     base = make_base(tmp_path / "base", model("Llama", eos_token_id=0))
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, mode=mode)))
     exported = export_run(run, "vllm")
-    assert exported.lines()[-1] == f"Next: make merge-test RUN={run.folder.path}" or mode == "full"
+    following = {"lora": f"merge-test RUN={run.folder.path}", "full": f"push RUN={run.folder.path} REPO=user/name"}
+    assert exported.lines()[-1] == f"Next: make {following[mode]}"
     tokenizer = AutoTokenizer.from_pretrained(exported.path)
     stops = GenerationConfig.from_pretrained(exported.path).eos_token_id
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
@@ -517,6 +518,23 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
     assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
     assert [("--max-lora-rank 8" in command) for command in exported.commands[1:]] == [True] * (mode == "lora")
+
+
+def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
+    import shlex
+
+    folder = tmp_path / "my runs"
+    base = make_base(folder / "the base", model("Llama", eos_token_id=0))
+    run = find_finished(folder, str(finished_run(folder / "run 1", base)))
+    target = folder / "run 1" / "export" / "vllm"
+    whole, lora = (shlex.split(one) for one in export_run(run, "vllm").commands)
+    assert whole[:5] == ["vllm", "serve", str(target), "--served-model-name", "run 1"]
+    assert lora[:3] == ["vllm", "serve", str(base)]
+    assert lora[lora.index("--lora-modules") + 1] == f"run 1={run.weights}"
+    said = export_run(run, "vllm", out=folder / "an other").lines()[-1]
+    assert shlex.split(said) == [
+        "Next:", "make", "merge-test", f"RUN={run.folder.path}",
+    ]  # fmt: skip
 
 
 def test_the_commands_answer_in_words_and_json(exported, command):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -407,6 +408,56 @@ def test_a_continued_runs_own_adapter_merges_into_the_base(tmp_path, world, comm
     code, said = command("merge-test", "--run", str(run), "--json")
     assert code == 0, said
     assert json.loads(said[said.index("{") :].splitlines()[0])["ok"]
+
+
+def test_a_continued_run_is_compared_with_the_adapter_that_it_began_from(tmp_path, world, command):
+    path = write(tmp_path, world, adapter="plain")
+    outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
+    held = [json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(20, 26)]
+    (tmp_path / "rows.jsonl").write_text("".join(held))
+    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next",
+                   f"data.val_path={tmp_path}/rows.jsonl")[0] == 0  # fmt: skip
+    run, origin = outputs / "next", outputs / "plain"
+    code, said = command("eval", "--run", str(run), "--metrics", "none")
+    assert code == 0, said
+    assert "Before: run plain's adapter, which this run continued" in said
+    assert re.search(r"\n *before +tuned +difference", said)
+    answer = json.loads((run / "eval.json").read_text())
+    assert answer["before"] == "run plain's adapter"
+    of_adapter, of_base = loss_of(origin, tmp_path), loss_of(origin, tmp_path, of_base=True)
+    assert answer["figures"]["loss"]["base"] == pytest.approx(of_adapter, rel=1e-6)
+    assert answer["figures"]["loss"]["tuned"] == pytest.approx(loss_of(run, tmp_path), rel=1e-6)
+    assert abs(of_base / of_adapter - 1) > 1e-5
+
+    code, said = command("ship", "--run", str(run))
+    assert "Before: run plain's adapter, which this run continued: it is the base of these figures" in said
+    shipped = json.loads((run / "ship.json").read_text())
+    task = shipped["evidence"]["task"]["losses"]
+    assert sum(task["base"]) / sum(task["tokens"]) == pytest.approx(of_adapter, rel=1e-6)
+    assert (code, shipped["before"]) == (2, "run plain's adapter")  # six rows are not enough
+    code, said = command("ship", "--replay", str(run / "ship.json"))
+    assert "Before: run plain's adapter" in said
+
+    code, said = command("eval", "--run", str(origin), "--data", f"{world}/rows.jsonl", "--metrics", "none")
+    assert code == 0, said
+    assert json.loads((origin / "eval.json").read_text())["before"] is None
+    assert "Before:" not in said
+
+
+def test_a_continued_run_whose_adapter_changed_since_is_not_compared_with_another(tmp_path, world, command):
+    path = write(tmp_path, world, adapter="plain")
+    outputs = shutil.copytree(world / "outputs" / "plain", tmp_path / "runs" / "plain").parent
+    assert command("train", "--config", str(path), f"output.dir={outputs}", "output.name=next")[0] == 0
+    file = outputs / "plain" / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
+    code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")
+    assert (code, "is not the adapter that" in said, "put it back" in said) == (2, True, True), said
+    file.unlink()
+    code, said = command("eval", "--run", str(outputs / "next"), "--metrics", "none")
+    assert (code, "is not there any more" in said) == (2, True), said
+    code, said = command("ship", "--run", str(outputs / "next"))
+    assert (code, "is not there any more" in said) == (2, True), said
+    assert not (outputs / "next" / "eval.json").exists()
 
 
 LAYOUTS = [("ddp", "lora"), ("fsdp", "lora"), ("zero2", "lora"), ("zero3", "lora"), ("fsdp", "qlora")]

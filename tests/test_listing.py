@@ -47,10 +47,10 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     assert [run.best for run in listed.runs] == [("exact_match", 0.25), None, None, ("loss", 1.5)]
     assert ["exact match 25.0%" in listed.lines()[1], "loss 1.5" in listed.lines()[4]] == [True, True]
     assert {run.step for run in listed.runs} == {4}
-    ages = [line.split("  ") for line in listed.lines()[1:-1]]
+    ages = [line.split("  ") for line in listed.lines()[1:-2]]
     assert [next(cell for cell in row[::-1] if cell.strip()[-1:] in "dhns" and " " in cell.strip()) for row in ages]
-    assert "50" not in listed.lines()[-2]
-    assert "2 d" in listed.lines()[-2]
+    assert "50" not in listed.lines()[-3]
+    assert "2 d" in listed.lines()[-3]
     assert listed.runs[1].folder == killed
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 

@@ -176,6 +176,15 @@ def test_help_shows_every_target_group_and_variable():
         assert re.search(rf"^  {variable}=\S", text, re.MULTILINE), variable
 
 
+def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure():
+    readme, measuring = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmarks/README.md"))
+    code = re.compile(r"\bmake ([a-z][a-z-]*)|`([a-z][a-z-]*)`")
+    named = {name for text in (readme, measuring) for found in code.findall(text) for name in found}
+    assert len(TARGETS) > 60
+    assert set(TARGETS) - named == {"help"}  # `make` alone is help
+    assert set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", readme, re.MULTILINE)) <= set(TARGETS)
+
+
 def test_the_help_of_the_variables_is_that_of_their_table():
     assert with_variables(MAKEFILE) == MAKEFILE, "run make generate"
     missing = MAKEFILE.replace("#: PRICE=", "#: PRIZE=")

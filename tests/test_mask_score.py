@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.mask_score import score as module
 from benchmarks.mask_score.score import CASES, score
-from sft_play.data.masks.render import IGNORED, Renderer
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError, TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import ROOT, shared

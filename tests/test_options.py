@@ -216,7 +216,7 @@ def trainer(config: RunConfig) -> Facts:
         is_deepspeed_enabled = False
 
         def __init__(self, **options: Any) -> None:
-            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "group_window")})
+            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped")})
             seen["packs"] = options["packs"] and len(options["packs"])
 
         def remove_callback(self, *_: Any) -> None: ...
@@ -620,7 +620,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(texts, "data.documents.chunk_chars", 200, "short", True, TEXTS),
     one(texts, "data.documents.drop_repeated", "false", "openings", True, TEXTS),
     one(headers, "data.documents.headers", "true", "text", Says("Confidential header line"), PAGES),
-    one(trainer, "train.group_by_length", "false", "group_window", None),
+    one(trainer, "train.group_by_length", "false", "grouped", False),
+    one(plan, "train.group_by_length", "false", "micro_batches.tokens", None),
+    one(plan, "train.batch_by", "rows", "micro_batches.tokens", None),
+    one(plan, "train.batch_by", "tokens", "micro_batches.tokens", 2 * 64, ["train.batch_size=2"]),
     one(plan, "train.effective_batch_size", 16, "effective_batch", 16),
     one(plan, "train.batch_size", 2, "micro_batch", 2),
     one(plan, "train.grad_accum", 4, "grad_accum", 4),

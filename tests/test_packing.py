@@ -106,23 +106,23 @@ def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
 
 
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
-    from sft_play.training.rows import TrainingRows
+    from sft_play.training.rows import FILLER, TrainingRows
 
-    rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6), unit=4)
-    assert rows.count == 2
-    assert len(rows) == 4
+    rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6))
+    assert len(rows) == 2
     first, second = rows[0], rows[1]
     assert first["input_ids"].tolist() == [200, 201, 300, 301, 302, 303]
     assert first["labels"].tolist() == [-100, 201, -100, 301, 302, 303]
     assert first["chat_lengths"].tolist() == [2, 4]
     assert second["input_ids"].tolist() == [100, 101, 102]
-    assert rows[3]["labels"].tolist() == [-100, -100]
+    assert rows[FILLER]["labels"].tolist() == [-100, -100]
+    assert rows[FILLER]["chat_lengths"].tolist() == [2]
     assert [row["input_ids"].tolist() for row in rows.__getitems__([1, 0])] == [
         second["input_ids"].tolist(),
         first["input_ids"].tolist(),
     ]
     with pytest.raises(IndexError):
-        rows[4]
+        rows[2]
 
 
 def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):

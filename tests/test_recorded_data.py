@@ -24,7 +24,9 @@ import pytest
 from sft_play.cli import main
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import Encoder, Renderer, TokenizerParts
+from sft_play.data.masks.encode import Encoder
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.packing import best_fit
 from sft_play.data.sources.files import BadRow, RawRow, data_paths
 from sft_play.data.sources.formats import Chat, first_format, to_example

@@ -413,7 +413,9 @@ def test_make_report_as_it_is_typed(tmp_path, plan_of, undrawn, command):
     assert code == 0, printed
     assert printed.startswith("Loss:  * training\n")
     assert "\x1b" not in printed
-    assert printed.rstrip().endswith(f'make compare RUNS="{tmp_path}/outputs/first OTHER"')
+    assert printed.rstrip().endswith(
+        f"Next: make compare RUNS='{tmp_path}/outputs/first OTHER' shows it beside another run"
+    )
     code, printed = command("report", *words, "--json", "--out", str(tmp_path / "elsewhere.html"))
     answer = json.loads(printed)
     assert (answer["ok"], answer["status"], answer["charts"]) == (True, "finished", 3)

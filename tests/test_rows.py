@@ -29,23 +29,19 @@ LENGTHS = np.random.default_rng(5).integers(2, 60, size=64)
 
 
 def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length: bool = False) -> list[list[list[int]]]:
-    """Micro-batches of each rank, as accelerate hands them out, in steps of 8 rows; rows above `count` are masked."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler
+    """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
+    empty; FILLER is a masked row."""
+    from sft_play.planner.micro_batches import MicroBatches
+    from sft_play.training.rows import EpochOrder, StepBatches
 
-    from sft_play.training.rows import EpochOrder, TrainingRows
-
-    rows = TrainingRows(dataset(count), unit=micro * ranks if ranks > 1 else 1)
     per_rank = []
     for rank in range(ranks):
-        lengths = LENGTHS[:count] if by_length else None
-        order = EpochOrder(count, total=len(rows), seed=42, lengths=lengths, window=8)
+        order = EpochOrder(count, seed=42, lengths=LENGTHS[:count] if by_length else None, window=8)
         order.set_epoch(epoch)
-        batches = BatchSampler(order, micro, drop_last=False)
-        per_rank.append(list(BatchSamplerShard(batches, ranks, rank) if ranks > 1 else batches))
-    assert len({len(batches) for batches in per_rank}) == 1
-    masked = [n for batches in per_rank for batch in batches for n in batch if n >= count]
-    assert all(set(rows[n]["labels"].tolist()) == {-100} for n in masked)
+        batches = StepBatches(order, LENGTHS[:count], MicroBatches(micro), window=8, rank=rank, ranks=ranks)
+        per_rank.append(list(batches))
+        assert len(batches) == len(per_rank[-1])
+    assert len({tuple(map(bool, batches)) for batches in per_rank}) == 1
     return per_rank
 
 
@@ -55,7 +51,7 @@ def steps_of(
     """Rows that are trained on in each optimizer step."""
     per_rank = batches_of(count, micro=micro, ranks=ranks, epoch=epoch, by_length=by_length)
     return [
-        sorted(n for rank in per_rank for batch in rank[first : first + accum] for n in batch if n < count)
+        sorted(n for rank in per_rank for batch in rank[first : first + accum] for n in batch if n >= 0)
         for first in range(0, len(per_rank[0]), accum)
     ]
 
@@ -76,10 +72,10 @@ def test_a_step_has_the_same_rows_under_every_split_and_each_comes_once(count, m
 @pytest.mark.parametrize(("micro", "accum", "ranks"), [(2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (2, 1, 4)])
 def test_rows_that_ranks_have_at_the_same_time_are_of_like_length(micro, accum, ranks):
     per_rank = batches_of(37, micro=micro, ranks=ranks, by_length=True)
-    passes = [[n for batch in batches for n in batch] for batches in zip(*per_rank, strict=True)]
-    lengths = [[LENGTHS[n] if n < 37 else 0 for n in rows] for rows in passes]  # masked rows come last
+    passes = [[n for batch in batches for n in batch if n >= 0] for batches in zip(*per_rank, strict=True)]
+    lengths = [[LENGTHS[n] for n in rows] for rows in passes]
     for first in range(0, len(passes), accum):
-        for longer, shorter in itertools.pairwise(lengths[first : first + accum]):
+        for longer, shorter in itertools.pairwise(filter(None, lengths[first : first + accum])):
             assert min(longer) >= max(shorter)
 
 
@@ -90,12 +86,11 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
     from sft_play.training.rows import EpochOrder
 
     theirs = SeedableRandomSampler(range(21), data_seed=42, generator=torch.Generator())
-    ours = EpochOrder(21, total=21, seed=42)
+    ours = EpochOrder(21, seed=42)
     for epoch in (0, 1, 5):
         theirs.set_epoch(epoch)
         ours.set_epoch(epoch)
         assert list(ours) == list(theirs)
-    assert list(EpochOrder(21, total=24, seed=42))[21:] == [21, 22, 23]
 
 
 def test_masked_rows_hold_no_token_that_is_trained_on():
@@ -122,7 +117,7 @@ def test_a_filled_data_set_keeps_its_other_columns():
 
 
 def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
-    from sft_play.data.masks.render import TokenRow
+    from sft_play.data.masks.token_row import TokenRow
     from sft_play.training.rows import lengths_of, to_dataset, trained_tokens
 
     made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
@@ -311,7 +306,7 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
-    from sft_play.data.masks.render import end_of_text_id
+    from sft_play.data.masks.tokenizer_parts import end_of_text_id
     from sft_play.data.sources.files import data_paths
     from sft_play.data.splits import build_splits
     from sft_play.training.rows import to_dataset

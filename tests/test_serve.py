@@ -197,7 +197,8 @@ def test_the_command_ends_by_its_pid_and_prints_one_object(world, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"system_into_user": True}, {"merge_consecutive": True}])
 def test_prompt_ids_are_those_of_training_rows(world, settings):
     """Against the rows that training reads, cut before their answers."""
-    from sft_play.data.masks.render import IGNORED, Renderer
+    from sft_play.data.masks.render import Renderer
+    from sft_play.data.masks.token_row import IGNORED
     from sft_play.data.sources.formats import Chat, first_format, to_example
     from sft_play.data.sources.raw import RawRow
     from sft_play.finished.openai_app import request_ids

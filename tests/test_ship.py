@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 from collections import Counter
@@ -506,9 +507,21 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(world, command
 def test_a_wrong_merge_is_refused_for_the_merge(world, command):
     folder = adapter_copy(world, "unmerged", lambda key, tensor: tensor)
     shutil.copytree(world / "base", folder / "merged")
+    (folder / "merged" / "config.json").touch()
     code, answer = shipped(command, folder)
     assert code == 2
     assert checks(answer) == {"task": True, "general": True, "merge": False}
+
+
+@pytest.mark.build
+def test_a_merge_that_is_older_than_the_adapter_is_made_again(world, command):
+    folder = adapter_copy(world, "retrained", lambda key, tensor: tensor)
+    shutil.copytree(world / "base", folder / "merged")
+    trained = (folder / "adapter" / "adapter_model.safetensors").stat().st_mtime
+    os.utime(folder / "merged" / "config.json", (trained - 1, trained - 1))
+    code, answer = shipped(command, folder)
+    assert code == 0, answer["reasons"]
+    assert checks(answer)["merge"] is True
 
 
 @pytest.mark.build

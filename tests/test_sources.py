@@ -241,7 +241,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     for epoch in range(epochs):
         trainer.order.set_epoch(epoch)
         order.append(list(trainer.order))
-    assert len(loader) * trainer.args.per_device_train_batch_size == len(order[0])
+    assert len(loader) == -(-len(order[0]) // plan.batch.effective_batch) * trainer.args.gradient_accumulation_steps
     return trainer, order
 
 
@@ -263,7 +263,7 @@ def test_packs_hold_rows_of_one_source_and_their_shares_are_exact(run_yaml):
     found = [trainer.train_dataset[row]["sources"] for row in rows]
     assert all(len(set(sources.tolist())) == 1 for sources in found)
     counts = [sum(int(sources[0]) == place for sources in found) for place in (0, 1)]
-    sizes = trainer._mix.sizes
+    sizes = trainer.order._mix.sizes
     assert tuple(counts) == exact_shares([3, 1], sum(sizes))
     assert sum(sizes) < 32
 

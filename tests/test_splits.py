@@ -16,7 +16,8 @@ from sft_play.config.load import config_from_text
 from sft_play.data import build as build_module
 from sft_play.data import workers as workers_module
 from sft_play.data.build import KEPT, Recipe, build
-from sft_play.data.masks.render import IGNORED, TokenizerParts
+from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import RawRow, data_paths
 from sft_play.data.sources.formats import Chat, content_share, recognise, to_example
 from sft_play.data.splits import build_splits
@@ -280,7 +281,7 @@ class TestCache:
             "from transformers import AutoTokenizer\n"
             "from sft_play.config.schema import DataConfig\n"
             "from sft_play.data.build import Recipe, build\n"
-            "from sft_play.data.masks.render import TokenizerParts\n"
+            "from sft_play.data.masks.tokenizer_parts import TokenizerParts\n"
             f"parts = TokenizerParts.of(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
             "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
             f"built = build(Path({str(path)!r}), recipe, split='train', workers=2)\n"

@@ -13,7 +13,10 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks import message_forms, turns
-from sft_play.data.masks.render import IGNORED, Encoder, Renderer, TokenizerParts, TokenRow
+from sft_play.data.masks.encode import Encoder
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import BadRow, RawRow, data_paths
 from sft_play.data.sources.formats import recognise, to_example
 from sft_play.data.splits import build_splits

@@ -8,7 +8,7 @@ from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.finished.run import FinishedRun, find_finished, next_line
 from sft_play.training.quiet import quiet_libraries
 
 HELP = {
@@ -67,4 +67,6 @@ def _chat(request: Request, finished: FinishedRun) -> Answer:
             if line is None:
                 break
             conversation.say(line.rstrip("\n"))
+        if is_terminal:
+            show(f"{next_line('eval', RUN=finished.folder.path)}\n")
     return Answer({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})

@@ -30,8 +30,10 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import Plan, require_fit
+from sft_play.planner.row_tokens import RowTokens, average_passes, row_tokens
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.row_survey import has_own_lengths
 
 HELP = {"check": "check everything that can be checked before training, on one page; the exit code tells"}
 
@@ -277,7 +279,7 @@ class _Checks:
 
         where = "the named machine" if self._hardware.named else "this machine"
         try:
-            self._plan = plan = plan_for(self._config, self._hardware)
+            self._plan = plan = plan_for(self._config, self._hardware, rows=self._row_tokens())
             require_fit(plan, self._config)
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
@@ -297,6 +299,17 @@ class _Checks:
                 f"lower {self._config.train.effective_words}",
             )
 
+    def _row_tokens(self) -> RowTokens | None:
+        """The lengths of the rows as training would have them; None where all are full."""
+        train = self._surveys.get("train")
+        if train is None or self._maker is None or not has_own_lengths(self._config):
+            return None
+        limit = self._maker.max_seq_len
+        held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
+                    if name != "train" and survey.lengths]  # fmt: skip
+        lengths = (min(limit, length) for length in train.lengths)
+        return row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
+
     def _padding(self) -> Iterator[Finding]:
         """How much padding each way to make batches needs."""
         from sft_play.data.packing import padding_shares
@@ -311,6 +324,10 @@ class _Checks:
             max_seq_len=self._maker.max_seq_len,
             seed=config.train.seed,
         )
+        cut, rows = plan.micro_batches, plan.row_tokens
+        if cut.tokens is not None and rows is not None:
+            passes = average_passes(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
+            shares["grouped"] = 1 - passes.tokens / (passes.count * passes.places * plan.batch.ranks)
         yield from checks.judge_padding(
             shares,
             micro_batch=plan.batch.micro_batch,

@@ -27,6 +27,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.starting.over_ranks import common_layout, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for
+from sft_play.starting.row_survey import count_if_quick
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def run(request: Request) -> Answer:
     strategy = request.options.strategy
     refuse_strategy(loaded.config, hardware, strategy)
     only = (strategy,) if strategy else LAYOUT_NAMES
+    count_if_quick(loaded)
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
     if stages:
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))

@@ -107,7 +107,7 @@ def find_adapter(given: str, *, output: Path) -> Adapter:
     """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
 
     Raises:
-        ConfigError: there is none, it is not a LoRA adapter, or has settings that this toolkit does not train.
+        ConfigError: nothing of that name is found, it is not a LoRA adapter, or has settings that are not trained here.
     """
     folder = _folder(given, output.expanduser())
     if folder is None:
@@ -167,7 +167,7 @@ def _folder(given: str, output: Path) -> Path | None:
 
 
 def _last(output: Path) -> Path:
-    """The run that finished last; raises ConfigError where there is none."""
+    """The run that finished last; raises ConfigError where none has finished."""
     finished = []
     for path in sorted(output.iterdir()) if output.is_dir() else []:
         manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _manifest(path)
@@ -206,7 +206,7 @@ def _mode_of_run(folder: Path) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """An adapter_config.json; raises ConfigError where it is none."""
+    """An adapter_config.json; raises ConfigError where it cannot be read as one."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

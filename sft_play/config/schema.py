@@ -464,6 +464,11 @@ class TrainConfig(Section):
     group_by_length: bool = leaf(True, owner="training.trainer")
     """Within each optimizer step, put rows of similar length into the same micro-batch: less padding, same rows."""
 
+    batch_by: Literal["auto", "rows", "tokens"] = leaf("auto", owner="planner.candidates")
+    """How the rows of a step become micro-batches. tokens: as many rows as take no more tokens than `batch_size` rows
+    of full length; rows: exactly `batch_size`. auto is tokens where batch_size and grad_accum are auto. Packs, blocks
+    of text and rows in random order (`group_by_length: false`) are divided by rows."""
+
     dataloader_num_workers: int = leaf(0, owner="training.trainer", ge=0)
     """Processes that prepare batches; 0 prepares them in the training process."""
 

@@ -29,7 +29,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import CHAT, Draft, Renderer, TokenizerParts, TokenRow
+from sft_play.data.masks.render import Draft, Renderer
+from sft_play.data.masks.token_row import CHAT, TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
 from sft_play.data.sources.files import AnySource, BadRow, Part, data_files, read_part, source_digest
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sft_play.data import preview as show
-from sft_play.data.masks.render import IGNORED, TokenRow
+from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import BadRow, RawRow
 from sft_play.data.survey import RowMaker, RowOutcome

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.render import IGNORED, METHODS
+from sft_play.data.masks.token_row import IGNORED, METHODS
 from sft_play.log import one_line
 
 PAGE_PIECES = 20_000

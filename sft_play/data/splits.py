@@ -20,7 +20,9 @@ import numpy as np
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.build import HELD, KEPT, Built, Recipe, build, chat_of
-from sft_play.data.masks.render import Renderer, TokenizerParts, TokenRow
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.mixing import MAX_PASSES, Sources, drawn, mix_table
 from sft_play.data.sources.files import AnySource, BadRow, DataPaths, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sft_play.data.masks.render import IGNORED, TokenRow, trained_tokens
+from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
 from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.log import one_line

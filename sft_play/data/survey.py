@@ -16,7 +16,9 @@ from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.render import IGNORED, Renderer, TokenizerParts, TokenRow
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader, characters, example_of
 from sft_play.data.sources.files import AnySource, BadRow, Part, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, check_columns, content_digest, first_format

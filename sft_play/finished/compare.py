@@ -15,6 +15,7 @@ from sft_play.finished.curves import Screen, plot_lines
 from sft_play.finished.page import Section, Table, page
 from sft_play.finished.record import Record, read_record, settings_of
 from sft_play.finished.report import duration, predicted_and_measured, size, tokens_per_s, write_page
+from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
 
@@ -92,7 +93,7 @@ class Comparison:
         lines += [*lines_of(table(["result", *heads], results, left=(0,))), ""]
         lines += [f"Note: {note}" for note in self.notes]
         first = self.records[0].folder.path
-        return [*lines, f"Written to: {self.path}", f"One of them: make report RUN={first}"]
+        return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]
 
 
 def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comparison:

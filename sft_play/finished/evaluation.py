@@ -16,12 +16,13 @@ from sft_play import runs
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import EvalRows, eval_rows
 from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
-from sft_play.finished.load import free_memory, load_base
+from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.metrics import TITLES, Metric, metrics_named
 from sft_play.finished.respond import Responder, greedy_answers
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.statistics import Interval, paired_bootstrap
+from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.model import weights_facts
 from sft_play.training.quiet import quiet_libraries
@@ -96,7 +97,8 @@ class Evaluation:
     figures: tuple[Figure, ...]
     tasks: tuple[TaskFigures, ...]
     facts: dict[str, Any]
-    """Further fields of the summary: what was used, the balance loss, what the run recorded."""
+    """Further fields of the summary: what was used, the balance loss, what the run recorded, and `before`: the adapter
+    that it continued, which `base` then means, or None."""
     worst: tuple[str, ...]
     rows_path: Path | None
     path: Path
@@ -105,6 +107,11 @@ class Evaluation:
     def ok(self) -> bool:
         """Everything was measured."""
         return True
+
+    @property
+    def before(self) -> str:
+        """What the model before training is called in a table: the base, unless the run continued an adapter."""
+        return "base" if self.facts["before"] is None else "before"
 
     @property
     def perplexity(self) -> dict[str, float | None] | None:
@@ -139,12 +146,15 @@ class Evaluation:
 
     def lines(self) -> list[str]:
         """In words."""
-        lines = [*self._rows_lines(), *_table(self.figures, self.perplexity)]
+        lines = self._rows_lines()
+        if self.facts["before"] is not None:
+            lines.append(f"Before: {self.facts['before']}, which this run continued")
+        lines += _table(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
-            lines += task.lines()
+            lines += task.lines(before=self.before)
         lines += self.worst
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
-        return [*lines, f"Written to: {paths}", f"Next: make ship RUN={self.run}"]
+        return [*lines, f"Written to: {paths}", next_line("ship", RUN=self.run)]
 
     def _rows_lines(self) -> list[str]:
         rows = self.rows
@@ -198,18 +208,14 @@ def evaluate_run(
     rows = None
     if not tasks or _has_rows(run, split, data):
         rows = eval_rows(run, split=split, data=data, limit=limit, asks=bool(wanted))
-        if metrics and wanted and not rows.asked:
-            raise ConfigError(
-                f"METRICS={one_line(' '.join(metrics))}: no row of {rows.name} ends with an answer to generate"
-            )
-        if rows.asked:  # what fails on the first row is known before anything is generated
-            _values(rows, wanted, [rows.asked[0].question.answer])
+        _require_answers(rows, metrics, wanted)
     length = max_new_tokens or run.config.eval.max_new_tokens
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
-    figures = _figures(rows, wanted, base, tuned) if rows else ()
+    figures, continued = _figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
     facts = {
         "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
+        "before": continued.name if continued else None,
         "balance_loss": _balance(tuned.scores),
         "recorded": _recorded(run, rows, tuned, wanted),
     }  # fmt: skip
@@ -219,12 +225,12 @@ def evaluate_run(
     evaluation = Evaluation(
         run.folder.path, rows, tokens, figures, task_results, facts, worst, rows_path if rows else None, path
     )
-    try:
-        if rows:
-            runs.write_text(rows_path, _jsonl(run, rows, base, tuned))
+    if rows:
+        text = _jsonl(run, rows, base, tuned)
+        with writing(rows_path):
+            runs.write_text(rows_path, text)
+    with writing(path):
         runs.write_json(path, evaluation.as_json())
-    except OSError as error:
-        raise ConfigError(f"{path.parent} cannot be written to: {error.strerror}") from None
     return evaluation
 
 
@@ -242,6 +248,15 @@ def _places(run: FinishedRun, out: Path | None) -> tuple[Path, Path]:
     except OSError as error:
         raise ConfigError(f"OUT={shown} cannot be written: {error.strerror}") from None
     return out, out.with_suffix(".json")
+
+
+def _require_answers(rows: EvalRows, named: Sequence[str], metrics: Sequence[Metric]) -> None:
+    """Raises ConfigError, before anything is generated, for metrics of answers that no row ends with, and for one that
+    fails on the first row."""
+    if named and metrics and not rows.asked:
+        raise ConfigError(f"METRICS={one_line(' '.join(named))}: no row of {rows.name} ends with an answer to generate")
+    if rows.asked:
+        _values(rows, metrics, [rows.asked[0].question.answer])
 
 
 def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
@@ -263,12 +278,10 @@ def _both(
     limit: int | None,
     max_new_tokens: int,
 ) -> tuple[Measured, Measured]:
-    """Base and trained model. An adapter is switched off for the base; of a run that trained all weights the trained
-    model is freed before the base is loaded."""
-    responder = Responder(run)
+    """Base and trained model."""
 
-    def measured(model: Any, whose: str) -> Measured:
-        scores, given = [], []
+    def measured(whose: str, model: Any) -> Measured:
+        scores, given, responder = [], [], Responder(run, model)
         if rows is not None:
             logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
             scores = score_rows(model, rows.rows, most_tokens=batch_tokens(run), compute=compute_dtype(run))
@@ -280,14 +293,7 @@ def _both(
         results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return Measured(scores, given, _values(rows, metrics, given), results)
 
-    if run.is_adapter:
-        with responder.base():
-            base = measured(responder.model, "base")
-        return base, measured(responder.model, "trained model")
-    tuned = measured(responder.model, "trained model")
-    responder.model = None
-    free_memory()
-    return measured(load_base(run), "base"), tuned
+    return of_each_model(run, measured)
 
 
 def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[str]) -> dict[str, list[float]]:
@@ -415,10 +421,10 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: Measured, tuned: Measured) ->
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None) -> list[str]:
+def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None, *, before: str) -> list[str]:
     if not figures:
         return []
-    cells = [["", "base", "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
+    cells = [["", before, "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
     for figure in figures:
         cells.append(figure.cells())
         if figure.is_loss and perplexity is not None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ from sft_play.facts.architecture import local_folder
 from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
 from sft_play.finished.llama_cpp import Converter, convert, find_converter
 from sft_play.finished.load import held_out
-from sft_play.finished.merge import MERGED, merge_run, stop_tokens, write_generation_config
+from sft_play.finished.merge import stop_tokens, whole_model, write_generation_config
 from sft_play.finished.modelfile import NoGoTemplate, evaluate, go_template, learn, modelfile, probes
 from sft_play.finished.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
-from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files
+from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes, weight_files
+from sft_play.finished.writing import built_folder
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -64,6 +65,8 @@ class Exported:
     commands: tuple[str, ...]
     """What serves it."""
     notes: tuple[str, ...]
+    is_adapter: bool
+    """Whether the run's model had to be merged."""
     seconds: float
 
     @property
@@ -93,10 +96,12 @@ class Exported:
             f"Written to: {self.file or self.path} ({what}{gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)"
         )
         lines += [f"Serve: {command}" for command in self.commands]
-        elsewhere = "" if self.path == self.run / EXPORT / self.format else f" OUT={self.path}"
-        test = f"make export-test RUN={self.run}{elsewhere}" if self.file else f"make merge-test RUN={self.run}"
-        lines.append(f"Next: {test}")
-        return lines
+        elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
+        if self.file is not None:
+            return [*lines, next_line("export-test", RUN=self.run, **elsewhere)]
+        if self.is_adapter:
+            return [*lines, next_line("merge-test", RUN=self.run)]
+        return [*lines, next_line("push", "REPO=user/name", RUN=self.run)]
 
 
 def export_run(
@@ -128,25 +133,14 @@ def export_run(
     _require_target(target, replace=replace)
     quiet_libraries()
     converter = None if format == "vllm" else find_converter(llama_cpp)
-    model = whole_model(run)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    try:
+    model = whole_model(run, is_locked=True)
+    with built_folder(target) as building:
         if converter is None:
             result = _write_folder(run, model, building, target)
         else:
             result = _write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        building.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    return Exported(run.folder.path, format, target, seconds=time.monotonic() - started, **result)
+    seconds = time.monotonic() - started
+    return Exported(run.folder.path, format, target, is_adapter=run.is_adapter, seconds=seconds, **result)
 
 
 def _require_target(target: Path, *, replace: bool) -> None:
@@ -160,17 +154,9 @@ def _require_target(target: Path, *, replace: bool) -> None:
         )
 
 
-def whole_model(run: FinishedRun) -> Path:
-    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is not there
-    or older than the adapter."""
-    if not run.is_adapter:
-        return run.weights
-    merged = run.folder.path / MERGED
-    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
-    if (merged / "config.json").is_file() and (merged / "config.json").stat().st_mtime >= trained:
-        return merged
-    logger.info("Export: the adapter is merged into its base first (%s)", merged)
-    return merge_run(run, replace=merged.exists()).path
+def _word(name: str | Path) -> str:
+    """As a shell reads it as one word."""
+    return shlex.quote(str(name))
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -204,8 +190,8 @@ def _write_gguf(
     fields = read_fields(file)
     served = target / file.name
     commands = (
-        (f"ollama create {name.lower()} -f {target / 'Modelfile'} && ollama run {name.lower()}",)
-        if format == "ollama" else (f"llama-server --jinja -m {served}",)
+        (f"ollama create {_word(name.lower())} -f {_word(target / 'Modelfile')} && ollama run {_word(name.lower())}",)
+        if format == "ollama" else (f"llama-server --jinja -m {_word(served)}",)
     )  # fmt: skip
     record = {"run": name, "quant": chosen, "converter": converter.version, "file": file.name}
     runs.write_json(building / RECORD, record)
@@ -429,15 +415,15 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     runs.write_json(building / RECORD, {"run": run.folder.path.name, "model": model.name})
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     name, length = run.folder.path.name, run.plan().max_seq_len
-    commands = [f"vllm serve {target} --served-model-name {name} --max-model-len {length}"]
+    commands = [f"vllm serve {_word(target)} --served-model-name {_word(name)} --max-model-len {length}"]
     values = json.loads((model / "config.json").read_text(encoding="utf-8"))
     limits = engines.findings("vllm", engines.trained_of(run.config, engines.architecture_of(values)))
     rank = engines.vllm_rank(run.config.tuning.lora.r)
     if run.is_adapter and not run.is_quantized and rank and all(limit.verdict != "FAIL" for limit in limits):
         base = local_folder(run.config.model.name) or run.config.model.name
         commands.append(
-            f"vllm serve {base} --enable-lora --max-lora-rank {rank} "
-            f"--lora-modules {name}={run.weights} --max-model-len {length}"
+            f"vllm serve {_word(base)} --enable-lora --max-lora-rank {rank} "
+            f"--lora-modules {_word(f'{name}={run.weights}')} --max-model-len {length}"
         )
     return {
         "file": None, "quant": None, "bytes": size, "converter": None, "pre_tokenizer": None, "prompts": 0,

@@ -12,6 +12,7 @@ are closer than `_DEVIATIONS` of its s may change places, and no others.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.finished import llama_cpp_model
 from sft_play.finished.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export import EXPORT, whole_model
+from sft_play.finished.export import EXPORT
 from sft_play.finished.gguf_model import (
     NotReadHere,
     Weights,
@@ -36,7 +37,7 @@ from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fie
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.llama_cpp_model import LlamaCppModel
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.merge import stop_tokens
+from sft_play.finished.merge import stop_tokens, whole_model
 from sft_play.finished.merge_test import limit_of
 from sft_play.finished.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
@@ -143,7 +144,7 @@ class ExportTest:
         if self.ok:
             lines += [
                 "Verdict: the exported model answers as the trained one",
-                f"Next: llama-server --jinja -m {self.file}",
+                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
             ]
         elif failed:
             lines.append(f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})")
@@ -224,7 +225,7 @@ def export_test(
     file = find_gguf(run, path)
     fields = read_fields(file)
     quiet_libraries()
-    model = whole_model(run)
+    model = whole_model(run, is_locked=False)
     prompts = Prompts(run, model)
     data = held_out(run)
     of_rows = prompts.of_rows(data.split, rows)

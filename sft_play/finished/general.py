@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.masks.render import IGNORED, Renderer
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 

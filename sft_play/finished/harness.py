@@ -43,11 +43,11 @@ class TaskFigures:
         return {"task": self.task, "metric": self.metric, "base": self.base, "tuned": self.tuned,
                 "difference": self.tuned - self.base, "interval": interval, "examples": self.examples}  # fmt: skip
 
-    def lines(self) -> list[str]:
-        """In words."""
+    def lines(self, *, before: str = "base") -> list[str]:
+        """In words; `before` names the model that was trained on."""
         ends = self.interval
         shown = "" if ends is None else f" [{ends.low:+.4f}, {ends.high:+.4f}]"
-        return [f"{self.task} {self.metric}: {self.base:.4f} base, {self.tuned:.4f} tuned, "
+        return [f"{self.task} {self.metric}: {self.base:.4f} {before}, {self.tuned:.4f} tuned, "
                 f"{self.tuned - self.base:+.4f}{shown}"]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow, require_file
 from sft_play.errors import DataError
 from sft_play.finished.respond import Responder
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.model import weights_facts
 
@@ -60,7 +61,7 @@ class Inferred:
     def lines(self) -> list[str]:
         """In words."""
         there = f" ({self.resumed:,} were there already)" if self.resumed else ""
-        return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}"]
+        return [f"Answers: {self.prompts:,}{there}", f"Written to: {self.path}", next_line("eval", RUN=self.run)]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -138,7 +139,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
     done = _answered(target, prompts, by)
     if done < len(prompts):
         responder = Responder(run)
-        with target.open("a", encoding="utf-8") as file:
+        with writing(target), target.open("a", encoding="utf-8") as file:
             for start in range(done, len(prompts), _AT_ONCE):
                 chunk = prompts[start : start + _AT_ONCE]
                 ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from sft_play import runs
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
+from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
 from sft_play.units import GIB, MIB
@@ -80,7 +81,7 @@ class RunList:
     def lines(self) -> list[str]:
         """A table in words."""
         if not self.runs:
-            return [f"There are no runs in {self.output}; make train starts one"]
+            return [f"There are no runs in {self.output}", next_line("train")]
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
             best = "-"
@@ -95,7 +96,11 @@ class RunList:
         table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         total = sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
-        return [*table, f"{len(self.runs)} runs, {_size(total)}, of which checkpoints {_size(checkpoints)}"]
+        return [
+            *table,
+            f"{len(self.runs)} runs, {_size(total)}, of which checkpoints {_size(checkpoints)}",
+            next_line("report", RUN=self.runs[0].folder.path),
+        ]
 
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
@@ -202,7 +207,7 @@ class Pruned:
 
     def lines(self) -> list[str]:
         """In words."""
-        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {_size(self.bytes)}"]
+        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {_size(self.bytes)}", next_line("runs")]
 
 
 def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:

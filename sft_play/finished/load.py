@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sft_play import runs
+from sft_play.data.build import digest_of
 from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import Split, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
+from sft_play.training.full_state_dict import ADAPTER_FILE
 from sft_play.training.model import DTYPES, build_model_spec, load_model
 from sft_play.training.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+Measured = TypeVar("Measured")
 
 
 def this_device() -> str:
@@ -54,6 +59,72 @@ def load_base(run: FinishedRun) -> Any:
     model = load_model(config, precision, spec, device=this_device())
     model.config.use_cache = True
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The adapter that a run began from (`model.adapter`): its folder, the digest of its weights, and its name."""
+
+    folder: Path
+    sha256: str
+    name: str
+
+
+def continued_by(run: FinishedRun) -> Continued | None:
+    """The adapter that the run continued, as its manifest records it; None where it trained a new one."""
+    fact = (run.manifest.get("data") or {}).get("adapter")
+    if fact is None:
+        return None
+    name = f"run {fact['run']}'s adapter" if fact.get("run") else f"the adapter {one_line(fact['path'])}"
+    return Continued(Path(fact["path"]), str(fact["sha256"]), name)
+
+
+def load_before(run: FinishedRun) -> Any:
+    """The model that training began with: the base, with the adapter that was continued on it, where one was.
+
+    Raises:
+        ModelError: base or adapter is missing or another one.
+    """
+    before = continued_by(run)
+    if before is None:
+        return load_base(run)
+    file = before.folder / ADAPTER_FILE
+    if not file.is_file():
+        raise ModelError(f"{file} is not there any more; {run.folder.path} was trained on from it")
+    if digest_of(file) != before.sha256:
+        raise ModelError(
+            f"{file} is not the adapter that {run.folder.path} was trained on from (its digest is "
+            f"{digest_of(file)[:12]}, the run's manifest has {before.sha256[:12]}): put it back"
+        )
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_base(run), str(before.folder)).eval()
+
+
+def of_each_model(run: FinishedRun, measure: Callable[[str, Any], Measured]) -> tuple[Measured, Measured]:
+    """What `measure(whose, model)` gives of the model before training and of the trained one, one after the other.
+
+    Before: the base, for which a new adapter is switched off; of a run that continued an adapter, the base with that
+    one. `whose` names the model in lines on how far it is.
+
+    Raises:
+        ModelError: a model cannot be loaded.
+    """
+    continued = continued_by(run)
+    if run.is_adapter and continued is None:
+        model = load_as_trained(run)
+        with model.disable_adapter():
+            before = measure("base", model)
+    else:
+        model = load_before(run)
+        before = measure("base" if continued is None else f"model before training ({continued.name})", model)
+        del model  # two whole models may be more than fits
+        free_memory()
+        model = load_as_trained(run)
+    after = measure("trained model", model)
+    del model
+    free_memory()
+    return before, after
 
 
 def free_memory() -> None:

@@ -11,11 +11,11 @@ relative sizes are measured on the way: the rounding, and what the adapter chang
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,11 +28,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play import runs
+from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes
+from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes
+from sft_play.finished.writing import built_folder
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
+from sft_play.training.exact_match import Configured, stop_ids
 from sft_play.training.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
 from sft_play.training.model import (
     DTYPES,
@@ -143,9 +146,8 @@ class Merged:
         if self.is_untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
         lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)")
-        elsewhere = "" if self.path == self.run / MERGED else f" OUT={self.path}"
-        lines.append(f"Next: make merge-test RUN={self.run}{elsewhere}")
-        return lines
+        elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
+        return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
 
 
 def merge_run(
@@ -178,29 +180,43 @@ def merge_run(
     folder = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
     writer = _Writer(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
-    try:
+    with built_folder(target) as building:
         writer.require_disk(building)
         writer.write(building, file_bytes)
         stops = _write_configs(adapted, folder, building, writer.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(writer.dtype, str(writer.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
-        building.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
         adapted.sizes, size, writer.is_streamed, time.monotonic() - started,
     )  # fmt: skip
+
+
+def merged_model(run: FinishedRun) -> Path | None:
+    """The run's `merged/`; None where there is none, or one that is older than the adapter."""
+    config = run.folder.path / MERGED / "config.json"
+    if not config.is_file():
+        return None
+    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
+    return config.parent if config.stat().st_mtime >= trained else None
+
+
+def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
+    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
+    older than the adapter.
+
+    `is_locked`: the caller holds the run's lock, which a merge needs. Raises as `merge_run` does.
+    """
+    if not run.is_adapter:
+        return run.weights
+    merged = merged_model(run)
+    if merged is not None:
+        return merged
+    target = run.folder.path / MERGED
+    logger.info("The adapter is merged into its base first (%s)", target)
+    with contextlib.nullcontext() if is_locked else runs.lock(run.folder):
+        return merge_run(run, replace=target.exists()).path
 
 
 def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
@@ -551,18 +567,9 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
     return stops
 
 
-def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: int | list[int] | None) -> list[int]:
+def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: Configured) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    from types import SimpleNamespace
-
-    from sft_play.data.masks.render import Renderer
-    from sft_play.training.exact_match import stop_ids
-
-    if run.config.task_mode == "cpt":  # there are no turns to end
-        own = of_base if isinstance(of_base, list) else [of_base]
-        return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_base))
     renderer = Renderer(
         tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=runs.first_day(run.folder)
     )
-    return stop_ids(tokenizer, model, renderer)
+    return stop_ids(run.config.task_mode, tokenizer, renderer, of_base)

@@ -7,6 +7,7 @@ model that is as far from the adapter as the base is has not been merged.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.divergence import compared, log_probs, loss, spaced
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.merge import MERGED
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.training.quiet import quiet_libraries
 
 ROWS = 16
@@ -77,10 +78,11 @@ class MergeTest:
             f"Verdict: {verdict}",
         ]
         if not self.ok:
-            lines.append(
-                "Merge again (FORCE=1) with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"
-            )
-        return lines
+            again = next_line("merge", "FORCE=1", RUN=self.run)
+            return [*lines, f"{again} with BASE=dequantized for a QLoRA run, or with a finer DTYPE (bf16, fp32)"]
+        if self.path != self.run / MERGED:
+            return [*lines, f"Next: vllm serve {shlex.quote(str(self.path))}"]
+        return [*lines, next_line("serve", "ENGINE=vllm", RUN=self.run)]
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) -> MergeTest:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
 from sft_play.units import GIB, MIB
 
@@ -95,7 +95,7 @@ class Pushed:
         access = "private" if upload.is_private else "public"
         return [
             f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
-            f"Next: make prune RUNS={upload.run.name} CHECKPOINTS=1 frees the disk of its checkpoints",
+            next_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
         ]
 
 
@@ -176,13 +176,18 @@ def _checked_name(repo: str | None) -> str:
 def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
-    from sft_play.finished.merge import MERGED
+    from sft_play.finished.merge import MERGED, merged_model
 
-    merged = run.folder.path / MERGED
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    if not (merged / "config.json").is_file():
-        raise RunFolderError(f"{merged} holds no merged model; make merge RUN={run.folder.path} writes it")
+    merged, target = merged_model(run), run.folder.path / MERGED
+    if merged is None and target.exists():
+        raise RunFolderError(
+            f"{target} is no merged model of this adapter, which is newer; make merge RUN={run.folder.path} FORCE=1 "
+            "writes it again"
+        )
+    if merged is None:
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.path} writes it")
     return merged
 
 

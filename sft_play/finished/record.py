@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sft_play import runs
+from sft_play.config.adapter import LAST
 from sft_play.config.leaves import leaves
 from sft_play.errors import RunFolderError
 from sft_play.finished.listing import Status, best_of, read_json, status_of
-from sft_play.finished.run import LAST
 from sft_play.runs import RunFolder
 
 Points = Sequence[tuple[float, float]]

@@ -17,6 +17,7 @@ from sft_play.finished.charts import Chart, Curve, NotDrawn, drawn
 from sft_play.finished.curves import Screen, plot_lines
 from sft_play.finished.page import Sample, Section, Table, page
 from sft_play.finished.record import Part, Record, read_record, settings_of
+from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs import RunFolder, write_text
 from sft_play.units import GIB, MIB
@@ -63,7 +64,7 @@ class Report:
             f"Run {self.record.name}: {figures}",
             *warned,
             f"Written to: {self.path}",
-            f'Beside another run: make compare RUNS="{self.record.folder.path} OTHER"',
+            f"{next_line('compare', RUNS=f'{self.record.folder.path} OTHER')} shows it beside another run",
         ]
 
 

@@ -31,14 +31,16 @@ from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import detect
-from sft_play.finished.run import FinishedRun, base_folder, weight_files
+from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = "-reproduced"
-_OF_PLAN = ("layout", "micro_batch", "grad_accum", "checkpointed_layers", "loss", "precision", "repeats_kv")
+_OF_PLAN = (
+    *("layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv"),
+)
 """What of a plan changes the numbers of a run."""
 
 
@@ -108,9 +110,9 @@ class Reproduced:
         elif differing:
             lines.append("Losses: every logged loss is the same")
         lines.append(f"Written to: {self.path}")
-        both = f"RUNS='{self.run.name} {self.path.name}'"
-        lines.append(f"Next: make prune RUNS={self.path.name}" if self.ok else f"Next: make compare {both}")
-        return lines
+        if self.ok:
+            return [*lines, next_line("prune", RUNS=self.path.name)]
+        return [*lines, next_line("compare", RUNS=f"{self.run.name} {self.path.name}")]
 
 
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
@@ -355,6 +357,9 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     if not isinstance(batch, dict) or not isinstance(plan, dict):
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
     words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
+    if config.train.batch_by == "auto":
+        by_tokens = (plan.get("micro_batches") or {}).get("tokens") is not None
+        words.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
     if config.train.gradient_checkpointing == "auto":
         layers, of = plan["checkpointed_layers"], plan["layers"]
         words.append(

@@ -18,7 +18,7 @@ from sft_play.errors import DataError
 from sft_play.finished.load import free_memory, load_as_trained
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.score import compute_dtype
-from sft_play.training.exact_match import Answer, Question, answers, stop_ids
+from sft_play.training.exact_match import Answer, Question, answers, configured_stops, stop_ids
 from sft_play.training.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,21 +71,18 @@ def _as_trained(run: FinishedRun, model: Any) -> contextlib.AbstractContextManag
 
 
 class Responder:
-    """A loaded model with its tokenizer and template."""
+    """A run's model, loaded as it was trained where none is given, with the tokenizer and template of the run."""
 
-    def __init__(self, run: FinishedRun) -> None:
+    def __init__(self, run: FinishedRun, model: Any = None) -> None:
         plan = run.plan()
         self.run = run
         self.tokenizer = load_tokenizer(run.config).tokenizer
-        self.model = load_as_trained(run)
+        self.model = load_as_trained(run) if model is None else model
         self._renderer = Renderer(
             self.tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder)
         )
         self._is_text = run.config.task_mode == "cpt"
-        self.stop = [self.tokenizer.eos_token_id] if self._is_text else self._stops()
-
-    def _stops(self) -> list[int]:
-        return stop_ids(self.tokenizer, self.model, self._renderer)
+        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:

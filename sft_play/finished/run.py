@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play import runs
+from sft_play.config.adapter import LAST
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
@@ -16,8 +18,11 @@ from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs import RunFolder
 
-LAST = "last"
-"""The name that means the newest finished run."""
+
+def next_line(command: str, *more: str, **variables: str | Path) -> str:
+    """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
+    given = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
+    return " ".join(["Next: make", command, *given, *more])
 
 
 @dataclass(frozen=True)

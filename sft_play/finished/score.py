@@ -102,12 +102,6 @@ def batch_tokens(run: FinishedRun) -> int:
     return plan.eval_batch * plan.max_seq_len
 
 
-def mean_loss(scores: Sequence[RowScore]) -> float:
-    """Mean over all trained tokens, in nats, without a balance loss; NaN where there are none."""
-    tokens = sum(score.tokens for score in scores)
-    return sum(score.nll for score in scores) / tokens if tokens else float("nan")
-
-
 def _scored(
     model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None, *, can_halve: bool
 ) -> list[RowScore] | None:

@@ -29,11 +29,10 @@ from typing import Any
 
 import psutil
 
-from sft_play import runs
 from sft_play.endings import StopSignals, ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class Serving:
             f'  client = OpenAI(base_url="{self.url}", api_key="none")',
             f"  print(client.chat.completions.create(model={name}, messages={json.dumps(messages)}, temperature=0)"
             ".choices[0].message.content)",
-            f"Ctrl-C ends it. Next: make push RUN={self.run} REPO=user/name",
+            f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
         ]
 
 
@@ -248,7 +247,9 @@ class VllmService(Service):
 
     def start(self) -> Serving:
         """Merge where that has not been done, start vLLM, and wait until it answers."""
-        weights = merged_folder(self._run)
+        from sft_play.finished.merge import whole_model
+
+        weights = whole_model(self._run, is_locked=False)
         name = self._run.folder.path.name
         words = vllm_command(
             self._program, weights, name=name, host=self._host, port=self._port,
@@ -340,20 +341,6 @@ def vllm_command(
     dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
     words = [program, "serve", str(weights), "--served-model-name", name, "--host", host, "--port", str(port)]
     return [*words, "--dtype", str(dtype), *(["--trust-remote-code"] if trust_remote_code else [])]
-
-
-def merged_folder(run: FinishedRun) -> Path:
-    """The run's model as one folder: `model/`, or `merged/`, which is written first where it is missing."""
-    if not run.is_adapter:
-        return run.weights
-    from sft_play.finished.merge import MERGED, merge_run
-
-    target = run.folder.path / MERGED
-    if not (target / "config.json").is_file():
-        logger.info("vLLM serves the merged model, which is not there yet: merging into %s", target)
-        with runs.lock(run.folder):
-            merge_run(run)
-    return target
 
 
 def _is_healthy(host: str, port: int) -> bool:

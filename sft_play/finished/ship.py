@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,14 +19,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play import runs
 from sft_play.data.build import row_digest
-from sft_play.data.masks.render import IGNORED, Renderer
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
-from sft_play.finished.load import HeldOut, free_memory, held_out, load_as_trained, load_base
-from sft_play.finished.merge import MERGED, merge_run
+from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_model
+from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.ship_rule import (
     Evidence,
@@ -39,8 +40,9 @@ from sft_play.finished.ship_rule import (
     chance_losses,
     judge,
 )
+from sft_play.finished.writing import writing
 from sft_play.log import one_line
-from sft_play.training.exact_match import Question, questions, stop_ids
+from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
 from sft_play.training.model import weights_facts
 from sft_play.training.quiet import quiet_libraries
 from sft_play.training.tokenizer import load_tokenizer
@@ -87,9 +89,12 @@ class Shipped:
     def lines(self) -> list[str]:
         """In words: the evidence, the verdict, what next."""
         after = (
-            f"Next: make export RUN={self.run} FORMAT=gguf" if self.ok else f"Next: make eval RUN={self.run} shows rows"
+            next_line("export", "FORMAT=gguf", RUN=self.run)
+            if self.ok
+            else next_line("eval", "shows rows", RUN=self.run)
         )
-        return [*_evidence_lines(self.verdict, self.thresholds), f"Written to: {self.run / SHIP_FILE}", after]
+        evidence = _evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Replayed:
     thresholds: Thresholds
     differences: tuple[str, ...]
     """Figures of the file that do not follow from its evidence, by name."""
+    before: str | None = None
+    """The adapter that the run continued, as the file names it."""
 
     @property
     def ok(self) -> bool:
@@ -116,7 +123,7 @@ class Replayed:
 
     def lines(self) -> list[str]:
         """In words."""
-        lines = _evidence_lines(self.verdict, self.thresholds)
+        lines = _evidence_lines(self.verdict, self.thresholds, self.before)
         if self.differences:
             return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
         return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
@@ -137,12 +144,13 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     thresholds = Thresholds()
     if tolerance is not None:
         thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
-    sample = general_sample()
+    sample, continued = general_sample(), continued_by(run)
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sample": {"version": VERSION, "sha256": sample.sha256},
         "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
         "base": (run.manifest.get("data") or {}).get("weights"),
+        "before": continued.name if continued else None,
         "versions": runs.versions(),
     }
     with runs.lock(run.folder):
@@ -155,7 +163,8 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         if not judge(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
         shipped = Shipped(run.folder.path, evidence, thresholds, judge(evidence, thresholds), about)
-        run.folder.write_json(SHIP_FILE, shipped.as_json())
+        with writing(run.folder.path / SHIP_FILE):
+            run.folder.write_json(SHIP_FILE, shipped.as_json())
     return shipped
 
 
@@ -185,7 +194,8 @@ def replay(path: Path) -> Replayed:
         "ok": verdict.ok, "verdict": _word(verdict), "checks": [check.as_json() for check in verdict.checks],
     }  # fmt: skip
     differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
-    return Replayed(path, verdict, thresholds, tuple(differences))
+    before = one_line(str(recorded["before"])) if recorded.get("before") else None
+    return Replayed(path, verdict, thresholds, tuple(differences), before)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -223,22 +233,24 @@ class _Measured:
 
     def evidence(self) -> Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
-        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
-        scored: dict[str, dict[str, list[RowScore]]] = {}
-        right: dict[str, tuple[bool, ...]] = {}
-        for name, model in _each_model(self.run):
-            logger.info("Measuring the %s", "base" if name == "base" else "trained model")
-            scored[name] = {part: self._scores(model, chosen) for part, chosen in parts.items()}
-            answered = greedy_answers(
-                self.run, model, self.tokenizer, self.asked, stop=stop_ids(self.tokenizer, model, self.renderer),
-                max_new_tokens=self.run.config.eval.max_new_tokens,
-            )  # fmt: skip
-            right[name] = tuple(answer.right for answer in answered)
-        text = _losses(scored, "text", self.text.rows, self.text.kinds)
-        chats = _losses(scored, "chats", self.chats.rows, self.chats.kinds)
+        (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
+        text = _losses(base["text"], tuned["text"], self.text.rows, self.text.kinds)
+        chats = _losses(base["chats"], tuned["chats"], self.chats.rows, self.chats.kinds)
         split = "" if self.held.name == "train" else self.held.name
-        task = TaskEvidence(split, _losses(scored, "task", self.rows), right["base"], right["tuned"], self.left_out)
+        losses = _losses(base["task"], tuned["task"], self.rows)
+        task = TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
         return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
+
+    def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
+        """Scores of all rows, and whether each answer is the reference."""
+        logger.info("Measuring the %s", whose)
+        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
+        scores = {part: self._scores(model, chosen) for part, chosen in parts.items()}
+        answered = greedy_answers(
+            self.run, model, self.tokenizer, self.asked, max_new_tokens=self.run.config.eval.max_new_tokens,
+            stop=stop_ids(self.run.config.task_mode, self.tokenizer, self.renderer, configured_stops(model)),
+        )  # fmt: skip
+        return scores, tuple(answer.right for answer in answered)
 
     def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
@@ -263,29 +275,10 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     return [rows[index * len(rows) // number] for index in range(number)], read - len(rows)
 
 
-def _each_model(run: FinishedRun) -> Iterator[tuple[str, Any]]:
-    """The base and the trained model, one after the other; of whole models one is in memory at a time."""
-    if run.is_adapter:
-        model = load_as_trained(run)
-        with model.disable_adapter():
-            yield "base", model
-        yield "tuned", model
-    else:
-        model = load_base(run)
-        yield "base", model
-        del model
-        free_memory()
-        model = load_as_trained(run)
-        yield "tuned", model
-    del model
-    free_memory()
-
-
 def _losses(
-    scored: dict[str, dict[str, list[RowScore]]], part: str, rows: Sequence[Row], kinds: Sequence[str] = ()
+    base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
 ) -> Losses:
     """The losses of rows that have trained tokens."""
-    base, tuned = scored["base"][part], scored["tuned"][part]
     counts = [at for at, score in enumerate(base) if score.tokens]
     trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = chance_losses(trained) if counts else []
@@ -303,12 +296,11 @@ def _losses(
 
 
 def _merge_evidence(run: FinishedRun) -> MergeEvidence:
-    """The merged model compared with the adapter; it is made first where the run folder has none."""
+    """The merged model compared with the adapter; it is made first where it is missing or older."""
     if not run.is_adapter:
         return MergeEvidence("no adapter")
     try:
-        if not (run.folder.path / MERGED / "config.json").is_file():
-            merge_run(run)
+        whole_model(run, is_locked=True)
         compared = merge_test(run)
     except DataError:
         raise
@@ -325,9 +317,11 @@ def _word(verdict: Verdict) -> str:
     return "ship" if verdict.ok else "do not ship"
 
 
-def _evidence_lines(verdict: Verdict, thresholds: Thresholds) -> list[str]:
-    """A line for each check, what was asked otherwise than by default, and the verdict."""
-    lines = [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+def _evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
     default = Thresholds()
     other = [
         f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"

@@ -8,7 +8,7 @@ Three checks, all of which have to pass:
   chance, since nothing else can be lost.
 - merge: the merged model is the adapter's, by the verdict of `make merge-test`.
 
-A row's loss counts up to that of chance, which is to guess each token by how often it stands in these rows. A base that
+A row's loss counts up to the unigram loss (chance: each token predicted by its frequency in these rows). A base that
 is worse than that (random weights, or a language that it is sure of and that is another) gets better by any noise that
 makes it less sure, and worse by nothing.
 """

@@ -23,9 +23,11 @@ from sft_play.planner.layout import SIMPLICITY, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evaluation_rows
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries
 from sft_play.planner.precision import Precision, Updates, with_updates
-from sft_play.planner.throughput import Rates, Speed, predict_speed
+from sft_play.planner.row_tokens import RowTokens, average_passes
+from sft_play.planner.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
 AS_FAST = 0.97
@@ -163,6 +165,8 @@ class Job:
     """The batch that a resumed run keeps; None leaves it to the config and the plan."""
     updates: Updates | None = None
     """How updates have reached the weights of a run that is resumed."""
+    rows: RowTokens | None = None
+    """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -340,7 +344,13 @@ def candidate_of(
     if job.has_eval:
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
     step, memory = walk.step, estimate_of(walk, precision)
-    speed = predict_speed(job.config, job.shape, precision, step, job.rates)
+    cut = micro_batches(job, precision, step)
+    passes = None
+    if job.rows is not None:
+        passes = average_passes(
+            job.rows, cut, effective_batch=batch.effective_batch, ranks=layout.data_parallel
+        ).shared_by(layout.context_parallel)
+    speed = predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
     raw = Raw(memory.reserved, speed.tokens_per_s)
     return Candidate(
         layout=layout,
@@ -354,6 +364,29 @@ def candidate_of(
         raw=raw,
         layers=job.shape.num_layers,
     )
+
+
+def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:
+    """How the rows of a step are divided: by tokens, where the config leaves the batch to the plan or asks for it, rows
+    of similar length share micro-batches, and rows differ in length."""
+    train, is_full = job.config.train, job.packed or job.config.task_mode == "cpt"
+    is_open = train.batch_size == "auto" and train.grad_accum == "auto"
+    by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
+    if is_full or by_rows or not train.group_by_length:
+        return MicroBatches(step.micro_batch)
+    overhead = pass_overhead(job.config, job.shape, precision, step, job.rates)
+    return MicroBatches(
+        step.micro_batch,
+        tokens=step.micro_batch * step.seq_len,
+        overhead=_rounded(overhead),
+        single=step.grad_accum == 1,
+    )
+
+
+def _rounded(number: int) -> int:
+    """To two digits, so that candidates that hardly differ share what is worked out for them."""
+    unit = int(10 ** max(0, len(str(number)) - 2))
+    return round(number / unit) * unit
 
 
 def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sft_play.config.schema import RunConfig
@@ -25,6 +25,7 @@ from sft_play.planner.candidates import (
     choose,
     eval_batch,
     least,
+    micro_batches,
     needs_words,
     shown,
     weigh,
@@ -38,10 +39,14 @@ from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.memory.structure import repeats_kv
+from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
+from sft_play.planner.row_tokens import RowTokens
 from sft_play.planner.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
 
+SHORTEST = 8
+"""Tokens of a row that a plan counts at least, as the shortest model.max_seq_len."""
 TRACE_TOLERANCE = 0.03
 """Difference between closed form and trace from which the plan reports it."""
 
@@ -115,6 +120,10 @@ class Plan:
     speed_known: bool = False
     mfu: float | None = None
     work: Work | None = None
+    micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
+    """How the rows of a step become micro-batches."""
+    row_tokens: RowTokens | None = None
+    """The lengths of the run's rows; None where they are not known."""
 
     @property
     def layout(self) -> LayoutName:
@@ -125,6 +134,13 @@ class Plan:
     def batch(self) -> BatchPlan:
         """Micro-batch, accumulation and data-parallel ranks."""
         return self.choice.batch
+
+    @property
+    def counted_batch(self) -> BatchPlan:
+        """The batch as trainers count it, who know a fixed number of passes a step: the most that one can take."""
+        rows = self.batch.effective_batch // self.batch.ranks
+        passes = self.micro_batches.most_passes(rows)
+        return BatchPlan(rows // passes, passes, self.batch.ranks)
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -158,7 +174,8 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run with every row at full length; None where the work or the speed is unknown."""
+        """Hours of the whole run, with every row at full length where the rows' lengths are not known; None where the
+        work or the speed is unknown."""
         return self.work.steps * self.speed.step_s / 3600 if self.work and self.speed_known else None
 
     def as_json(self) -> dict[str, Any]:
@@ -170,6 +187,8 @@ class Plan:
             "eval_batch": self.eval_batch,
             "masked_bytes": self.masked_bytes,
             "answer_tokens": self.answer_tokens,
+            "micro_batches": asdict(self.micro_batches),
+            "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -184,7 +203,7 @@ class Plan:
         }
 
     def _run_json(self) -> dict[str, Any] | None:
-        """Time, energy and money of the whole run at full-length rows; None where the work is unknown."""
+        """Time, energy and money of the whole run; None where the work is unknown."""
         if self.work is None:
             return None
         gpus = len(self.hardware.gpus)
@@ -222,6 +241,8 @@ class PlanRequest:
     has_eval: bool = True
     """Whether evaluation batches run beside the training."""
     earlier: Sequence[calibration.Measured] = ()
+    rows: RowTokens | None = None
+    """The lengths of the rows, where they are known."""
 
     @property
     def named(self) -> LayoutName | None:
@@ -265,7 +286,7 @@ def make_plan(
     return Plan(
         choice=chosen,
         precision=chosen.precision,
-        max_seq_len=job.seq_len,
+        max_seq_len=_limit(request),
         repeats_kv=_repeats_kv(job, chosen),
         eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
         masked_bytes=_masked_bytes(job, chosen),
@@ -279,7 +300,15 @@ def make_plan(
         speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
         mfu=utilisation(chosen.speed, job.rates),
         work=work(chosen.batch.effective_batch) if work else None,
+        micro_batches=micro_batches(job, chosen.precision, chosen.step),
+        row_tokens=job.rows,
     )
+
+
+def _limit(request: PlanRequest) -> int:
+    """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
+    wish = request.config.model.max_seq_len
+    return min(wish, request.shape.max_positions or wish)
 
 
 def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:
@@ -297,7 +326,8 @@ def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout],
 
 def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_notes: Sequence[str]) -> tuple[str, ...]:
     """Why the plan is as it is: precision, length, shape, layout, what the trace measured, and advice."""
-    wish, used = job.config.model.max_seq_len, job.seq_len
+    wish = job.config.model.max_seq_len
+    used = min(wish, job.shape.max_positions or wish)
     shortened = [f"max_seq_len {used} instead of {wish}: the model has {used} positions"] if used != wish else []
     return (
         chosen.precision.reason,
@@ -357,6 +387,8 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         speed_known=data["speed_known"],
         mfu=data["mfu"],
         work=None if run is None else Work(run["steps"], run["tokens"]),
+        micro_batches=MicroBatches(**data["micro_batches"]),
+        row_tokens=RowTokens.from_json(data["row_tokens"]),
     )
 
 
@@ -365,6 +397,8 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
     device = hardware.gpus[0].name if hardware.gpus else "cpu"
+    limit = _limit(request)
+    rows = request.rows.within(limit) if request.rows is not None else None
 
     @functools.cache
     def learned(layout: Layout) -> calibration.Correction:
@@ -377,13 +411,14 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         precision=precision,
         hardware=hardware,
         rates=rates_of(hardware, precision),
-        seq_len=min(config.model.max_seq_len, shape.max_positions or config.model.max_seq_len),
+        seq_len=limit if rows is None else max(SHORTEST, rows.longest_of_all),
         attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
         budget=budget_bytes(hardware),
         host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
         learned=learned,
         masters=masters,
+        rows=rows,
     )
 
 
@@ -451,7 +486,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
         )
     learned = job.learned(chosen.layout).reason
     padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
-    reasons.append(f"assumed: every row {job.seq_len} tokens{padding}, every token trained on")
+    reasons.append(_row_words(job, chosen, padding))
     is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
     if job.config.tuning.mode == "qlora" and is_cut_after_loading:
         memory = chosen.memory
@@ -474,6 +509,19 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
         whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
     )  # fmt: skip
     return [*reasons, *([learned] if learned else [])]
+
+
+def _row_words(job: Job, chosen: Candidate, padding: str) -> str:
+    """What is known, or assumed, of the lengths of rows."""
+    rows = job.rows
+    if rows is None:
+        return f"assumed: every row {job.seq_len} tokens{padding}, every token trained on"
+    known = f"longest row {rows.longest:,} tokens, mean {rows.mean:,.0f}, 95% up to {rows.p95:,}"
+    known += f"; longest held-out row {rows.held_out:,}" if rows.held_out > rows.longest else ""
+    places = micro_batches(job, chosen.precision, chosen.step).tokens
+    if places is None:
+        return f"{known}{padding}"
+    return f"{known}: micro-batches of up to {places:,} tokens{padding}, as many rows as they hold"
 
 
 def _sharded_checkpoint_words(chosen: Candidate) -> str:
@@ -542,7 +590,7 @@ def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> Non
     if plan.fits or is_fixed or train.batch_size != "auto" or train.grad_accum != "auto":
         return
     micro, needs = plan.batch.micro_batch, needs_words(plan.choice, terms=3)
-    rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.max_seq_len} tokens"
+    rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.choice.step.seq_len} tokens"
     where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
     ways = plan.suggestions[:5] or plan.not_enough[:3]
     listed = ", ".join(f"{way.change} ({way.needs})" for way in ways)

@@ -138,10 +138,13 @@ def speed_lines(plan: Plan) -> list[str]:
             "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not a single file)"
         )
     elif run["hours"] is not None:
-        line = f"Run: {run['steps']:,} steps, {run['hours']:.1f} h if every row were full length"
+        is_known = plan.row_tokens is not None
+        line = (
+            f"Run: {run['steps']:,} steps, {run['hours']:.1f} h{'' if is_known else ' if every row were full length'}"
+        )
         if run["gpu_hours"] is not None:
             line += f", {run['gpu_hours']:.1f} GPU-hours"
-        if run["tokens"] is not None:
+        if run["tokens"] is not None and not is_known:
             hours = run["tokens"] / speed.tokens_per_s / 3600
             line += f"; about {hours:.2f} h for the {run['tokens']:,} tokens that the file's size suggests"
         if run["energy_kwh"] is not None:
@@ -235,7 +238,8 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
         train = config.train
         passes = f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
         length = f"{train.max_steps:,} steps" if train.max_steps else passes
-        hours = f", {plan.hours:.1f} h if every row were full length" if plan.hours is not None else ""
+        full = "" if plan.row_tokens is not None else " if every row were full length"
+        hours = f", {plan.hours:.1f} h{full}" if plan.hours is not None else ""
         parts = "" if config.tuning.trainable == "all" else f", trains {', '.join(config.tuning.trainable)}"
         lines.append(
             f"  {number} {name}: {length}, learning rate {config.learning_rate:g}, rows of at most "

@@ -21,6 +21,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.row_tokens import Passes
 from sft_play.planner.traffic import Collective, base_weights, traffic_of
 
 MATRIX_SHARE = {7: 0.32, 8: 0.77, 9: 0.62, 10: 0.60, 12: 0.76}
@@ -84,7 +85,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one optimizer step and their parts; tokens are those of full-length rows over all ranks."""
+    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks, without padding: of
+    the run's own rows where their lengths are known, else of rows of full length."""
 
     step_s: float
     tokens: int
@@ -134,58 +136,99 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     )
 
 
-def predict_speed(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> Speed:
-    """The predicted duration of one optimizer step of one rank, all its micro-steps."""
-    mode, tp = config.tuning.mode, step.layout.tensor_parallel
+def predict_speed(
+    config: RunConfig,
+    shape: ModelShape,
+    precision: Precision,
+    step: Step,
+    rates: Rates,
+    *,
+    passes: Passes | None = None,
+) -> Speed:
+    """The predicted duration of one optimizer step of one rank, all its micro-steps.
+
+    Args:
+        passes: what an average step of the run's own rows takes; None for rows of full length.
+    """
+    tp, again = step.layout.tensor_parallel, _again(shape, step)
+    passes = passes or _full_rows(step)
+    count = passes.count
+    matrix, moving, dequantise, starting = _of_pass(config, shape, precision, step, rates, passes)
+    micro_s = matrix + moving + dequantise + starting
+    optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
+    moved, exposed = _communication(config, shape, precision, step, rates, micro_s, passes)
+    if step.offloads:  # each block's input to the host and back, in the stream that computes
+        inputs = passes.places * shape.hidden_size * BYTES[precision.compute] * shape.num_layers * again
+        host_s += 2 * inputs * count / NOMINAL_LINK
+    parts = {
+        "matrix": matrix * count,
+        "memory": moving * count,
+        "dequantise": dequantise * count,
+        "kernel_starts": starting * count,
+        "optimizer": optimizer_s,
+        "host": host_s,
+        "communication": exposed,
+        "waiting": micro_s * count * slowest(step.layout.ranks),
+    }
+    ranks = step.layout.data_parallel * step.layout.context_parallel
+    shown = passes.tokens / (count * passes.places * ranks)  # what is not padding
+    useful = sum(_flops(config, shape, step, 0.0, passes).values()) * shown * count / tp
+    collectives = traffic_of(config, shape, precision, step).by_kind(max(1, round(count)))
+    return Speed(sum(parts.values()), round(passes.tokens), parts, moved, collectives, useful)
+
+
+def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
+    """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
+    full = _full_rows(step)
+    fixed = sum(_of_pass(config, shape, precision, step, rates, dataclasses.replace(full, places=0.0)))
+    whole = sum(_of_pass(config, shape, precision, step, rates, full))
+    return round(fixed / max(1e-12, whole - fixed) * full.places)
+
+
+def _again(shape: ModelShape, step: Step) -> float:
+    """Share of the layers that are computed a second time."""
     layers = shape.num_layers
-    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
-    flops = _flops(config, shape, step, again)
+    return (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+
+
+def _full_rows(step: Step) -> Passes:
+    """The passes of a step in which every row has full length."""
+    tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
+    return Passes(step.grad_accum, step.tokens, step.seq_len, tokens)
+
+
+def _of_pass(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, passes: Passes
+) -> tuple[float, float, float, float]:
+    """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
+    mode, tp, again = config.tuning.mode, step.layout.tensor_parallel, _again(shape, step)
+    flops = _flops(config, shape, step, again, passes)
     products = sum(flops.values()) + flops["attention"] * (1 / ATTENTION_SHARE - 1)
     matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
-    # forward, backward, and what checkpointing computes again
-    passes = 2.0 + again
-    traffic = _traffic(config, shape, precision, step) * passes / tp + reads * passes
+    times = 2.0 + again  # forward, backward, and what checkpointing computes again
+    traffic = _traffic(config, shape, precision, passes.places) * times / tp + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
         # half a byte read and two written per weight
-        dequantise = 2.5 * active_params(shape) * passes / (rates.bandwidth * BANDWIDTH_SHARE)
-    starting = PASS_OVERHEAD_S * layers * (passes + 1) * (1.0 if mode == "full" else 1.5)
-    micro_s = matrix + moving + dequantise + starting
-    optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
-    moved, exposed = _communication(config, shape, precision, step, rates, micro_s)
-    if step.offloads:  # each block's input to the host and back, in the stream that computes
-        inputs = step.tokens * shape.hidden_size * BYTES[precision.compute] * layers * again
-        host_s += 2 * inputs * step.grad_accum / NOMINAL_LINK
-    parts = {
-        "matrix": matrix * step.grad_accum,
-        "memory": moving * step.grad_accum,
-        "dequantise": dequantise * step.grad_accum,
-        "kernel_starts": starting * step.grad_accum,
-        "optimizer": optimizer_s,
-        "host": host_s,
-        "communication": exposed,
-        "waiting": micro_s * step.grad_accum * slowest(step.layout.ranks),
-    }
-    tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
-    useful = sum(_flops(config, shape, step, 0.0).values()) * step.grad_accum / tp
-    collectives = traffic_of(config, shape, precision, step).by_kind(step.grad_accum)
-    return Speed(sum(parts.values()), tokens, parts, moved, collectives, useful)
+        dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
+    starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * (1.0 if mode == "full" else 1.5)
+    return matrix, moving, dequantise, starting
 
 
-def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float) -> dict[str, float]:
+def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passes: Passes) -> dict[str, float]:
     """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
 
     A product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
     and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times as
     much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
     """
-    tokens, mode = step.tokens, config.tuning.mode
+    tokens, mode = passes.places, config.tuning.mode
     weight_gradients = 1.0 if mode == "full" else 0.0
     blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
     adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora.r) * tokens * (3.0 + again)
-    attention = 4.0 * _attended(shape, step) * shape.q_width * tokens * (3.5 + again)
+    attention = 4.0 * _attended(shape, step, passes.length) * shape.q_width * tokens * (3.5 + again)
     head = 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients)
     return {"blocks": blocks, "adapters": adapters, "attention": attention, "head": head}
 
@@ -199,9 +242,9 @@ def active_params(shape: ModelShape) -> float:
     return total
 
 
-def _attended(shape: ModelShape, step: Step) -> float:
-    """Keys that a query sees on average, summed over the layers; eager attention computes all of them."""
-    total, length = 0.0, step.seq_len
+def _attended(shape: ModelShape, step: Step, length: float) -> float:
+    """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
+    total = 0.0
     for kind in shape.layers:
         window = min(length, shape.window or length) if kind.attention in ("sliding", "chunked") else length
         seen = window - window * window / (2 * length)
@@ -209,7 +252,7 @@ def _attended(shape: ModelShape, step: Step) -> float:
     return total
 
 
-def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> float:
+def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, tokens: float) -> float:
     """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
     written once and read about twice."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
@@ -218,7 +261,7 @@ def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: S
     if config.tuning.mode != "full":
         inputs = sum(i + o for i, o in shape.linear_shapes.values())
         per_token += inputs * (8 if config.tuning.mode == "lora" else 4)
-    return float(per_token * step.tokens * shape.num_layers)
+    return float(per_token * tokens * shape.num_layers)
 
 
 def _optimizer(
@@ -238,11 +281,17 @@ def _optimizer(
 
 
 def _communication(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, micro_s: float
+    config: RunConfig,
+    shape: ModelShape,
+    precision: Precision,
+    step: Step,
+    rates: Rates,
+    micro_s: float,
+    passes: Passes,
 ) -> tuple[int, float]:
     """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
     backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
-    layout, accum = step.layout, step.grad_accum
+    layout, accum = step.layout, max(1, round(passes.count))
     width = BYTES[precision.compute]
     hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
     traffic = traffic_of(config, shape, precision, step)
@@ -262,14 +311,14 @@ def _communication(
         again = 2 if step.checkpointed_layers != 0 else 0
         part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel
         calls = shape.num_layers * (4 + again) * accum  # all-reduces: two a block forward, and two backward
-        sent = part * step.tokens * shape.hidden_size * width * calls
+        sent = part * passes.places * shape.hidden_size * width * calls
         moved += sent
         exposed += sent / inner + COLLECTIVE_START_S * math.log2(layout.tensor_parallel) * calls
     if layout.context_parallel > 1:
         ranks, again = layout.context_parallel, 1 if step.checkpointed_layers != 0 else 0
         keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
         calls = shape.num_layers * (2 + again) * accum  # query, key, value and output are exchanged, and back
-        sent = (ranks - 1) / ranks * step.tokens * (2 * shape.q_width + 2 * keys) * width * calls
+        sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * width * calls
         moved += sent
         exposed += sent / _link(ranks, rates) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
     return int(moved), exposed

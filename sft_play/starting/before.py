@@ -15,12 +15,15 @@ from sft_play.errors import in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import tensorboard
 from sft_play.launch.device import require_machine
+from sft_play.launch.libraries import prepare_libraries
 from sft_play.log import one_line
+from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.over_ranks import parts_of
-from sft_play.starting.plan_run import shape_for
+from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,26 @@ def with_starter(loaded: LoadedConfig) -> LoadedConfig:
     return dataclasses.replace(
         load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
     )
+
+
+def count_before_planning(loaded: LoadedConfig, hardware: Hardware, *, only: tuple[LayoutName, ...] | None) -> None:
+    """Count the tokens of the run's rows, so that its plan knows their lengths; nothing where they are known.
+
+    Args:
+        only: layouts to plan in before minutes may go into the rows, for rows of full length, so that what no length
+            changes is refused in a second; None where a file or a stopped run decides the batch.
+
+    Raises:
+        SftPlayError: as planning, building the starter's base, or reading the rows does.
+    """
+    configs = [loaded.of(stage).config for stage in loaded.stages] or [loaded.config]
+    if not any(has_own_lengths(config) and known_rows(config) is None for config in configs):
+        return
+    for config in configs if only else ():
+        plan_for(config, hardware, only=only or (), with_suggestions=False)
+    loaded = with_starter(loaded)
+    prepare_libraries(loaded.config.model.name, hardware)
+    count_rows(loaded)
 
 
 def board_beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextManager[object]:

@@ -24,6 +24,7 @@ from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.runs import RunFolder, first_day
 from sft_play.starting.before import (
     board_beside,
+    count_before_planning,
     log_base,
     require_backend,
     require_data,
@@ -52,6 +53,9 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         whole = machine_for(loaded.config, detect())
         hardware = one_gpu(whole)
         require_usable(loaded.config, hardware)
+        require_data(loaded)
+        require_backend(loaded)
+        count_before_planning(loaded, hardware, only=None if resume else ("single",))
         planned: list[tuple[RunConfig, Plan]] = []
         for part, place in parts_of(loaded, folder if resume else None):
             log_stage(part)
@@ -70,8 +74,6 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         plans = [plan for _, plan in planned]
         if choices is not None:
             log_choices(choices, plans[0])
-        require_data(loaded)
-        require_backend(loaded)
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
         from sft_play.training.job import job_of

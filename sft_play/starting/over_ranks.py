@@ -169,8 +169,8 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
     numbers = deepspeed_config.PlanNumbers(
-        micro_batch=plan.batch.micro_batch,
-        grad_accum=plan.batch.grad_accum,
+        micro_batch=plan.counted_batch.micro_batch,
+        grad_accum=plan.counted_batch.grad_accum,
         data_parallel_ranks=plan.batch.ranks,
         hidden_size=shape_for(config).hidden_size,
         max_grad_norm=config.train.max_grad_norm,

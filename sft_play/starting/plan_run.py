@@ -17,7 +17,9 @@ from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan
+from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
+from sft_play.starting.row_survey import known_rows
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +54,22 @@ def plan_for(
     with_suggestions: bool = True,
     keeps_params: bool = False,
     kept: Kept = NOTHING_KEPT,
+    rows: RowTokens | None = None,
 ) -> Plan:
     """The plan with everything that is known here: earlier runs, the size of the data, a trace where asked for.
 
-    `kept`: what a resumed run keeps.
+    `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
     """
     hardware = machine_for(config, hardware)
     shape = shape_for(config)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
     earlier = [] if hardware.named else calibration.load()  # runs here say nothing about a machine that is named
+    rows = rows or known_rows(config)
     return make(
-        PlanRequest(config, shape, hardware, only, has_eval(config), earlier),
+        PlanRequest(config, shape, hardware, only, has_eval(config), earlier, rows),
         confirm=_tracer(config, shape) if trace else None,
-        work=_work(config),
+        work=_work(config, rows),
         keeps_params=keeps_params,
         fixed=kept.batch,
         updates=kept.updates,
@@ -84,10 +88,15 @@ def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
     return confirm
 
 
-def _work(config: RunConfig) -> Callable[[int], Work | None]:
-    """A function of the effective batch: how many steps and tokens the run has, by the size of its files."""
+def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | None]:
+    """A function of the effective batch: how many steps and tokens the run has, by its rows or the size of its
+    files."""
 
     def work(effective: int) -> Work | None:
+        if known is not None:
+            per_epoch = math.ceil(known.rows / effective)
+            known_steps = config.train.max_steps or max(1, math.ceil(per_epoch * config.train.epochs))
+            return Work(known_steps, round(known.rows * known.mean * known_steps / per_epoch))
         text = config.task_mode == "cpt"
         size = rough_size(config.data, text_wanted=text)
         steps = config.train.max_steps

@@ -26,11 +26,20 @@ from sft_play.launch.ranks import RESUMED_VARIABLE
 from sft_play.launch.resolve_options import as_accelerate_says, as_the_mesh_says, log_choices, with_mesh_of
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.log import start_log_buffer
+from sft_play.planner.layout import layouts_over
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision
 from sft_play.runs import RunFolder, first_day
 from sft_play.starter.names import BASE_NAME
-from sft_play.starting.before import board_beside, log_base, require_adapter, require_data, require_usable, with_starter
+from sft_play.starting.before import (
+    board_beside,
+    count_before_planning,
+    log_base,
+    require_adapter,
+    require_data,
+    require_usable,
+    with_starter,
+)
 from sft_play.starting.measured import remember
 from sft_play.starting.one_process import start_here
 from sft_play.starting.over_ranks import plan_stages
@@ -94,11 +103,15 @@ def _launch(
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
+    require_data(loaded)
+    if not options.show_only:
+        only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
+        is_decided = options.deepspeed is not None or resumed is not None
+        count_before_planning(loaded, hardware, only=None if is_decided else only)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
     plan = planned[0][0]
     if accelerate is not None:
         log_choices(accelerate, plan, with_count=True)
-    require_data(loaded)
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)

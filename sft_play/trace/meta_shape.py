@@ -99,12 +99,6 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
     heads = _number(hf_config, "num_attention_heads") or 1
     width = embedding.weight.shape[1]
     hidden = _number(hf_config, "hidden_size") or width
-    positions = sum(  # rows of a learned position embedding
-        module.weight.shape[0]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module.weight.shape[1] == hidden
-        and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
-    )  # fmt: skip
     shape = ModelShape(
         name=name,
         model_type=str(hf_config.model_type),
@@ -131,7 +125,7 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
             if _is_norm(part)
         ),
         embedding_width=0 if width == hidden else width,
-        position_rows=positions,
+        position_rows=_learned_positions(model, hidden),
         outer_linears=tuple(
             _linear(place.rpartition(".")[2], module)
             for place, module in model.named_modules()
@@ -141,6 +135,16 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         "are estimated as those of a plain decoder",
     )
     return replace(shape, outer_params=_count(model) - shape.params)
+
+
+def _learned_positions(model: nn.Module, hidden: int) -> int:
+    """Rows of a learned position embedding; 0 without one."""
+    return sum(
+        module.weight.shape[0]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.weight.shape[1] == hidden
+        and path.rpartition(".")[2] in ("wpe", "embed_positions", "position_embeddings")
+    )  # fmt: skip
 
 
 def _answer(model: nn.Module, getter: str) -> Any:

@@ -36,7 +36,8 @@ _CARRIED = frozenset(
         "train.warmup_steps", "train.weight_decay", "train.adam_beta2", "train.max_grad_norm", "train.optim",
         "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
         "train.metric_for_best_model", "train.early_stopping_patience", "train.seed", "train.profile_steps",
-        "train.report_to", "train.group_by_length", "train.dataloader_num_workers", "train.dataloader_pin_memory",
+        "train.report_to", "train.group_by_length", "train.batch_by",
+        "train.dataloader_num_workers", "train.dataloader_pin_memory",
         "eval.steps", "eval.generate_rows", "eval.max_new_tokens", "eval.before_training",
     }
 )  # fmt: skip

@@ -116,7 +116,7 @@ def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -
         held_out=eval_set.name,
         asked=_asked(eval_set.asked),
         asked_while_training=_asked(eval_set.asked_while_training),
-        stop_ids=list(stop_ids(prepared.tokenizer.tokenizer, None, prepared.renderer)) if asks else [],
+        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if asks else [],
         model=handover.Model(
             path=str(folder.absolute()) if folder is not None else config.model.name,
             revision=config.model.revision,

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -78,11 +77,7 @@ def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]
         of_base = GenerationConfig.from_pretrained(where, revision=config.model.revision).eos_token_id
     except (OSError, ValueError):  # it has none, or not on this disk and the hub cannot be asked
         of_base = None
-    if config.task_mode == "cpt":  # there are no turns to end
-        own = of_base if isinstance(of_base, list) else [of_base]
-        return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
-    base = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=of_base))
-    return stop_ids(tokenizer, base, renderer)
+    return stop_ids(config.task_mode, tokenizer, renderer, of_base)
 
 
 def card_of(trained: Trained, base: Base) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 
 COUNTS = ("token_count", "sample_count")
 """Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token."""
@@ -46,7 +46,9 @@ class Collator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape; of rows
-        without a mask position_ids [1, T]."""
+        without a mask position_ids [1, T]; none without rows."""
+        if not rows:
+            return {}
         is_packed = "chat_lengths" in rows[0]
         batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=self.flat and is_packed)
         if is_packed:

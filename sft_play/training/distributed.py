@@ -183,7 +183,7 @@ def tell_accumulation(trainer: Any, plan: Plan) -> None:
     it stays at 1.
     """
     if trainer.is_deepspeed_enabled:
-        trainer.accelerator.gradient_accumulation_steps = plan.batch.grad_accum
+        trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
 
 
 def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:

@@ -53,13 +53,24 @@ def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_l
     return asked
 
 
-def stop_ids(tokenizer: Any, model: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn."""
-    stops = {tokenizer.eos_token_id}
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    stops |= set(configured) if isinstance(configured, list) else {configured}
+Configured = int | list[int] | None
+"""The end tokens of a generation config."""
+
+
+def configured_stops(model: Any) -> Configured:
+    """The end tokens of a loaded model's generation config."""
+    stops: Configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return stops
+
+
+def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Configured) -> list[int]:
+    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn.
+
+    Of a run that trained on text alone (`task_mode` cpt) there are no turns to end.
+    """
+    stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     added = tokenizer.added_tokens_decoder
-    for end in renderer.turns().habits.markers:
+    for end in () if task_mode == "cpt" else renderer.turns().habits.markers:
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
             stops.add(ids[0])

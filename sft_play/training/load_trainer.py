@@ -9,7 +9,7 @@ from typing import Any
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.training import context_parallel, distributed, fsdp_loading, tensor_parallel
 from sft_play.training.evaluate import EvalSet
-from sft_play.training.exact_match import stop_ids
+from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
 from sft_play.training.job import Job
 from sft_play.training.loop import PlannedLoop
@@ -49,10 +49,12 @@ def load_trainer(
     distributed.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
-    asks = bool(eval_set.asked or eval_set.asked_while_training)
+    stops: Sequence[int] = ()
+    if eval_set.asked or eval_set.asked_while_training:
+        stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
     trainer = trainer_of(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=model_spec.peft_config,
-        stop_ids=stop_ids(prepared.tokenizer.tokenizer, model, prepared.renderer) if asks else (), in_parts=in_parts,
+        stop_ids=stops, in_parts=in_parts,
     )  # fmt: skip
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)

@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from transformers.trainer_utils import seed_worker
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
 from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.micro_batches import MicroBatches
 from sft_play.training import context_parallel, distributed, varlen
 from sft_play.training.collate import COUNTS, SOURCE, Collator
 from sft_play.training.exact_match import Answer, Question, answers
@@ -34,6 +38,7 @@ from sft_play.training.rows import (
     EpochOrder,
     LongestFirst,
     SharedOrder,
+    StepBatches,
     TellEpoch,
     TrainingRows,
     evened,
@@ -67,7 +72,7 @@ class _SeedByRank(TrainerCallback):
 class PlannedLoop(CheckpointedLoop):
     """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
 
-    library: type[Trainer] = Trainer
+    upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
 
     def __init__(
@@ -79,39 +84,43 @@ class PlannedLoop(CheckpointedLoop):
         answer_tokens: int = 1,
         patience: int | None = None,
         packs: Packs | None = None,
-        group_window: int | None = None,
+        micro_batches: MicroBatches | None = None,
+        step_rows: int | None = None,
+        grouped: bool = True,
         by_source: bool = False,
         masks: bool = True,
         mix: Mix | None = None,
         layout: Layout = SINGLE,
         **options: Any,
     ) -> None:
-        """`packs`: chats that share a training row; `group_window`: rows of an optimizer step, which are then sorted by
-        length; `by_source`: report the loss of each of the monitor's sources; `masks`: padded rows get a mask; `mix`:
-        what an epoch has of each; `layout`: which ranks share rows. The other options are those of `CheckpointedLoop`
-        and the Trainer."""
+        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
+        sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
+        of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
+        which ranks share rows. The other options are those of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
         self._tokens_per_eval_row = self._tokens_per_eval_pass = 1.0
         self._tokens_seen: torch.Tensor | int = 0
         self._logged_step = 0
-        self._group_window = group_window
         self._layout = layout
-        self._mix = mix
         self._eval_sources: torch.Tensor | None = None
-        self.order: EpochOrder | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        require_known(self.library)
+        require_known(self.upstream)
         super().__init__(**options)
-        self._lengths = None
-        if group_window is not None:
-            self._lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
-        unit = self._unit(self.args.per_device_train_batch_size, ranks=layout.data_parallel)
-        self.train_dataset: Any = TrainingRows(
-            options["train_dataset"], packs=packs, unit=unit, per_epoch=mix.total if mix else None
+        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel
+        self._step_rows = step_rows or batch * self.args.gradient_accumulation_steps * ranks
+        self.order = EpochOrder(
+            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=self._step_rows, mix=mix
         )
+        self._batches = StepBatches(
+            self.order, lengths, micro_batches or MicroBatches(batch),
+            window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
+        )  # fmt: skip
+        self._passes = 1
+        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs)
         attention = str(self.model.config.get_text_config()._attn_implementation)
         is_flat = packs is not None and ("flash" in attention or attention == varlen.ATTENTION)
         pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
@@ -133,20 +142,28 @@ class PlannedLoop(CheckpointedLoop):
         times = self._layout.context_parallel
         return order if times == 1 else SharedOrder(order, batch=batch, times=times)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        rows = self.train_dataset
-        self.order = EpochOrder(
-            rows.count, total=len(rows), seed=self.args.seed, lengths=self._lengths, window=self._group_window or 1,
-            mix=self._mix,
-        )  # fmt: skip
-        return self._shared(self.order, batch=self.args.per_device_train_batch_size)
-
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
 
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch; worker processes end with this one."""
-        return _ending_with_me(super().get_train_dataloader())
+        """The batches of an epoch, this rank's alone; worker processes end with this one."""
+        workers = self.args.dataloader_num_workers
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=self._batches,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+        )
+        accelerator = self.accelerator
+        # one process, whatever the ranks: the batches are this rank's already
+        prepared = prepare_data_loader(
+            loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
+            non_blocking=accelerator.non_blocking,
+        )  # fmt: skip
+        return _ending_with_me(prepared)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation; worker processes end with this one."""
@@ -156,6 +173,15 @@ class PlannedLoop(CheckpointedLoop):
         """The rows of the next step; the wait for them is timed."""
         with self._monitor.part("data"):
             return super().get_batch_samples(*args, **options)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        batches = [batch for batch in batch_samples if batch]
+        self._passes = len(batches)
+        return super()._get_num_items_in_batch(batches, device)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Those of a batch; none of an empty one."""
+        return int(super().floating_point_ops(inputs)) if inputs else 0
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -191,8 +217,12 @@ class PlannedLoop(CheckpointedLoop):
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One forward and backward pass; its tokens are counted on the device, without waiting for it."""
+        """One forward and backward pass; its tokens are counted on the device, without waiting for it. An empty batch
+        takes none."""
         self.beat.note(self.state.global_step + 1, "training")
+        if not inputs:
+            return torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = self._passes  # the Trainer counts empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
         inputs = {name: value for name, value in inputs.items() if name not in COUNTS}

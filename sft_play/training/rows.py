@@ -2,8 +2,9 @@
 
 The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch. So a step
 sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows may be sorted by
-length, and a row may be a pack of several chats. The end of an epoch is filled up with rows whose loss is masked:
-accelerate would fill it with rows from the epoch's beginning, which would then be trained on twice.
+length and divided into micro-batches by their tokens, and a row may be a pack of several chats. A rank that has no row
+left for a pass gets one whose loss is masked: accelerate would give it a row from the epoch's beginning, which would
+then be trained on twice.
 
 The tokens stay in the data set (Arrow, which may be a mapped file); a row is assembled from it when it is asked for.
 """
@@ -22,10 +23,13 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
-from sft_play.data.masks.render import IGNORED, TokenRow
+from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.mixing import Mix
 from sft_play.data.packing import Packs, grouped
+from sft_play.planner.micro_batches import MicroBatches
 
+FILLER = -1
+"""Number of a row whose loss is masked."""
 FILLER_TOKENS = 2
 """Tokens of a masked row: the fewest with a position to predict."""
 SOURCES = ("chat", "text")
@@ -116,27 +120,20 @@ class LongestFirst(torch.utils.data.Sampler[int]):
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The training rows by number: rows of the data set or packs of them, then the masked rows that fill up.
+    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row.
 
     A row is `input_ids`, `labels` and `sources` (all [T]); a pack also has `chat_lengths` (tokens of each chat). No
     chat's first token has a label.
     """
 
-    def __init__(
-        self, dataset: Dataset, *, packs: Packs | None = None, unit: int = 1, per_epoch: int | None = None
-    ) -> None:
-        """Masked rows make an epoch of `per_epoch` rows (None: all) a multiple of `unit` (batch x ranks)."""
+    def __init__(self, dataset: Dataset, *, packs: Packs | None = None) -> None:
         self._arrow = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
         self._packs = packs
-        self.count = len(dataset) if packs is None else len(packs)
-        """Rows to train on; those after them are masked."""
-        self.epoch_rows = self.count if per_epoch is None else per_epoch
-        """Rows to train on in an epoch."""
-        self._total = self.count + -self.epoch_rows % unit
+        self._count = len(dataset) if packs is None else len(packs)
 
     def __len__(self) -> int:
-        return self._total
+        return self._count
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """One row."""
@@ -144,18 +141,20 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
+        if not numbers:
+            return []
         parts = [self._indices(number) for number in numbers]
         read = self._read(np.concatenate(parts))
         ends = np.cumsum([len(part) for part in parts])
         rows = [self._row(read, end - len(part), end) for part, end in zip(parts, ends, strict=True)]
-        return [_masked(row) if number >= self.count else row for row, number in zip(rows, numbers, strict=True)]
+        return [_masked(row) if number == FILLER else row for row, number in zip(rows, numbers, strict=True)]
 
     def _indices(self, number: int) -> npt.NDArray[np.int64]:
         """Rows of the data set that make up a row; masked rows are made from the first."""
-        if not 0 <= number < self._total:
-            raise IndexError(number)
-        if number >= self.count:
+        if number == FILLER:
             return np.zeros(1, dtype=np.int64)
+        if not 0 <= number < self._count:
+            raise IndexError(number)
         return np.array([number]) if self._packs is None else self._packs[number]
 
     def _read(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
@@ -190,7 +189,7 @@ def _masked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: the first `count` rows in an order drawn from seed and epoch, then the masked ones.
+    """Indices of an epoch: `count` rows in an order drawn from seed and epoch.
 
     The order is that of accelerate's seedable sampler for the same seed. With `lengths`, each `window` of rows (an
     optimizer step's) is sorted by them, the longest first. With `mix`, an epoch has the rows that it chooses instead of
@@ -201,13 +200,12 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         self,
         count: int,
         *,
-        total: int,
         seed: int,
         lengths: npt.NDArray[np.int64] | None = None,
         window: int = 1,
         mix: Mix | None = None,
     ) -> None:
-        self._count, self._total, self._seed = count, total, seed
+        self._count, self._seed = count, seed
         self._lengths, self._window, self._mix = lengths, window, mix
         self.epoch = 0
 
@@ -216,7 +214,7 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self._total if self._mix is None else self._mix.total + self._total - self._count
+        return self._count if self._mix is None else self._mix.total
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
@@ -227,7 +225,6 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         if self._lengths is not None:
             order = grouped(order, self._lengths, window=self._window)
         yield from order.tolist()
-        yield from range(self._count, self._total)
 
 
 class SharedOrder(torch.utils.data.Sampler[int]):
@@ -243,6 +240,45 @@ class SharedOrder(torch.utils.data.Sampler[int]):
         numbers = iter(self._order)
         while rows := list(itertools.islice(numbers, self._batch)):
             yield from rows * self._times
+
+
+class StepBatches(torch.utils.data.Sampler[list[int]]):
+    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where the step
+    needs fewer.
+
+    The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of them.
+    """
+
+    batch_size = 1
+    """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        lengths: npt.NDArray[np.int64],
+        cut: MicroBatches,
+        *,
+        window: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens
+        of each row."""
+        self._order, self._lengths, self._cut = order, lengths, cut
+        self._window, self._rank, self._ranks = window, rank, ranks
+        self.slots = cut.most_passes(-(-window // ranks))
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._window) * self.slots
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = iter(self._order)
+        while rows := list(itertools.islice(numbers, self._window)):
+            passes = self._cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
+            yield from ([] for _ in range(self.slots - len(passes)))
+            for each in passes:
+                # a rank without a row of its own computes a masked one: all ranks make the same passes
+                yield [rows[place] for place in each[self._rank]] or [FILLER]
 
 
 class TellEpoch(TrainerCallback):

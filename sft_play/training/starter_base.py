@@ -73,6 +73,12 @@ def ensure_base(*, seed: int = SEED) -> Path:
     return final / "model"
 
 
+def built_base() -> Path | None:
+    """The folder of the base model where the cache has it."""
+    final = cache_dir() / "starter" / f"base-{_digest(SEED)}"
+    return final / "model" if _is_whole(final) else None
+
+
 def _is_whole(final: Path) -> bool:
     return (final / "model" / "model.safetensors").is_file()
 

@@ -63,20 +63,13 @@ def training_arguments(
         make: takes the place of SFTConfig, for a trainer that is not TRL's.
     """
     train = config.train
-    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
-    if not has_eval or eval_steps == 0:
-        eval_strategy, eval_steps = "no", None
-    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
-    loads_best = train.load_best_model_at_end and eval_strategy != "no"
-    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
-        save_strategy, save_steps = eval_strategy, eval_steps
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
     return (make or SFTConfig)(
         output_dir=str(folder.checkpoints),
-        per_device_train_batch_size=plan.batch.micro_batch,
+        per_device_train_batch_size=plan.counted_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
-        gradient_accumulation_steps=plan.batch.grad_accum,
+        gradient_accumulation_steps=plan.counted_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
         learning_rate=config.learning_rate,
@@ -93,11 +86,7 @@ def training_arguments(
         logging_steps=train.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
-        eval_strategy=eval_strategy,
-        eval_steps=eval_steps,
-        save_strategy=save_strategy,
-        save_steps=save_steps or 1,
-        load_best_model_at_end=loads_best,
+        **_schedule(config, has_eval=has_eval),
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
         seed=train.seed,
@@ -111,6 +100,22 @@ def training_arguments(
         **trl_only,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
+
+
+def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
+    """When the run evaluates and saves."""
+    train = config.train
+    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    if not has_eval or eval_steps == 0:
+        eval_strategy, eval_steps = "no", None
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
+    loads_best = train.load_best_model_at_end and eval_strategy != "no"
+    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
+        save_strategy, save_steps = eval_strategy, eval_steps
+    return {
+        "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
+        "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
+    }  # fmt: skip
 
 
 PIN_TRIED = 64 * MIB
@@ -146,7 +151,7 @@ def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
 class PlannedTrainer(PlannedLoop, SFTTrainer):
     """The loop with TRL's loss, which never holds whole logits, and with the adapters that TRL makes."""
 
-    library = SFTTrainer
+    upstream = SFTTrainer
 
 
 class _CheckpointFirstLayers(TrainerCallback):
@@ -215,10 +220,6 @@ def build_trainer(
     if mix is not None and packs is not None:
         for line in mix_table(mix, shown="packed"):
             logger.info("Packing: %s", line)
-    stochastic: dict[str, Any] = {}
-    if plan.precision.updates == "stochastic":
-        optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        stochastic = {"optimizer_cls_and_kwargs": (rounding(optimizer), settings | {"rounding_seed": arguments.seed})}
     trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -226,7 +227,9 @@ def build_trainer(
         **({"peft_config": peft_config} if peft_config is not None else {}),
         train_dataset=rows,
         packs=packs,
-        group_window=plan.batch.effective_batch if config.train.group_by_length else None,
+        micro_batches=plan.micro_batches,
+        step_rows=plan.batch.effective_batch,
+        grouped=config.train.group_by_length,
         by_source=config.task_mode == "cpt_mixed" or sources is not None,
         mix=mix,
         eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
@@ -234,7 +237,7 @@ def build_trainer(
         patience=config.train.early_stopping_patience,
         monitor=monitor,
         layout=plan.choice.layout,
-        **stochastic,
+        **_optimizer(plan, arguments, model),
         **options,
     )
     if peft_config is not None:
@@ -243,6 +246,14 @@ def build_trainer(
     distributed.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
+
+
+def _optimizer(plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
+    """The optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes it."""
+    if plan.precision.updates != "stochastic":
+        return {}
+    optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    return {"optimizer_cls_and_kwargs": (rounding(optimizer), settings | {"rounding_seed": arguments.seed})}
 
 
 def plan_callbacks(

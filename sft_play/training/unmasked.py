@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sft_play.data.masks.render import IGNORED
+from sft_play.data.masks.token_row import IGNORED
 from sft_play.training.collate import COUNTS, Collator
 from sft_play.training.packable import TELLING, VOCABULARY, kind_of, on_small_model, small_model
 

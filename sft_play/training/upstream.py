@@ -35,10 +35,10 @@ class Private:
 
 OVERRIDDEN = (
     Private(
-        "_get_train_sampler",
-        "rows in an order that every number of ranks shares, and that a resumed run finds again",
-        ("self", "train_dataset"),
-        ("get_train_dataloader",),
+        "_get_num_items_in_batch",
+        "a step needs as many micro-batches as its tokens do, and the others are empty",
+        ("self", "batch_samples", "device"),
+        ("get_batch_samples",),
     ),
     Private(
         "_get_eval_sampler",

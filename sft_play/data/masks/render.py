@@ -10,30 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.masks.encode import Encoder, Masked, masked_of
+from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, Message, RenderError
 from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, TokenRow, trained_tokens
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.turns import OTHER_PROMPT, REFUSED, Inexact, LocatedTurns, Turns
-from sft_play.data.masks.words import Words, words_of
 from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.messages import GIVEN, TEXT_KEYS, merge_turns
+from sft_play.data.sources.messages import GIVEN, merge_turns
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
-
-IGNORED = -100
-"""The label of a token that is not trained (torch's and transformers' convention)."""
-
-END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>")
-"""Tokens that end a document; chat models often have another one, their end of turn, as `eos_token`."""
 
 LOST_TO_LENGTH = "every trained token lies beyond max_seq_len"
 NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
@@ -44,135 +38,6 @@ WAYS_TO_AN_END = (
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 ROWS_HELPED = 20
 """Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
-ALL_COMPARED, ONE_COMPARED_OF = 64, 256
-"""Texts whose tokens were put together from words that are compared with the tokenizer's own ids."""
-METHODS = {
-    "generation": "the template's own generation marks",
-    "prefix": "rendered prefixes",
-    "marker": "prefix and end-of-turn marker",
-    "next_turn": "prefix and the token that opens the next turn",
-    "last_turn": "the turns that are exact",
-    "all": "every token",
-    "document": "every token of a document",
-    "inexact": "a guess (data.on_inexact_mask=train)",
-}
-"""How trained spans are found, as a person reads it."""
-CHAT, TEXT = "chat", "text"
-"""Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained.
-
-    `text` is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and
-    `spans` are the characters of it that are trained. `method` says how they were found.
-    """
-
-    where: str
-    input_ids: list[int]
-    labels: list[int]
-    cut: int = 0
-    """Tokens that fell to the length limit, and trained ones among them."""
-    lost: int = 0
-    merged: int = 0
-    """Edges of answers inside a token, which is split there as generation would."""
-    source: str = CHAT
-    method: str = ""
-    untrained_turns: int = 0
-    """Assistant turns without an exact mask."""
-    stripped_think: int = 0
-    """Pieces of think text that the template does not write."""
-    special_in_text: int = 0
-    """Special tokens in the data's own texts."""
-    text: str = ""
-    spans: tuple[Span, ...] = ()
-    notes: tuple[str, ...] = ()
-    """What was changed of the row for the template's sake."""
-    added_end: str = ""
-    """The end of `text` that the chat template does not write: what ends its last turn."""
-
-    @property
-    def trained(self) -> int:
-        """Tokens whose label counts; the first token of a row is never predicted."""
-        return trained_tokens(self.labels)
-
-
-def trained_tokens(labels: list[int]) -> int:
-    """Labels of shape [T] that count: the first token of a row is never predicted."""
-    counted = len(labels) - labels.count(IGNORED)
-    return counted - (1 if labels and labels[0] != IGNORED else 0)
-
-
-@dataclass(frozen=True)
-class TokenizerParts:
-    """What rendering needs of a tokenizer: small enough to be sent to another process, where transformers stays out."""
-
-    state: str
-    """The backend as `tokenizers` writes it."""
-    templates: tuple[tuple[str, str], ...]
-    """Chat templates by name; one tokenizer may have a `default` and a `tool_use` one."""
-    special_map: tuple[tuple[str, str], ...]
-    special: tuple[str, ...]
-    added: tuple[tuple[int, str, bool], ...]
-    """Added tokens: id, text, and whether they are special."""
-    bos_id: int | None
-    eos: str | None
-    end_of_text: int | None
-    live: Any = field(default=None, repr=False, compare=False)
-    """The backend itself, where it is in this process: parsing `state` again takes time and memory."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None}
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> TokenizerParts:
-        """Those of a transformers tokenizer.
-
-        Raises:
-            TokenizerError: it cannot say which characters a token stands for.
-        """
-        if isinstance(tokenizer, cls):
-            return tokenizer
-        if not tokenizer.is_fast:
-            raise TokenizerError(
-                f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
-                "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
-            )
-        given = tokenizer.chat_template
-        templates = given if isinstance(given, dict) else {"default": given} if given else {}
-        special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        added = tokenizer.added_tokens_decoder.items()
-        return cls(
-            tokenizer.backend_tokenizer.to_str(),
-            tuple(templates.items()),
-            tuple(special_map.items()),
-            tuple(tokenizer.all_special_tokens),
-            tuple((number, str(token.content), bool(token.special)) for number, token in added),
-            tokenizer.bos_token_id,
-            tokenizer.eos_token,
-            end_of_text_id(tokenizer),
-            _with_shared_vocabulary(tokenizer.backend_tokenizer),
-        )
-
-    def template(self, *, with_tools: bool) -> str:
-        """The template of rows with tools or without, as transformers chooses it; raises TokenizerError where there
-        is none."""
-        named = dict(self.templates)
-        source = named.get("tool_use") if with_tools else None
-        source = source or named.get("default")
-        if source is None and named:
-            raise TokenizerError(
-                f"the tokenizer has no chat template for rows {'with' if with_tools else 'without'} tools, only "
-                f"{', '.join(sorted(named))}; set data.chat_template"
-            )
-        if source is None:
-            raise TokenizerError("the tokenizer has no chat template; set data.chat_template")
-        return source
-
-    def with_template(self, source: str) -> TokenizerParts:
-        """The same tokenizer with another template."""
-        return replace(self, templates=(("default", source),))
 
 
 class Renderer:
@@ -261,13 +126,13 @@ class Renderer:
         return any("strftime_now" in source for _, source in self.parts.templates)
 
     @functools.cached_property
-    def specials(self) -> _Specials:
+    def specials(self) -> Specials:
         """The special tokens that texts of the data may hold."""
         ends: list[str] = []
         for with_tools in (False, True) if self.parts.templates else ():
             with contextlib.suppress(TokenizerError):
                 ends += self.turns(with_tools=with_tools).end_tokens
-        return _Specials(self.parts, ends)
+        return Specials(self.parts, ends)
 
     # Rows.
 
@@ -306,7 +171,7 @@ class Renderer:
     def encodings(self, drafts: Sequence[Draft | BadRow]) -> list[Any]:
         """The second step, the tokenizer's alone: it can run in a thread beside the other two.
 
-        Each is an `Encoding`, or `_Masked` where every word of the text is known.
+        Each is an `Encoding`, or `Masked` where every word of the text is known.
         """
         plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
         by_words = [self._encoder.masked(draft.text, draft.spans) for draft in plain]
@@ -333,7 +198,7 @@ class Renderer:
             turns = self._turns_for(example.tools)
             fitted = turns.fitted(messages, example.tools)
             messages = fitted.messages
-            special = sum(map(self.specials.count, _texts(messages)))
+            special = sum(map(self.specials.count, texts_of(messages)))
             if special and self.data.special_tokens_in_text == "fail":
                 raise Inexact("a text holds a special token of the tokenizer", self.specials.first(messages))
             hide = special > 0 and self.data.special_tokens_in_text == "plain"
@@ -481,7 +346,7 @@ class Renderer:
             encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
         else:
             encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
-        masked = encoding if isinstance(encoding, _Masked) else _masked(encoding, encoded, spans, self._added)
+        masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         merged = masked.inside
         if merged:
             splitting = self.specials.splitting if draft.special else self._encoder.splitting
@@ -602,352 +467,3 @@ class Draft:
 def is_trained_turn(message: Message) -> bool:
     """Whether it is an assistant turn without `train: false`."""
     return message["role"] == "assistant" and message.get("train") is not False
-
-
-def _texts(messages: Sequence[Message]) -> Iterable[str]:
-    """Every text of a conversation that a template may write."""
-    for message in messages:
-        for key in TEXT_KEYS:
-            if isinstance(message.get(key), str):
-                yield message[key]
-        if len(message) > 2 or not isinstance(message.get("content"), str):
-            for key, value in message.items():
-                if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):
-                    yield from _strings(value)
-        for call in message.get("tool_calls") or ():
-            yield call["function"]["name"]
-            yield from _strings(call["function"]["arguments"])
-
-
-_NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(_strings, value.values()))
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_strings, value))
-
-
-class Encoder:
-    """A tokenizer's backend that neither pads nor truncates, and a copy of it that splits at edges of answers."""
-
-    def __init__(self, parts: TokenizerParts) -> None:
-        from tokenizers import Tokenizer
-
-        self._texts = 0
-        self.backend = parts.live or Tokenizer.from_str(parts.state)
-        self.backend.no_padding()
-        self.backend.no_truncation()
-
-    @functools.cached_property
-    def words(self) -> Words | None:
-        """The tokens of words seen before; None where this tokenizer has no such words."""
-        return words_of(self.backend)
-
-    def masked(self, text: str, spans: Sequence[Span]) -> _Masked | None:
-        """Ids and labels of a text whose words are known; None where the tokenizer has to be asked."""
-        by_words = self.words.masked(text, spans) if self.words is not None else None
-        if by_words is None:
-            return None
-        ids, trained = by_words
-        self._texts += 1
-        if self._texts <= ALL_COMPARED or self._texts % ONE_COMPARED_OF == 0:
-            expected = self.backend.encode(text, add_special_tokens=False).ids
-            assert ids == expected, f"the words of {one_line(text)!r} have other tokens than the text"
-        labels = [IGNORED] * len(ids)
-        for first, last in trained:
-            labels[first:last] = ids[first:last]
-        return _Masked(ids, labels, 0)
-
-    @functools.cached_property
-    def splitting(self) -> _Splitting:
-        """The one that splits at edges of answers."""
-        return _Splitting(self.backend)
-
-
-def _with_shared_vocabulary(backend: Any) -> Any:
-    """A second tokenizer of the same parts, whose padding and truncation are its own; None where it would differ."""
-    from tokenizers import Tokenizer
-
-    # the vocabulary is shared: parsing it again from JSON would cost time and memory
-    copy = Tokenizer(backend.model)
-    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (part := getattr(backend, name)) is not None:
-            setattr(copy, name, part)
-    added = backend.get_added_tokens_decoder()
-    copy.add_tokens([token for _, token in sorted(added.items())])
-    copy.encode_special_tokens = backend.encode_special_tokens
-    is_same = copy.get_added_tokens_decoder() == added and copy.get_vocab_size() == backend.get_vocab_size()
-    return copy if is_same else None
-
-
-def end_of_text_id(tokenizer: Any) -> int | None:
-    """The token between documents: an end-of-text token of the vocabulary, else the tokenizer's eos."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    eos: int | None = tokenizer.eos_token_id
-    return next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), eos)
-
-
-@dataclass(frozen=True)
-class _Masked:
-    """Ids and labels of shape [T], and how many edges of spans stand inside a token, the last of them at `at`."""
-
-    ids: list[int]
-    labels: list[int]
-    inside: int
-    at: int = 0
-
-
-def _masked(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[int]) -> _Masked:
-    """Labels of an encoding: a token counts whose characters all lie in one span.
-
-    An added token may take white space along that follows it (Phi-3's end of turn does); it counts all the same.
-    """
-    ids = list(encoding.ids)
-    labels = [IGNORED] * len(ids)
-    inside = at = 0
-    for start, end in spans:
-        if end <= start:
-            continue
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-        if first is None or last is None:  # a tokenizer that leaves characters out
-            offsets = encoding.offsets
-            edges_inside = sum(begin < edge < stop for begin, stop in offsets for span in spans for edge in span)
-            return _Masked(ids, label_spans(ids, offsets, spans), edges_inside)
-        if encoding.token_to_chars(first)[0] < start:
-            inside, at, first = inside + 1, first, first + 1
-        beyond = text[end : encoding.token_to_chars(last)[1]]
-        if beyond and (beyond.strip() or ids[last] not in added):
-            inside, at, last = inside + 1, last, last - 1
-        else:  # a character may take several tokens
-            place = encoding.token_to_chars(last)
-            while last + 1 < len(ids) and encoding.token_to_chars(last + 1) == place:
-                last += 1
-        labels[first : last + 1] = ids[first : last + 1]
-    return _Masked(ids, labels, inside, at)
-
-
-class _Splitting:
-    """A tokenizer that starts again at every edge of a span, as generation does after its prompt.
-
-    Tokens may reach over the end of a prompt: ` answer` after `Assistant: ` is one token. A model that is prompted
-    never sees that token; it sees the tokens of the prompt and adds its own.
-    """
-
-    _EDGE = "\U0010e002"
-
-    def __init__(self, backend: Any) -> None:
-        from tokenizers import AddedToken, Tokenizer
-
-        self._backend = backend
-        self._copy = Tokenizer.from_str(backend.to_str())
-        self._copy.add_special_tokens([AddedToken(self._EDGE, normalized=False, special=True)])
-        self._edge = self._copy.token_to_id(self._EDGE)
-
-    def masked(self, text: str, spans: Sequence[Span]) -> _Masked | None:
-        """The text's tokens, split at the spans; None where the tokenizer writes other tokens after a split."""
-        edges = [0, *itertools.chain.from_iterable(spans), len(text)]
-        parts = [text[begin:end] for begin, end in itertools.pairwise(edges)]
-        encoding = self._copy.encode(self._EDGE.join(parts), add_special_tokens=False)
-        ids: list[int] = []
-        labels: list[int] = []
-        part = 0
-        for token in encoding.ids:
-            if token == self._edge:
-                part += 1
-                continue
-            ids.append(token)
-            labels.append(token if part % 2 else IGNORED)
-        whole = self._backend.encode(text, add_special_tokens=False).ids
-        same = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
-            whole, skip_special_tokens=False
-        )
-        return _Masked(ids, labels, 0) if same and part == 2 * len(spans) else None
-
-
-def label_spans(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Labels of shape [T]: a token's id where all its characters lie in one span, else `IGNORED`."""
-    labels, at = [IGNORED] * len(ids), 0
-    for position, (start, end) in enumerate(offsets):
-        while at < len(spans) and spans[at][1] <= start:
-            at += 1
-        if at < len(spans) and end > start >= spans[at][0] and end <= spans[at][1]:
-            labels[position] = ids[position]
-    return labels
-
-
-_HIDDEN_BASE = 0xF0000
-"""First of the private-use characters that stand for special tokens of the data's texts while a template runs."""
-
-
-class _Specials:
-    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are.
-
-    While the template runs, each one is a private-use character. Then the tokens that the template wrote get names
-    that no text has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and
-    is no special token there.
-    """
-
-    def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
-        self._parts = parts
-        self._ids = {text: number for number, text, _ in parts.added}
-        named = {text for _, text, is_special in parts.added if is_special or text in ends}
-        self.tokens = sorted((token for token in named if token.strip()), key=lambda token: (-len(token), token))
-        self._pattern = re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
-        self._number = {token: number for number, token in enumerate(self.tokens)}
-        self._hidden = f"[{chr(_HIDDEN_BASE)}-{chr(_HIDDEN_BASE + max(0, len(self.tokens) - 1))}]"
-
-    def count(self, text: str) -> int:
-        """Special tokens in a text."""
-        return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
-
-    def first(self, messages: Sequence[Message]) -> str:
-        """Where the first one stands, for a message."""
-        for index, message in enumerate(messages):
-            for text in _texts([message]):
-                match = self._pattern.search(text)
-                if match:
-                    return f"messages[{index}]: {one_line(match.group())}"
-        return ""
-
-    def hidden(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with special tokens as private-use characters."""
-        text = json.dumps(messages, ensure_ascii=False)
-        if any(_HIDDEN_BASE <= ord(char) < _HIDDEN_BASE + len(self.tokens) for char in text):
-            raise Inexact("a text holds special tokens and private-use characters; take one of them out")
-
-        def hide(text: str) -> str:
-            return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
-
-        hidden: list[Message] = _map_texts(list(messages), hide)
-        return hidden
-
-    def revealed(self, text: str) -> str:
-        """A rendered text with hidden tokens as it reads."""
-        return re.sub(self._hidden, lambda match: self.tokens[ord(match.group()) - _HIDDEN_BASE], text)
-
-    def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span], str, str, list[Span]]:
-        """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
-        text and spans as a person reads them."""
-        encoded, shown = _Spliced(), _Spliced()
-        at = 0
-        for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
-            between, token = text[at : match.start()], match.group()
-            written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
-            encoded.add(between, self._name(token) if token in self._number else written, len(token))
-            shown.add(between, written, len(token))
-            at = match.end()
-        for spliced in (encoded, shown):
-            spliced.add(text[at:], "", 0)
-        encoding = self.plain.encode(encoded.text, add_special_tokens=False)
-        shown_spans = [shown.moved(span) for span in spans]
-        return encoding, [encoded.moved(span) for span in spans], encoded.text, shown.text, shown_spans
-
-    @functools.cached_property
-    def splitting(self) -> _Splitting:
-        """The copy that splits at edges of answers."""
-        return _Splitting(self.plain)
-
-    def _name(self, token: str) -> str:
-        return f"\U0010e000{self._number[token]}\U0010e001"
-
-    @functools.cached_property
-    def plain(self) -> Any:
-        """The tokenizer with its special tokens under names that no text has; ids stay.
-
-        Raises:
-            TokenizerError: renamed, a token has another id.
-        """
-        from tokenizers import Tokenizer
-
-        state = json.loads(self._parts.state)
-        names = {token: self._name(token) for token in self.tokens}
-        for token in state["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = state["model"]
-        vocabulary = model.get("vocab")
-        if isinstance(vocabulary, dict):
-            model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
-        elif isinstance(vocabulary, list):  # Unigram: token and score
-            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        renamed = _rename_strings(state.get("post_processor"), names)
-        state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
-        copy = Tokenizer.from_str(json.dumps(state))
-        wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
-        if wrong:
-            raise TokenizerError(
-                f"this tokenizer cannot take {one_line(wrong[0])} as plain text; set "
-                "data.special_tokens_in_text=control or fail"
-            )
-        return copy
-
-
-class _Spliced:
-    """A text put together from parts of another one, and where its characters went."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._moves: list[tuple[int, int]] = [(0, 0)]
-        """Characters of the old text, and by how much what follows them moved."""
-        self._old = self._shift = 0
-
-    def add(self, between: str, instead: str, old_length: int) -> None:
-        """A part that stays, and one that takes the place of `old_length` characters."""
-        self._parts += (between, instead)
-        self._old += len(between) + old_length
-        self._shift += len(instead) - old_length
-        self._moves.append((self._old, self._shift))
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(self._parts)
-
-    def moved(self, span: Span) -> Span:
-        """The span in the new text; its ends must not stand inside a replaced part."""
-        return self._move(span[0]), self._move(span[1])
-
-    def _move(self, position: int) -> int:
-        shift = 0
-        for old, moved in self._moves:
-            if old > position:
-                break
-            shift = moved
-        return position + shift
-
-
-def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        return names.get(value, value)
-    if isinstance(value, dict):
-        return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
-    return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
-
-
-def _map_texts(value: Any, change: Any) -> Any:
-    """A copy with every text changed; keys, roles and ids stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        fixed = ("role", "id", "tool_call_id", "type")
-        return {key: item if key in fixed else _map_texts(item, change) for key, item in value.items()}
-    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value
-
-
-def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
-    """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle when long."""
-    pieces: list[str] = []
-    start = 0
-    for end in range(1, len(row.labels) + 1):
-        if end < len(row.labels) and (row.labels[end] == IGNORED) == (row.labels[start] == IGNORED):
-            continue
-        text = str(tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False))
-        pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
-        start = end
-    shown = "".join(pieces)
-    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"

@@ -1,0 +1,205 @@
+"""Special tokens that stand in texts of the data: found, hidden from the chat template, and tokenised as plain text."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from sft_play.data.masks.encode import Splitting
+from sft_play.data.masks.template import Message
+from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.turns import Inexact
+from sft_play.data.sources.messages import TEXT_KEYS
+from sft_play.errors import TokenizerError
+from sft_play.log import one_line
+
+_HIDDEN_BASE = 0xF0000
+"""First of the private-use characters that stand for special tokens of the data's texts while a template runs."""
+
+
+class Specials:
+    """Special tokens inside texts of the data, and a way to tokenise them as the plain text that they are.
+
+    While the template runs, each one is a private-use character. Then the tokens that the template wrote get names
+    that no text has, in a copy of the tokenizer that knows them by these names; what the data wrote is put back, and
+    is no special token there.
+    """
+
+    def __init__(self, parts: TokenizerParts, ends: Collection[str]) -> None:
+        self._parts = parts
+        self._ids = {text: number for number, text, _ in parts.added}
+        named = {text for _, text, is_special in parts.added if is_special or text in ends}
+        self.tokens = sorted((token for token in named if token.strip()), key=lambda token: (-len(token), token))
+        self._pattern = re.compile("|".join(map(re.escape, self.tokens)) or r"(?!)")
+        self._number = {token: number for number, token in enumerate(self.tokens)}
+        self._hidden = f"[{chr(_HIDDEN_BASE)}-{chr(_HIDDEN_BASE + max(0, len(self.tokens) - 1))}]"
+
+    def count(self, text: str) -> int:
+        """Special tokens in a text."""
+        return len(self._pattern.findall(text)) if self._pattern.search(text) else 0
+
+    def first(self, messages: Sequence[Message]) -> str:
+        """Where the first one stands, for a message."""
+        for index, message in enumerate(messages):
+            for text in texts_of([message]):
+                match = self._pattern.search(text)
+                if match:
+                    return f"messages[{index}]: {one_line(match.group())}"
+        return ""
+
+    def hidden(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with special tokens as private-use characters."""
+        text = json.dumps(messages, ensure_ascii=False)
+        if any(_HIDDEN_BASE <= ord(char) < _HIDDEN_BASE + len(self.tokens) for char in text):
+            raise Inexact("a text holds special tokens and private-use characters; take one of them out")
+
+        def hide(text: str) -> str:
+            return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
+
+        hidden: list[Message] = _map_texts(list(messages), hide)
+        return hidden
+
+    def revealed(self, text: str) -> str:
+        """A rendered text with hidden tokens as it reads."""
+        return re.sub(self._hidden, lambda match: self.tokens[ord(match.group()) - _HIDDEN_BASE], text)
+
+    def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span], str, str, list[Span]]:
+        """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
+        text and spans as a person reads them."""
+        encoded, shown = _Spliced(), _Spliced()
+        at = 0
+        for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
+            between, token = text[at : match.start()], match.group()
+            written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
+            encoded.add(between, self._name(token) if token in self._number else written, len(token))
+            shown.add(between, written, len(token))
+            at = match.end()
+        for spliced in (encoded, shown):
+            spliced.add(text[at:], "", 0)
+        encoding = self.plain.encode(encoded.text, add_special_tokens=False)
+        shown_spans = [shown.moved(span) for span in spans]
+        return encoding, [encoded.moved(span) for span in spans], encoded.text, shown.text, shown_spans
+
+    @functools.cached_property
+    def splitting(self) -> Splitting:
+        """The copy that splits at edges of answers."""
+        return Splitting(self.plain)
+
+    def _name(self, token: str) -> str:
+        return f"\U0010e000{self._number[token]}\U0010e001"
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The tokenizer with its special tokens under names that no text has; ids stay.
+
+        Raises:
+            TokenizerError: renamed, a token has another id.
+        """
+        from tokenizers import Tokenizer
+
+        state = json.loads(self._parts.state)
+        names = {token: self._name(token) for token in self.tokens}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = state["model"]
+        vocabulary = model.get("vocab")
+        if isinstance(vocabulary, dict):
+            model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
+        elif isinstance(vocabulary, list):  # Unigram: token and score
+            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        renamed = _rename_strings(state.get("post_processor"), names)
+        state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
+        copy = Tokenizer.from_str(json.dumps(state))
+        wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
+        if wrong:
+            raise TokenizerError(
+                f"this tokenizer cannot take {one_line(wrong[0])} as plain text; set "
+                "data.special_tokens_in_text=control or fail"
+            )
+        return copy
+
+
+def texts_of(messages: Sequence[Message]) -> Iterable[str]:
+    """Every text of a conversation that a template may write."""
+    for message in messages:
+        for key in TEXT_KEYS:
+            if isinstance(message.get(key), str):
+                yield message[key]
+        if len(message) > 2 or not isinstance(message.get("content"), str):
+            for key, value in message.items():
+                if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):
+                    yield from _strings(value)
+        for call in message.get("tool_calls") or ():
+            yield call["function"]["name"]
+            yield from _strings(call["function"]["arguments"])
+
+
+_NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from itertools.chain.from_iterable(map(_strings, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_strings, value))
+
+
+class _Spliced:
+    """A text put together from parts of another one, and where its characters went."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._moves: list[tuple[int, int]] = [(0, 0)]
+        """Characters of the old text, and by how much what follows them moved."""
+        self._old = self._shift = 0
+
+    def add(self, between: str, instead: str, old_length: int) -> None:
+        """A part that stays, and one that takes the place of `old_length` characters."""
+        self._parts += (between, instead)
+        self._old += len(between) + old_length
+        self._shift += len(instead) - old_length
+        self._moves.append((self._old, self._shift))
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(self._parts)
+
+    def moved(self, span: Span) -> Span:
+        """The span in the new text; its ends must not stand inside a replaced part."""
+        return self._move(span[0]), self._move(span[1])
+
+    def _move(self, position: int) -> int:
+        shift = 0
+        for old, moved in self._moves:
+            if old > position:
+                break
+            shift = moved
+        return position + shift
+
+
+def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
+    return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
+
+
+def _map_texts(value: Any, change: Any) -> Any:
+    """A copy with every text changed; keys, roles and ids stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        fixed = ("role", "id", "tool_call_id", "type")
+        return {key: item if key in fixed else _map_texts(item, change) for key, item in value.items()}
+    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,84 @@
+"""A row as tokens with its loss mask: what training reads, and how it is shown.
+
+Shape letters: T tokens of one row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.masks.template_limits import Span
+
+IGNORED = -100
+"""The label of a token that is not trained (torch's and transformers' convention)."""
+METHODS = {
+    "generation": "the template's own generation marks",
+    "prefix": "rendered prefixes",
+    "marker": "prefix and end-of-turn marker",
+    "next_turn": "prefix and the token that opens the next turn",
+    "last_turn": "the turns that are exact",
+    "all": "every token",
+    "document": "every token of a document",
+    "inexact": "a guess (data.on_inexact_mask=train)",
+}
+"""How trained spans are found, as a person reads it."""
+CHAT, TEXT = "chat", "text"
+"""Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained.
+
+    `text` is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and
+    `spans` are the characters of it that are trained. `method` says how they were found.
+    """
+
+    where: str
+    input_ids: list[int]
+    labels: list[int]
+    cut: int = 0
+    """Tokens that fell to the length limit, and trained ones among them."""
+    lost: int = 0
+    merged: int = 0
+    """Edges of answers inside a token, which is split there as generation would."""
+    source: str = CHAT
+    method: str = ""
+    untrained_turns: int = 0
+    """Assistant turns without an exact mask."""
+    stripped_think: int = 0
+    """Pieces of think text that the template does not write."""
+    special_in_text: int = 0
+    """Special tokens in the data's own texts."""
+    text: str = ""
+    spans: tuple[Span, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was changed of the row for the template's sake."""
+    added_end: str = ""
+    """The end of `text` that the chat template does not write: what ends its last turn."""
+
+    @property
+    def trained(self) -> int:
+        """Tokens whose label counts; the first token of a row is never predicted."""
+        return trained_tokens(self.labels)
+
+
+def trained_tokens(labels: list[int]) -> int:
+    """Labels of shape [T] that count: the first token of a row is never predicted."""
+    counted = len(labels) - labels.count(IGNORED)
+    return counted - (1 if labels and labels[0] != IGNORED else 0)
+
+
+def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
+    """One row as text with its trained parts in `[[…]]`, special tokens visible, cut in the middle when long."""
+    pieces: list[str] = []
+    start = 0
+    for end in range(1, len(row.labels) + 1):
+        if end < len(row.labels) and (row.labels[end] == IGNORED) == (row.labels[start] == IGNORED):
+            continue
+        text = str(tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False))
+        pieces.append(text if row.labels[start] == IGNORED else f"[[{text}]]")
+        start = end
+    shown = "".join(pieces)
+    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"

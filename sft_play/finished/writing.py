@@ -1,0 +1,93 @@
+"""Files and folders that a command writes: whole, or as they were before, with one message where a disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.log import one_line
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing meets, and that may come without the name of a file."""
+_IN_TEXT = re.compile(r"\(os error (\d+)\)")
+"""The number of an error in safetensors' own, which are no OSError."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, what the operating system refuses of writing `path`, or beside it, is one message.
+
+    Raises:
+        ConfigError: the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are.
+    """
+    try:
+        yield
+    except SftPlayError:
+        raise
+    except OSError as error:
+        if error.errno not in _OF_DISKS and not _is_of(path, error.filename):
+            raise
+        raise _refusal(path, error.strerror) from None
+    except SafetensorError as error:
+        number = _IN_TEXT.search(str(error))
+        if number is None or int(number[1]) not in _OF_DISKS:
+            raise
+        raise _refusal(path, os.strerror(int(number[1]))) from None
+
+
+def _is_of(path: Path, named: str | bytes | None) -> bool:
+    """Whether an error names `path`, a folder above it, or what is written aside for it."""
+    if named is None:
+        return False
+    other, whole = Path(os.fsdecode(named)).absolute(), path.absolute()
+    if whole.is_relative_to(other):
+        return True
+    first = other.relative_to(whole.parent).parts[0] if other.is_relative_to(whole.parent) else ""
+    return first == whole.name or first.startswith(f".{whole.name}.")
+
+
+def _refusal(path: Path, reason: str | None) -> ConfigError:
+    return ConfigError(f"{one_line(str(path))} cannot be written: {reason}")
+
+
+@contextlib.contextmanager
+def built_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which takes its place once it is whole; else what was there stays.
+
+    Raises:
+        ConfigError: the disk is full, or nothing can be written there.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+        try:
+            yield building
+            building.chmod(0o755)
+            _put(building, target)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+
+
+def _put(building: Path, target: Path) -> None:
+    """Rename a folder to its name; one that has it is removed afterwards."""
+    if not target.exists():
+        building.rename(target)
+        return
+    aside = building.with_name(f"{building.name}.before")
+    target.rename(aside)
+    try:
+        building.rename(target)
+    except BaseException:
+        aside.rename(target)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)

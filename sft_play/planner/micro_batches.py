@@ -1,0 +1,118 @@
+"""The rows of an optimizer step, cut into micro-batches by tokens instead of by number.
+
+A step's rows are fixed by the order of the epoch. How they are divided over passes and ranks changes neither loss nor
+gradients, but the work: a pass costs its places (rows times the longest of them where rows are padded, the sum of their
+lengths where they are not) and a fixed part for starting kernels and reading weights. No micro-batch has more places
+than the plan has memory for.
+
+Lengths are in tokens, sorted, the longest first. Nothing here imports torch or numpy: the plan uses it too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MOST_CUTS = 512
+"""Places at which a step is tried to be cut, from each that is reached."""
+
+Cut = list[list[list[int]]]
+"""Positions of rows by pass and rank: `cut[p][r]` is the micro-batch of rank r in pass p, empty where it has no row."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How the rows of a step become micro-batches, in every step alike."""
+
+    rows: int
+    """Rows of a micro-batch if all were of full length."""
+    tokens: int | None = None
+    """Places of a micro-batch at most; None: every micro-batch has `rows` rows, however short."""
+    overhead: int = 0
+    """What starting one more pass costs, in places."""
+    padded: bool = True
+    """Whether the rows of a micro-batch are padded to the longest; else they are joined."""
+    single: bool = False
+    """A step is one pass: it was planned without gradients that are kept between passes."""
+
+    def cut(self, lengths: Sequence[int], *, ranks: int = 1) -> Cut:
+        """The micro-batches of a step's rows over `ranks`, the same number for each rank.
+
+        Args:
+            lengths: of the rows, the longest first.
+        """
+        if self.tokens is None or (self.padded and self.single):
+            return by_rows(len(lengths), rows=self.rows, ranks=ranks)
+        if self.padded:
+            return padded(lengths, tokens=self.tokens, overhead=self.overhead, ranks=ranks)
+        return joined(lengths, tokens=self.tokens, ranks=ranks)
+
+    def most_passes(self, rows: int) -> int:
+        """The most passes that a rank needs for a step in which it has `rows` rows of full length at most."""
+        is_free = self.tokens is not None and self.padded and not self.single
+        return rows if is_free else -(-rows // self.rows)
+
+
+def by_rows(count: int, *, rows: int, ranks: int) -> Cut:
+    """`rows` rows to a micro-batch, in their order; those of the last pass are spread evenly over the ranks."""
+    return [_dealt(first, min(count, first + rows * ranks), ranks) for first in range(0, count, rows * ranks)]
+
+
+def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> Cut:
+    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass.
+
+    A row that is longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are
+    close. The best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is
+    tried.
+    """
+    count = len(lengths)
+    best = [0.0] + [math.inf] * count
+    begin = [0] * (count + 1)
+    grain = -(-count // _MOST_CUTS)
+    for first in range(count):
+        if best[first] == math.inf:
+            continue
+        longest = lengths[first]
+        full = min(count, first + max(1, tokens // longest) * ranks)
+        for last in (*range(first + grain, full, grain), full):
+            cost = best[first] + overhead + -(-(last - first) // ranks) * longest
+            if cost < best[last]:
+                best[last], begin[last] = cost, first
+    passes = []
+    last = count
+    while last:
+        passes.append(_dealt(begin[last], last, ranks))
+        last = begin[last]
+    return passes[::-1]
+
+
+def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
+    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch.
+
+    The longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold
+    any n x m rows a rank.
+    """
+    count = len(lengths)
+    passes = max(1, -(-sum(lengths) // (tokens * ranks)))
+    while True:
+        bins = [(0, place) for place in range(passes * ranks)]
+        held: list[list[int]] = [[] for _ in bins]
+        for row, length in enumerate(lengths):
+            load, place = bins[0]
+            heapq.heapreplace(bins, (load + length, place))
+            held[place].append(row)
+        if max(bins)[0] <= tokens or passes * ranks >= count:
+            break
+        passes += 1
+    held.sort(key=lambda rows: -sum(lengths[row] for row in rows))
+    return [held[first : first + ranks] for first in range(0, len(held), ranks)]
+
+
+def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
+    """The rows of one pass, in their order over the ranks; a rank with shorter rows has one more where they do not
+    come out even."""
+    count = last - first
+    ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
+    return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]

@@ -1,0 +1,188 @@
+"""The lengths of a run's rows, counted before its plan is made: by tokenising them, once, as the run itself does.
+
+A note in the cache keeps them until the files, the tokenizer, or an option that decides a row's tokens change. A plan
+reads notes only; commands that train count the rows first, into the cache of rows that the run then reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from sft_play.cache import cache_dir
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.sources.files import data_files, data_paths
+from sft_play.errors import SftPlayError, in_stage
+from sft_play.facts.architecture import local_folder, shape_of
+from sft_play.planner.row_tokens import RowTokens, row_tokens
+from sft_play.starter.names import BASE_NAME
+from sft_play.units import MIB
+
+logger = logging.getLogger(__name__)
+
+QUICK_BYTES = 32 * MIB
+"""Bytes of data that a plan reads to count their tokens: a few seconds."""
+_OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
+_NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "style", "documents"})
+"""Options of the data section that decide neither which rows there are nor their tokens."""
+_counted: dict[str, RowTokens | None] = {}
+"""What this process has counted, for a cache that cannot be written."""
+
+
+def has_own_lengths(config: RunConfig) -> bool:
+    """Whether rows differ in length: blocks of text and packs are full."""
+    return config.task_mode == "sft" and config.data.packing == "none"
+
+
+def known_rows(config: RunConfig) -> RowTokens | None:
+    """The lengths of the rows where they were counted before; nothing is tokenised, and no error is raised."""
+    if not has_own_lengths(config):
+        return None
+    with contextlib.suppress(OSError, SftPlayError, ValueError, KeyError, TypeError):
+        key = _key(config)
+        if key in _counted:
+            return _counted[key]
+        return RowTokens.from_json(json.loads(_note(key).read_text(encoding="utf-8")))
+    return None
+
+
+def count_rows(loaded: LoadedConfig, *, today: date | None = None) -> None:
+    """Count the rows of a run, or of each of its stages, where that was not done before.
+
+    Raises:
+        SftPlayError: the tokenizer cannot be loaded, or the rows cannot be used, as training would say.
+    """
+    for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
+        if has_own_lengths(part.config) and known_rows(part.config) is None:
+            with in_stage(part.stage):
+                _count(part.config, today or date.today())
+
+
+def count_if_quick(loaded: LoadedConfig) -> None:
+    """Count the rows for a plan, where tokenizer and files are here and small; where the rows cannot be used, a warning
+    says so and every row counts as of full length."""
+    for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
+        config = part.config
+        if not has_own_lengths(config) or known_rows(config) is not None:
+            continue
+        with contextlib.suppress(OSError):  # files or the starter's base are not there
+            if _model_folder(config.model.name) is None or _bytes(config) > QUICK_BYTES:
+                continue
+            try:
+                _count(config, date.today())
+            except SftPlayError as error:
+                logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
+
+
+def _count(config: RunConfig, today: date) -> None:
+    from sft_play.data.splits import build_splits
+    from sft_play.training.rows import lengths_of, to_dataset
+    from sft_play.training.tokenizer import load_tokenizer
+
+    logger.info("Rows: counting their tokens before the plan is made")
+    limit, positions = _limit(config)
+    splits = build_splits(
+        config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
+        today=today,
+    )  # fmt: skip
+    held_out = [lengths_of(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
+    found = row_tokens(
+        lengths_of(to_dataset(splits.train.rows)).tolist(),
+        limit=limit,
+        held_out=max((int(lengths.max()) for lengths in held_out if len(lengths)), default=0),
+    )
+    key = _key(config)
+    _counted[key] = found
+    if found is None:
+        return
+    note = _note(key)
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_name(f"{note.name}.{os.getpid()}")
+        aside.write_text(json.dumps(found.as_json()), encoding="utf-8")
+        aside.replace(note)
+
+
+def _limit(config: RunConfig) -> tuple[int, int | None]:
+    """Tokens of a row at most, and the positions of the model."""
+    positions = None
+    with contextlib.suppress(SftPlayError):  # a class that the tables lack has no known limit
+        model = config.model
+        shape = shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        positions = shape.max_positions
+    wish = config.model.max_seq_len
+    return min(wish, positions or wish), positions
+
+
+def _note(key: str) -> Path:
+    return cache_dir() / "row_tokens" / f"{key}.json"
+
+
+def _key(config: RunConfig) -> str:
+    """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
+    folder = _model_folder(config.model.name)
+    tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
+    code = Path(__file__).parents[1] / "data"
+    decides: dict[str, Any] = {
+        "options": {name: value for name, value in _options(config).items() if name not in _NOT_IN_KEY},
+        "limit": config.model.max_seq_len,
+        "tokenizer": tokenizer,
+        "files": sorted(_data_states(config)),
+        "code": sorted(_state(path) for path in code.rglob("*.py")),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    options: dict[str, Any] = config.data.model_dump(mode="json")
+    return options | {"task_mode": config.task_mode, "seed": config.train.seed}
+
+
+def _model_folder(name: str) -> Path | None:
+    """The folder of a model's tokenizer; None for a hub id.
+
+    Raises:
+        FileNotFoundError: the starter's base is not built yet.
+    """
+    if name != BASE_NAME:
+        return local_folder(name)
+    from sft_play.training.starter_base import built_base
+
+    folder = built_base()
+    if folder is None:
+        raise FileNotFoundError(name)
+    return folder
+
+
+def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
+    for pattern in _OF_TOKENIZERS:
+        yield from (_state(path) for path in folder.glob(pattern))
+
+
+def _bytes(config: RunConfig) -> int:
+    with contextlib.suppress(SftPlayError):
+        return sum(size for _, size, _ in _data_states(config))
+    raise FileNotFoundError
+
+
+def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
+    paths = data_paths(config.data)
+    for _, source in paths.files():
+        for part in data_files(source):
+            if part.kind == "hub":
+                raise FileNotFoundError(part.name)  # it has no state here: counted anew in every process
+            where = part.path
+            yield from (_state(path) for path in (where.rglob("*") if where.is_dir() else [where]) if path.is_file())
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    state = path.stat()
+    return str(path.resolve()), state.st_size, state.st_mtime_ns

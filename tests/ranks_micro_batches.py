@@ -1,0 +1,107 @@
+"""The same rows trained in micro-batches that are cut in several ways, in this process or as one of several ranks.
+
+torchrun --standalone --nproc-per-node 2 --module tests.ranks_micro_batches MODEL OUT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.config.load import config_from_text
+from sft_play.data.splits import Split
+from sft_play.data.stats import RowStats
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Hardware
+from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.runs import RunFolder
+from sft_play.training.trainer import build_trainer
+from tests.ranks_evaluation import rows_of
+
+CUTS = {
+    "one row": MicroBatches(1),
+    "by tokens": MicroBatches(1, tokens=45, overhead=2),
+    "a cheap pass": MicroBatches(1, tokens=45, overhead=0),
+    "all at once": MicroBatches(4, tokens=4 * 48, overhead=2, single=True),
+}
+"""11 rows of 2 to 40 tokens in steps of 4: an epoch ends with 3."""
+STEPS = 5
+
+
+def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16: bool) -> Any:
+    """A trainer of full weights over `ranks`, at a constant learning rate."""
+    rate = "learning_rate: 1e-2, lr_scheduler_type: constant, warmup_steps: 0, optim: adamw_torch"
+    text = (
+        f"model: {{name: {model}, max_seq_len: 48}}\ntuning: {{mode: full}}\n"
+        f"train: {{effective_batch_size: 4, max_steps: {STEPS}, report_to: [], save_steps: 2, logging_steps: 1,\n"
+        f"        bf16: {str(bf16).lower()}, save_total_limit: 9, {rate}}}\n"
+    )
+    config = config_from_text(text, name="run.yaml")
+    plan = make_plan(
+        PlanRequest(config, shape_of(str(model)), Hardware((), "CPU", 2, 2**34, 2**34, cpu_ranks=ranks), has_eval=False)
+    )
+    plan = dataclasses.replace(plan, micro_batches=cut)
+    assert plan.batch.ranks == ranks
+    torch.manual_seed(1)
+    return build_trainer(
+        config, plan, RunFolder(folder), peft_config=None,
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        tokenizer=AutoTokenizer.from_pretrained(model), train=Split(rows_of(), RowStats("rows", "rows")),
+        evaluation=None,
+    )  # fmt: skip
+
+
+def trained(model: Path, folder: Path, *, ranks: int, bf16: bool = False) -> dict[str, dict[str, list[float]]]:
+    """Of each cut, and of one that is resumed in the middle of an epoch: losses, gradient norms, final weights'
+    sums."""
+    found = {}
+    for name, cut in CUTS.items():
+        where = folder / name.replace(" ", "-")
+        rows = -(-4 // ranks)
+        cut = dataclasses.replace(cut, rows=rows) if cut.single else cut
+        trainer = trainer_of(model, where, cut, ranks=ranks, bf16=bf16)
+        trainer.train()
+        found[name] = figures(trainer)
+        if name == "by tokens":
+            again = trainer_of(model, where, cut, ranks=ranks, bf16=bf16)
+            again.train(resume_from_checkpoint=str(where / "checkpoints" / "checkpoint-2"))
+            found["resumed"] = figures(again)
+    return found
+
+
+def figures(trainer: Any) -> dict[str, list[float]]:
+    """Losses and gradient norms of the steps, and the sum of each weight's elements."""
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    return {
+        "loss": [line["loss"] for line in lines],
+        "grad_norm": [line["grad_norm"] for line in lines],
+        "weights": [float(weight.double().abs().sum()) for weight in weights.values()],
+        "tokens": [float(trainer.tokens_seen)],
+    }
+
+
+def main(model: Path, out: Path) -> None:
+    """Train on all ranks; the first writes."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    found = {
+        precision: trained(model, out.parent / precision, ranks=ranks, bf16=precision == "bf16")
+        for precision in ("fp32", "bf16")
+    }
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

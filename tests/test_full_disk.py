@@ -1,0 +1,215 @@
+"""A disk that is full, or a place that cannot be written: one message, exit code 2, and what was there stays whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.writing import built_folder, writing
+from sft_play.runs import LOCK, RunFolder, lock
+from tests.finished_runs import finished_run
+
+pytestmark = pytest.mark.build
+FULL = os.strerror(errno.ENOSPC)
+
+
+class _Full:
+    """A file on a disk that takes five more characters."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> _Full:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def write(self, text: str) -> None:
+        self._file.write(text[:5])
+        self._file.flush()
+        raise OSError(errno.ENOSPC, FULL)
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Fills the disk for files whose name has a word in it."""
+
+    def full(word: str) -> None:
+        fdopen, opened, copied = os.fdopen, Path.open, shutil.copyfile
+
+        def by_descriptor(descriptor: int, *arguments: Any, **options: Any) -> Any:
+            name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+            file = fdopen(descriptor, *arguments, **options)
+            return _Full(file) if word in name else file
+
+        def by_path(path: Path, *arguments: Any, **options: Any) -> Any:
+            file = opened(path, *arguments, **options)
+            return _Full(file) if word in path.name and file.writable() else file
+
+        def copy(source: Any, target: Any, **options: Any) -> Any:
+            if word in Path(target).name:
+                raise OSError(errno.ENOSPC, FULL)
+            return copied(source, target, **options)
+
+        monkeypatch.setattr(os, "fdopen", by_descriptor)
+        monkeypatch.setattr(Path, "open", by_path)
+        monkeypatch.setattr(shutil, "copyfile", copy)
+
+    return full
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("outputs")
+    finished_run(folder / "first", tiny_llama)
+    finished_run(folder / "second", tiny_llama, seed=1)
+    return folder
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock's note."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK
+    }  # fmt: skip
+
+
+COMMANDS = {
+    "eval": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.json"),
+    "eval, rows": (["eval", "--metrics", "none"], ["eval.json", "eval.jsonl"], "eval.jsonl"),
+    "ship": (["ship", "--limit", "4"], ["ship.json"], "ship.json"),
+    "report": (["report"], ["report.html"], "report.html"),
+    "compare": (["compare"], ["compare.html"], "compare.html"),
+    "merge": (["merge", "--force"], ["merged/config.json", "merged/model.safetensors"], "README.md"),
+    "export": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "tokenizer_config.json"),
+    "export, record": (["export", "--format", "vllm", "--force"], ["export/vllm/config.json"], "export.json"),
+}
+"""Words, files that the command writes, and a name whose file meets the full disk."""
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_what_was_there_stays_whole_where_the_disk_is_full(outputs, tmp_path, command, fill, monkeypatch, kind):
+    words, written, word = COMMANDS[kind]
+    folder = tmp_path / "outputs"
+    shutil.copytree(outputs, folder)
+    monkeypatch.setenv("SET", f"output.dir={folder}")
+    run = folder / "first"
+    named = ["--runs", f"{run} {folder / 'second'}"] if kind == "compare" else ["--run", str(run)]
+    words = [*words, *named]
+    code, said = command(*words)
+    assert code == (2 if kind == "ship" else 0), said  # too few rows for a verdict to ship
+    before = state(folder)
+    assert set(written) <= {name.removeprefix("first/") for name in before}
+    fill(word)
+    code, said = command(*words)
+    monkeypatch.undo()
+    assert code == 2, said
+    assert "Traceback" not in said
+    errors = [line for line in said.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert errors[0].endswith(f"cannot be written: {FULL}")
+    assert state(folder) == before
+
+
+def test_answers_that_were_written_stay_and_are_gone_on_with(outputs, tmp_path, command, fill, monkeypatch):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    target = tmp_path / "answers.jsonl"
+    words = ["infer", "--run", str(outputs / "first"), "--max_new_tokens", "2"]
+    monkeypatch.setenv("INPUT", str(tmp_path / "prompts.txt"))
+    monkeypatch.setenv("OUTPUT", str(target))
+    assert command(*words)[0] == 0
+    whole = target.read_text()
+    target.write_text(whole.splitlines(keepends=True)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("sft_play.finished.infer.os.fsync", lambda _: _raise())
+        code, said = command(*words)
+    assert (code, f"answers.jsonl cannot be written: {FULL}" in said) == (2, True), said
+    assert target.read_text().startswith(whole.splitlines(keepends=True)[0])
+    assert command(*words)[0] == 0
+    assert target.read_text() == whole
+
+
+def _raise() -> None:
+    raise OSError(errno.ENOSPC, FULL)
+
+
+def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, command, monkeypatch):
+    run = tmp_path / "first"
+    shutil.copytree(outputs / "first", run)
+    assert command("merge", "--run", str(run))[0] == 0
+    before = state(run)
+
+    def no_place(tensors: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})")
+
+    monkeypatch.setattr("sft_play.training.stream.save_file", no_place)
+    code, said = command("merge", "--run", str(run), "--force")
+    assert (code, f"merged cannot be written: {FULL}" in said, "Traceback" in said) == (2, True, False), said
+    assert state(run) == before
+
+
+def test_a_run_whose_lock_finds_no_place_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", lambda *_: _raise())
+    with pytest.raises(RunFolderError, match=f"cannot be written: {FULL}"):
+        lock(RunFolder(tmp_path))
+    monkeypatch.undo()
+    with lock(RunFolder(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("target", ["file/below/merged", "file/merged"])
+def test_a_place_that_cannot_be_a_folder_is_one_message(tmp_path, target):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="merged cannot be written: "), built_folder(tmp_path / target):
+        raise AssertionError
+
+
+def test_errors_of_reading_elsewhere_are_not_taken_for_those_of_writing(tmp_path):
+    with pytest.raises(FileNotFoundError), writing(tmp_path / "eval.json"):
+        (tmp_path / "rows.jsonl").read_text()
+    with pytest.raises(SafetensorError), writing(tmp_path / "eval.json"):
+        raise SafetensorError("Error while deserializing header")
+    with pytest.raises(RunFolderError), writing(tmp_path / "eval.json"):
+        raise RunFolderError(errno.ENOSPC, FULL)
+    path = tmp_path / "eval.json"
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"eval\.json cannot be written: Is a directory"), writing(path):
+        path.write_text("")
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_one_that_has_it(tmp_path, monkeypatch):
+    target = tmp_path / "merged"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    rename = Path.rename
+
+    def refused(path: Path, to: Path) -> Path:
+        if to == target and (path / "new").exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    denied = pytest.raises(ConfigError, match="merged cannot be written: Permission denied")
+    with denied, built_folder(target) as folder:
+        (folder / "new").write_text("")
+    assert state(tmp_path) == {"merged/config.json": b"old"}
+    monkeypatch.undo()
+    with built_folder(target) as folder:
+        (folder / "new").write_text("")
+    assert state(tmp_path) == {"merged/new": b""}

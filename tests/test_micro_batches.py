@@ -1,0 +1,198 @@
+"""The rows of a step are divided by tokens: every row once, within the memory, at the least cost, over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+
+import pytest
+
+from sft_play.planner.micro_batches import Cut, MicroBatches
+from sft_play.planner.row_tokens import average_passes, row_tokens
+from tests import warm
+from tests.conftest import ROOT
+from tests.test_distributed import VARIABLES
+
+CASES = range(60)
+
+
+def drawn(seed: int) -> tuple[list[int], int, int, int]:
+    """Sorted lengths, tokens of a micro-batch, cost of a pass, ranks."""
+    draw = random.Random(seed)
+    longest = draw.choice([8, 60, 500, 2048])
+    lengths = sorted((draw.randint(2, longest) for _ in range(draw.randint(1, 40))), reverse=True)
+    return lengths, longest * draw.randint(1, 6), draw.choice([0, 1, 50, 700]), draw.choice([1, 2, 3, 4])
+
+
+def check_whole(cut: Cut, count: int, ranks: int) -> None:
+    assert sorted(row for each in cut for batch in each for row in batch) == list(range(count))
+    assert all(len(each) == ranks and any(each) for each in cut)
+
+
+def places(batch: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(batch) * max((lengths[row] for row in batch), default=0)
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_padded_micro_batches_hold_every_row_once_within_their_tokens(seed):
+    lengths, tokens, overhead, ranks = drawn(seed)
+    cut = MicroBatches(1, tokens=tokens, overhead=overhead).cut(lengths, ranks=ranks)
+    check_whole(cut, len(lengths), ranks)
+    assert all(places(batch, lengths) <= tokens for each in cut for batch in each)
+    order = [row for each in cut for batch in each for row in batch]
+    assert order == sorted(order)  # neighbours by length share a pass
+    for each in cut:
+        sizes = [len(batch) for batch in each]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def cost(cut: Cut, lengths: Sequence[int], overhead: int, ranks: int) -> int:
+    return sum(overhead + -(-sum(map(len, each)) // ranks) * lengths[min(itertools.chain(*each))] for each in cut)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_no_other_cut_of_sorted_rows_costs_less(seed):
+    draw = random.Random(seed)
+    lengths = sorted((draw.randint(2, 90) for _ in range(draw.randint(1, 9))), reverse=True)
+    tokens, overhead, ranks = 90 * draw.randint(1, 3), draw.choice([0, 20, 200]), draw.choice([1, 2])
+    found = MicroBatches(1, tokens=tokens, overhead=overhead).cut(lengths, ranks=ranks)
+    best = None
+    for ends in itertools.product([False, True], repeat=len(lengths) - 1):  # every way to cut
+        borders = [0, *(place for place, cuts in enumerate(ends, start=1) if cuts), len(lengths)]
+        parts = list(itertools.pairwise(borders))
+        if all(-(-(last - first) // ranks) * lengths[first] <= tokens for first, last in parts):
+            total = sum(overhead + -(-(last - first) // ranks) * lengths[first] for first, last in parts)
+            best = total if best is None else min(best, total)
+    assert cost(found, lengths, overhead, ranks) == best
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_joined_micro_batches_need_no_more_passes_than_rows_of_full_length(seed):
+    lengths, tokens, _, ranks = drawn(seed)
+    longest = lengths[0]
+    rows = max(1, tokens // longest)
+    plan = MicroBatches(rows, tokens=rows * longest, padded=False)
+    cut = plan.cut(lengths, ranks=ranks)
+    check_whole(cut, len(lengths), ranks)
+    sums = [[sum(lengths[row] for row in batch) for batch in each] for each in cut]
+    assert max(map(max, sums)) <= rows * longest
+    assert len(cut) <= plan.most_passes(-(-len(lengths) // ranks))
+    flat = list(itertools.chain(*sums))
+    assert flat == sorted(flat, reverse=True)  # those that ranks compute at the same time are alike
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_a_batch_that_was_given_is_kept_in_rows(seed):
+    lengths, _, _, ranks = drawn(seed)
+    rows = random.Random(seed).randint(1, 9)
+    cut = MicroBatches(rows).cut(lengths, ranks=ranks)
+    check_whole(cut, len(lengths), ranks)
+    assert all(sum(map(len, each)) == rows * ranks for each in cut[:-1])
+    assert len(cut) == MicroBatches(rows).most_passes(-(-len(lengths) // ranks)) == -(-len(lengths) // (rows * ranks))
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_a_step_of_one_pass_stays_one(seed):
+    lengths, _, overhead, ranks = drawn(seed)
+    rows = -(-len(lengths) // ranks)
+    for padded in (True, False):
+        plan = MicroBatches(rows, tokens=rows * lengths[0], overhead=overhead, padded=padded, single=True)
+        assert len(plan.cut(lengths, ranks=ranks)) == plan.most_passes(rows) == 1
+
+
+def test_very_large_steps_are_cut_in_time_and_within_their_tokens():
+    draw = random.Random(1)
+    lengths = sorted((draw.randint(10, 900) for _ in range(6000)), reverse=True)
+    cut = MicroBatches(4, tokens=3600, overhead=300).cut(lengths, ranks=4)
+    check_whole(cut, 6000, 4)
+    assert all(places(batch, lengths) <= 3600 for each in cut for batch in each)
+
+
+# --- what a plan knows of the rows ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(5, 400) for _ in range(draw.randint(1, 700))]
+    rows = row_tokens(lengths, limit=512)
+    assert rows is not None
+    assert (rows.longest, rows.rows) == (max(lengths), len(lengths))
+    assert rows.mean == pytest.approx(sum(lengths) / len(lengths))
+    assert sum(length <= rows.p95 for length in lengths) >= 0.95 * len(lengths)
+    batch, ranks = draw.choice([4, 32, 64]), draw.choice([1, 2])
+    for plan in (MicroBatches(2), MicroBatches(2, tokens=800, overhead=40), MicroBatches(2, tokens=800, padded=False)):
+        passes = average_passes(rows, plan, effective_batch=batch, ranks=ranks)
+        assert passes.places <= 800
+        assert passes.tokens <= passes.count * passes.places * ranks * 1.0001  # places are padded tokens
+        assert passes.length <= rows.longest
+    if len(lengths) > 200:
+        assert passes.tokens == pytest.approx(batch * rows.mean, rel=0.6)
+
+
+def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
+    rows = row_tokens([100, 300, 512], limit=512, held_out=80)
+    assert rows is not None
+    assert rows.within(512) is rows
+    assert rows.within(1024) is None  # a row was cut at 512, perhaps
+    shorter = rows.within(256)
+    assert shorter is not None
+    assert (shorter.longest, shorter.p95, shorter.held_out, shorter.mean) == (256, 256, 80, pytest.approx(204))
+    loose = row_tokens([100, 300], limit=512, held_out=400)
+    assert loose is not None
+    assert loose.within(4096) is loose
+    assert loose.longest_of_all == 400
+    assert type(rows).from_json(rows.as_json()) == rows
+    assert row_tokens([], limit=512) is None
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, tiny_llama) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """What one process trains (tests/ranks_micro_batches.py)."""
+    from tests.ranks_micro_batches import trained
+
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: trained(tiny_llama, folder / name, ranks=1, bf16=name == "bf16") for name in ("fp32", "bf16")}
+
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+def check_same(found: dict[str, list[float]], wanted: dict[str, list[float]], tolerance: float) -> None:
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=tolerance)
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=10 * tolerance)
+    assert found["weights"] == pytest.approx(wanted["weights"], rel=10 * tolerance)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("cut", ["by tokens", "a cheap pass", "all at once", "resumed"])
+def test_the_cut_of_a_step_changes_no_number(alone, precision, cut):
+    check_same(alone[precision][cut], alone[precision]["one row"], TOLERANCE[precision])
+
+
+@pytest.mark.build
+def test_ranks_train_what_one_process_trains(tmp_path, tiny_llama, alone):
+    out = tmp_path / "found.json"
+    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    run = subprocess.run(
+        [*words, "--module", "tests.ranks_micro_batches", str(tiny_llama), str(out)],
+        cwd=ROOT,
+        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(out.read_text())
+    for precision in ("fp32", "bf16"):
+        for cut, figures in found[precision].items():
+            check_same(figures, alone[precision][cut], TOLERANCE[precision])
