@@ -21,7 +21,9 @@ from tests.test_trace import GEMMA3, GPT2, LLAMA
 
 pytestmark = pytest.mark.build
 
-ATTENTIONS = tuple(name for name in get_args(get_type_hints(ModelConfig)["attn_implementation"]) if name != "auto")
+ATTENTIONS = tuple(
+    name for name in get_args(get_args(get_type_hints(ModelConfig)["attn_implementation"])[0]) if name != "auto"
+)
 MASKS = get_args(get_type_hints(StepSettings)["mask"])
 LOSSES = get_args(get_type_hints(StepSettings)["loss"])
 

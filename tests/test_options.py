@@ -562,6 +562,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(experts, "model.experts_implementation", "eager", "runs", "eager"),
     one(experts, "model.experts_implementation", "grouped_mm", "runs", "grouped_mm",
         ["model.experts_implementation=eager"]),
+    one(
+        model_spec, "model.attn_implementation", f"kernels-community/flash-attn2@{'a' * 40}", REFUSED,
+        Says("needs the package kernels"),
+    ),
     one(plan, "model.mesh_shape", "[2, 2]", REFUSED, Says("mesh of 4 processes")),
     one(splits, "task_mode", "cpt", "rows", 25, [*data("text.txt"), "data.max_lost_fraction=1.0"]),
     ("task_mode", Probe(splits, MIXED, {"text_rows": 20})),

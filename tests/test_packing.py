@@ -414,7 +414,7 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
-def test_the_plan_counts_the_mask_of_packs_even_for_one_row(tiny_llama):
+def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Gpu, Hardware
@@ -427,11 +427,19 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row(tiny_llama):
         config = config_from_text(text, name="run.yaml", overrides=overrides)
         return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine))
 
-    single, packs, text = plan(), plan("data.packing=best_fit"), plan("data.packing=best_fit", "task_mode=cpt")
+    single, text = plan(), plan("data.packing=best_fit", "task_mode=cpt")
+    packs, apart = plan("data.packing=best_fit", "model.attn_implementation=sdpa"), plan("data.packing=best_fit")
     assert not single.choice.step.padded
+    assert not apart.choice.step.padded
+    assert apart.memory.terms == single.memory.terms  # boundaries cost nothing
+    assert apart.masked_bytes - apart.memory.required >= 4096**2
+    assert any("told apart by their boundaries, without a mask" in reason for reason in apart.reasons)
     assert packs.choice.step.padded
     assert packs.memory.allocated - single.memory.allocated >= 4096**2  # a byte a place
-    assert any("several chats to a row, with a mask between them" in reason for reason in packs.reasons)
+    assert any(
+        "several chats to a row, with a mask between them (model.attn_implementation=sdpa)" in reason
+        for reason in packs.reasons
+    )
     assert text.memory.terms == plan("task_mode=cpt").memory.terms  # full blocks: nothing to pack
 
 

@@ -155,6 +155,16 @@ def test_a_round_trip_through_nf4_that_is_none_is_found():
         assert len(checks.nf4_problems({**good, name: value})) == 1
 
 
+def test_attention_by_boundaries_that_is_another_is_found():
+    measured = {"errors": {"grouped heads": 0.004, "window 48": 0.004}, "lacking": None}
+    assert checks.varlen_problems(measured) == []
+    for wrong in (0.03, float("nan")):
+        found = checks.varlen_problems({"errors": measured["errors"] | {"window 48": wrong}})
+        assert len(found) == 1
+        assert found[0].startswith("window 48: ")
+    assert checks.varlen_problems({"errors": {}, "lacking": "it is a T4"}) == []
+
+
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 3.50 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.20 GiB is "
     "free. Process 1 has 22.43 GiB memory in use. Of the allocated memory 20.00 GiB is allocated by PyTorch, and "
@@ -612,7 +622,8 @@ def test_a_few_parts_on_the_cpu(tmp_path, monkeypatch):
     assert status == {
         "environment/device": "skipped", "environment/compiler": status["environment/compiler"],
         "environment/triton": "skipped", "environment/nf4": "pass", "environment/attention": "pass",
-        "environment/nvml": "skipped", trial: "pass", "load/full": "skipped", "save/full": "skipped",
+        "environment/varlen": "pass", "environment/nvml": "skipped", trial: "pass", "load/full": "skipped",
+        "save/full": "skipped",
         "updates/full": "pass", "updates/lora": "skipped", "calibration": "skipped",
     }  # fmt: skip
     part = book.parts[trial]

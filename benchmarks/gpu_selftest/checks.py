@@ -19,6 +19,9 @@ benchmarks/speed.json."""
 NF4_ERROR = (0.05, 0.12)
 """Relative error (2-norms) of normal numbers after NF4 and back, blocks of 64 with double quantisation: 0.092 for
 131,072 numbers with bitsandbytes' code for CPUs. Rounding to other values, or no rounding, is outside."""
+VARLEN_ERROR = 0.02
+"""Relative error (2-norms) of attention in bf16, whose 8 bits round by 0.002: 0.004 on a CPU. A chat that sees another,
+or a window that is off by one, is far outside."""
 FREE_APART = GIB // 4
 """How far two readings of free memory may be apart: other processes' buffers come and go between them."""
 CONTEXT_APART = GIB // 4
@@ -101,6 +104,15 @@ def attention_problems(predicted: Mapping[str, str], measured: Mapping[str, str]
         f"{case}: the plan counts on {kernel}, but {measured.get(case, 'nothing')} runs"
         for case, kernel in predicted.items()
         if not (measured.get(case) == kernel or (kernel == "flash" and measured.get(case) == "cudnn"))
+    ]
+
+
+def varlen_problems(measured: Mapping[str, Any]) -> list[str]:
+    """Cases of attention by boundaries that are further from one chat at a time than bf16 rounds."""
+    return [
+        f"{case}: {error:.3f} (relative) from one chat at a time"
+        for case, error in measured["errors"].items()
+        if not error <= VARLEN_ERROR
     ]
 
 

@@ -8,7 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_selftest.checks import attention_problems, memory_counter_problems, nf4_problems
+from benchmarks.gpu_selftest.checks import (
+    attention_problems,
+    memory_counter_problems,
+    nf4_problems,
+    varlen_problems,
+)
 from benchmarks.gpu_selftest.material import LARGE
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import Bench, run
@@ -104,6 +109,20 @@ def attention(bench: Bench, hardware: Hardware) -> Part:
         return f"{len(measured['kernels'])} cases: {kinds}; {counted}"
 
     return _probe(bench, "attention", judge, words=words, predicted=dict(predicted) or None)
+
+
+def varlen(bench: Bench) -> Part:
+    """Attention by the boundaries of packs, against one chat at a time."""
+
+    def words(measured: dict[str, Any]) -> str:
+        worst = max(measured["errors"].values(), default=None)
+        return (
+            str(measured["lacking"])
+            if worst is None
+            else f"{len(measured['errors'])} cases, relative error {worst:.4f}"
+        )
+
+    return _probe(bench, "varlen", varlen_problems, words=words)
 
 
 def kernels_of(hardware: Hardware) -> dict[str, str]:

@@ -136,6 +136,7 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
              packages=("torch", "bitsandbytes", "transformers", "peft", "accelerate")),
         Step(f"{environment.PREFIX}attention", lambda: environment.attention(bench, hardware),
              packages=("torch", "transformers")),
+        Step(f"{environment.PREFIX}varlen", lambda: environment.varlen(bench), packages=("torch", "transformers")),
         Step(f"{environment.PREFIX}nvml", lambda: environment.nvml(bench), gpus=1, packages=torch),
         *(step for step in every if not step.waits),
         Step(out_of_memory.NAME, with_material(lambda: out_of_memory.make(bench, hardware)), gpus=1, packages=TRAINING),

@@ -101,7 +101,8 @@ def _step(settings: StepSettings) -> Step:
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
         loss="chunked" if settings.loss == "chunked" else "logits",
-        attention=settings.attention,
+        attention="sdpa" if settings.attention == "varlen" else settings.attention,
+        varlen=settings.attention == "varlen",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
         repeats_kv=False,

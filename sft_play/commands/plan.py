@@ -166,7 +166,9 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     from sft_play.planner.advice.largest import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
-    request = PlanRequest(config, shape_for(config), hardware, only, has_eval(config), earlier, without=missing_kernels())
+    request = PlanRequest(
+        config, shape_for(config), hardware, only, has_eval(config), earlier, without=missing_kernels()
+    )
     return largest_that_fits(asked, request)
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.schema import OWNER, RunConfig, Section
+from sft_play.config.schema import HUB_KERNEL, OWNER, RunConfig, Section
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,9 @@ def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
         return "a list of text" if item is str else f"a list of {expects(item).removeprefix('a ')}"
     if origin is dict:
         return "a mapping of words to words"
+    for limit in limits:
+        if getattr(limit, "pattern", None) in _FORMS:
+            return _FORMS[limit.pattern]
     return _WORDS.get(kind, str(kind)) + _limits(limits, number=kind in (int, float))
 
 
@@ -173,6 +176,7 @@ def _limits(limits: tuple[Any, ...], *, number: bool) -> str:
     return (" " + " and ".join(words)) if words else ""
 
 
+_FORMS = {HUB_KERNEL: "a flash attention kernel of the hub with its commit (owner/name@40 hexadecimal digits)"}
 _WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",

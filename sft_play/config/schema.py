@@ -43,6 +43,9 @@ class Section(BaseModel):
 
 Name = Annotated[str, Field(min_length=1)]
 
+HUB_KERNEL = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
+"""A flash attention kernel of the Hugging Face hub, pinned: what is fetched is code that the run executes."""
+
 
 class ModelConfig(Section):
     """The model to train."""
@@ -63,10 +66,11 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = leaf("auto", owner="planner.precision")
     """Dtype that the weights are loaded in; auto uses the compute precision."""
 
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = leaf(
-        "auto", owner="training.attention"
-    )
-    """Attention implementation; auto uses sdpa if the model has it."""
+    attn_implementation: (
+        Literal["auto", "sdpa", "eager", "flash_attention_2"] | Annotated[str, Field(pattern=HUB_KERNEL)]
+    ) = leaf("auto", owner="training.attention")
+    """Attention implementation; auto uses sdpa if the model has it, for packs by their boundaries where that is exact.
+    `kernels-community/flash-attn2@` and a commit: that kernel of the hub, by the package kernels."""
 
     experts_implementation: Literal["auto", "grouped_mm", "eager"] = leaf("auto", owner="planner.experts")
     """How a mixture's experts are multiplied: grouped_mm: all of a block at once; eager: one after another, several

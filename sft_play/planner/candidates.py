@@ -24,6 +24,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evalua
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.padding import why_masked, why_no_boundaries
 from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.row_tokens import RowTokens, average_passes
 from sft_play.planner.speed_error import SpeedError, speed_error
@@ -173,6 +174,27 @@ class Job:
         return with_updates(self.precision, self.config, layout.name, masters=self.masters, kept=self.updates)
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """The lowest compute capability of the GPUs; None where none is known."""
+        return min((gpu.capability for gpu in self.hardware.gpus if gpu.capability is not None), default=None)
+
+    @property
+    def masked_because(self) -> str | None:
+        """Why padded rows keep their mask; None where they need none."""
+        return why_masked(
+            self.config, self.shape, attention=self.attention, capability=self.capability,
+            on_gpu=bool(self.hardware.gpus),
+        )  # fmt: skip
+
+    def unbounded_because(self, precision: Precision) -> str | None:
+        """Why packs keep a mask between their chats; None where their boundaries are enough."""
+        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
+        return why_no_boundaries(
+            self.config, self.shape, attention=self.attention, half=precision.compute != "float32",
+            capability=self.capability, device=device,
+        )  # fmt: skip
+
+    @property
     def packed(self) -> bool:
         """Whether rows hold several chats, which a mask separates as one separates padding."""
         return self.config.data.packing != "none" and self.config.task_mode != "cpt"
@@ -285,15 +307,22 @@ def candidate_of(
     *,
     loss: Any = "chunked",
     eval_rows: int | None = None,
+    masks: bool = False,
 ) -> Candidate:
     """One candidate with its predictions.
 
     Args:
+        masks: whether padded rows and packs come with a mask even where they need none.
         eval_rows: rows of an evaluation batch where the config leaves them open; None works out the most that need no
             more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
     """
-    # a packed row needs a mask even alone, as padded rows do
-    padded = is_padded(job.config, layout, rows=2 if job.packed else batch.micro_batch)
+    precision = job.precision_of(layout)
+    varlen = job.packed and not masks and job.unbounded_because(precision) is None
+    masks = masks or job.masked_because is not None
+    # a packed row needs a mask even alone
+    padded = is_padded(
+        job.config, layout, rows=2 if job.packed else batch.micro_batch, masks=not varlen if job.packed else masks
+    )
     step = Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
@@ -304,12 +333,14 @@ def candidate_of(
         loss=loss,
         attention=job.attention,
         padded=padded,
+        masks=masks,
+        varlen=varlen,
         saves=True,
         on_gpu=bool(job.hardware.gpus),
-        capability=min((gpu.capability for gpu in job.hardware.gpus if gpu.capability is not None), default=None),
+        capability=job.capability,
         pages=job.hardware.pages and bool(job.hardware.gpus),
     )
-    learned, precision = job.learned(layout), job.precision_of(layout)
+    learned = job.learned(layout)
     walk = Walk(job.config, job.shape, precision, step)
     if job.has_eval:
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))

@@ -22,6 +22,7 @@ from sft_play.planner.candidate_json import candidate_from_json, candidate_json
 from sft_play.planner.candidates import (
     Candidate,
     Job,
+    candidate_of,
     choose,
     eval_batch,
     least,
@@ -38,7 +39,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.planner.memory.generation import answer_tokens
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
-from sft_play.planner.memory.step_memory import Walk
+from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
@@ -107,6 +108,9 @@ class Plan:
     """Whether sdpa repeats keys and values for all heads, because grouped ones would use PyTorch's math kernel."""
     eval_batch: int
     """Rows that a rank evaluates at once."""
+    masked_bytes: int | None
+    """What the choice would require of a device if its padded rows and packs came with a mask; None where they do, or
+    need none anyway."""
     answer_tokens: int
     """Tokens of prompts and answers that are generated at once."""
     budget_bytes: int
@@ -188,6 +192,7 @@ class Plan:
             "speed_error": asdict(self.speed_error) if self.speed_error else None,
             "repeats_kv": self.repeats_kv,
             "eval_batch": self.eval_batch,
+            "masked_bytes": self.masked_bytes,
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
@@ -295,6 +300,7 @@ def make_plan(
         max_seq_len=_limit(request),
         repeats_kv=_repeats_kv(job, chosen),
         eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
+        masked_bytes=_masked_bytes(job, chosen),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
         model_params=shape.params,
@@ -381,6 +387,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         max_seq_len=data["max_seq_len"],
         repeats_kv=data["repeats_kv"],
         eval_batch=data["eval_batch"],
+        masked_bytes=data.get("masked_bytes"),
         answer_tokens=data["answer_tokens"],
         budget_bytes=choice.room.device,
         model_params=data["model_params"],
@@ -492,8 +499,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
             f"rows: {layout.name} has {layout.data_parallel}"
         )
     learned = job.learned(chosen.layout).reason
-    padding = ", shorter rows padded to it and masked" if chosen.step.padded else ""
-    padding = ", several chats to a row, with a mask between them" if job.packed else padding
+    padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
     reasons.append(_row_words(job, chosen, padding))
     is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
     if job.config.tuning.mode == "qlora" and is_cut_after_loading:
@@ -541,6 +547,36 @@ def _sharded_checkpoint_words(chosen: Candidate) -> str:
         f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
         f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     )
+
+
+def _packing_words(job: Job, chosen: Candidate) -> str:
+    """How chats that share a row are told apart, and why."""
+    if chosen.step.varlen:
+        return ", several chats to a row, told apart by their boundaries, without a mask"
+    if chosen.step.attention == "flash_attention_2":
+        return ", several chats to a row, told apart by their boundaries"
+    return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
+
+
+def _padding_words(job: Job, chosen: Candidate) -> str:
+    """What becomes of rows that are shorter than others in their batch, and why."""
+    if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
+        return ""
+    if chosen.step.padded:
+        return f", shorter rows padded to it and masked ({job.masked_because})"
+    return ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+
+
+def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
+    """`Plan.masked_bytes`."""
+    step = chosen.step
+    rows = max(1 if job.packed else step.micro_batch, step.eval_batch)
+    if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
+        return None
+    masked = candidate_of(
+        job, chosen.layout, chosen.batch, chosen.checkpointed, eval_rows=step.eval_batch, masks=True
+    )  # fmt: skip
+    return max(masked.memory.required, chosen.memory.required)
 
 
 def _repeats_kv(job: Job, chosen: Candidate) -> bool:

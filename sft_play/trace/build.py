@@ -35,6 +35,10 @@ def skeleton(settings: StepSettings) -> Any:
         raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     _require_attention(model_class, attention)
+    if attention == "varlen":
+        from sft_play.training import varlen
+
+        attention = varlen.ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
         attention = kernels.FLASH
         AttentionInterface.register(attention, flash_attention_forward)
@@ -108,7 +112,7 @@ def config_of(settings: StepSettings) -> Any:
 def _require_attention(model_class: Any, attention: str) -> None:
     """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
     instead = "take eager or auto, as a run must"
-    if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", False):
+    if attention in ("sdpa", "varlen") and not getattr(model_class, "_supports_sdpa", False):
         raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {instead}")
     if attention == "flash_attention_2":
         compatible = getattr(model_class, "_compatible_flash_implementations", None)

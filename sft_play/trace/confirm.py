@@ -75,14 +75,16 @@ def settings_of(
         checkpointing=candidate.checkpointed > 0,
         checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
         loss=step.loss,
-        attention=step.attention,
+        attention="varlen" if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
-        mask=_mask(config, padded=step.padded),
+        mask=_mask(config, padded=step.padded, masks=step.masks),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
-        eval_mask="padded" if is_padded(config, step.layout, rows=step.eval_batch) else "ones",
+        eval_mask=_row_mask(
+            padded=is_padded(config, step.layout, rows=step.eval_batch, masks=step.masks), masks=step.masks
+        ),
         strategy=STRATEGIES[candidate.layout.name],
         world=candidate.layout.ranks,
         sync_each_batch=is_fsdp and chosen.every == "micro_batch",
@@ -103,10 +105,20 @@ def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Lite
     return "eager" if chosen.name == "eager" else "stacked"
 
 
-def _mask(config: RunConfig, *, padded: bool) -> Literal["ones", "padded", "packed"]:
+RowMask = Literal["ones", "padded", "positions"]
+
+
+def _mask(config: RunConfig, *, padded: bool, masks: bool = True) -> Literal["packed"] | RowMask:
     """How the collator separates rows; text in full blocks is never packed."""
     if config.data.packing != "none" and config.task_mode != "cpt":
         return "packed"
+    return _row_mask(padded=padded, masks=masks)
+
+
+def _row_mask(*, padded: bool, masks: bool) -> RowMask:
+    """What the collator gives the model of rows of one chat."""
+    if not masks:
+        return "positions"
     return "padded" if padded else "ones"
 
 

@@ -227,3 +227,18 @@ def flash_attn_varlen_func(
     return aten._flash_attention_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
     )[0][..., :size]
+
+
+def between_boundaries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`training.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head size;
+    a window changes no size."""
+    return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

@@ -397,6 +397,14 @@ PATCHES: tuple[Patch, ...] = (
         _is_flash,
     ),
     Patch(
+        "attention between boundaries",
+        "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
+        "sft_play.training.varlen:kernel",
+        ("query", "key", "value", "ends", "longest", "scale", "window"),
+        lambda original, situation: kernels.between_boundaries,
+        lambda settings: settings.attention == "varlen",
+    ),
+    Patch(
         "autocast's device",
         "PEFT asks for autocast without a device, meaning CUDA; the trace runs under the CPU's",
         "torch:is_autocast_enabled",

@@ -70,9 +70,11 @@ class StepSettings:
     fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the half logits by fp32 ones;
     logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    mask: Literal["none", "ones", "padded", "packed"] = "ones"
-    """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "varlen"] = "sdpa"
+    """varlen: this toolkit's own, by the boundaries of packs (training/varlen.py)."""
+    mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
+    """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
+    restart; positions: position ids that do not."""
     expand_kv: bool = False
     """The script repeats K and V to all heads before attention."""
     repeats_kv: bool = False
@@ -105,7 +107,7 @@ class StepSettings:
     # --- other phases ------------------------------------------------------------------------------------------------
     eval_batch: int | None = None
     """Rows of an evaluation batch after the steps; None: no evaluation."""
-    eval_mask: Literal["none", "ones", "padded", "packed"] | None = None
+    eval_mask: Literal["none", "ones", "padded", "packed", "positions"] | None = None
     """The evaluation's mask, where it differs from the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"

@@ -165,11 +165,13 @@ class _Run:
     def _batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
         is_packed = self.situation.mask == "packed"
-        is_flat = is_packed and self.settings.attention == "flash_attention_2"
+        is_flat = is_packed and self.settings.attention in ("flash_attention_2", "varlen")
         shape = (1, rows * length) if is_flat else (rows, length)
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
         if is_packed:
             batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
+        elif self.situation.mask == "positions":
+            batch["position_ids"] = torch.zeros((1, length), dtype=torch.long)
         elif self.situation.mask != "none":
             batch["attention_mask"] = torch.ones(shape, dtype=torch.long)
         if is_flat:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.planner.attention import attention_of
+from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.training.context_parallel import ATTENTION
 
 
@@ -51,25 +51,39 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if wanted == "auto":
         reasons = {
-            "sdpa": "sdpa: PyTorch's fused attention, no S x S matrix unless rows are padded",
+            "sdpa": "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask",
             "eager": f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared",
         }
         name = attention_of(wanted, has_sdpa=has_sdpa)
         return Attention(name, reasons[name])
     if wanted == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
+    if is_hub_kernel(wanted):
+        repository = wanted.partition("@")[0]
+        if importlib.util.find_spec("kernels") is None:
+            raise ModelError(
+                f"model.attn_implementation={wanted} needs the package kernels, which is not installed; pip install "
+                "kernels, or use auto"
+            )
+        _require_flash(model_class, repository)
     if wanted == "flash_attention_2":
         if importlib.util.find_spec("flash_attn") is None:
             raise ModelError(
                 "model.attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
                 "use sdpa, which is as fast for unpacked rows"
             )
-        if not getattr(model_class, "_supports_flash_attn", False):
-            raise ModelError(f"model.attn_implementation=flash_attention_2: {model_class.__name__} has none; use sdpa")
-        compatible = getattr(model_class, "_compatible_flash_implementations", None)
-        if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-            raise ModelError(
-                f"model.attn_implementation=flash_attention_2: {model_class.__name__} runs only with other kernels "
-                f"({', '.join(compatible)}), and transformers would use one of those instead; use auto"
-            )
+        _require_flash(model_class, wanted)
     return Attention(wanted, f"{wanted}, as model.attn_implementation says")
+
+
+def _require_flash(model_class: Any, wanted: str) -> None:
+    """Raises ModelError where the class has no flash attention, or not this one."""
+    setting = f"model.attn_implementation={wanted}: {model_class.__name__}"
+    if not getattr(model_class, "_supports_flash_attn", False):
+        raise ModelError(f"{setting} has none; use sdpa")
+    compatible = getattr(model_class, "_compatible_flash_implementations", None)
+    if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        raise ModelError(
+            f"{setting} runs only with other kernels ({', '.join(compatible)}), and transformers would use one of "
+            "those instead; use auto"
+        )

@@ -1,6 +1,7 @@
 """Rows → the tensors of a micro-batch.
 
-Rows of one chat are padded to the longest and get an attention mask. Packs get none: their position ids restart at 0
+Rows of one chat are padded to the longest; they get an attention mask where one changes anything (`training.unmasked`),
+else their positions. Packs get no mask: their position ids restart at 0
 with every chat, and from that transformers makes a mask in which no chat sees another (masking_utils.py,
 `find_packed_sequence_indices`); a padded place has position 0, so it is a chat of its own that sees only itself. Flash
 attention detects such borders only in a batch of one row (`_is_packed_sequence`), so for it all packs of a micro-batch
@@ -21,8 +22,7 @@ import torch
 from sft_play.data.masks.token_row import IGNORED
 
 COUNTS = ("token_count", "sample_count")
-"""Keys of a batch of packs, or of parts of rows, that the model is not given: tokens without padding, chats with a
-trained token."""
+"""Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token."""
 SOURCE = "source"
 """Key of a batch that the model is not given: the source of each token [B, T]."""
 
@@ -37,19 +37,28 @@ class Collator:
     pad_id: int
     flat: bool = False
     by_source: bool = False
+    masks: bool = True
+    """Whether rows of one chat get a mask. Without one they get positions, which run on through the padding: TRL and
+    transformers ask for one of the two."""
     part: int = 0
     """Which of `parts` is this rank's; rows are divided along their tokens."""
     parts: int = 1
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape; none
-        without rows."""
+        """Tensors by name: input_ids and labels [B, T], and attention_mask or position_ids of the same shape; of rows
+        without a mask position_ids [1, T]; none without rows."""
         if not rows:
             return {}
         is_packed = "chat_lengths" in rows[0]
         batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=self.flat and is_packed)
         if is_packed:
             batch |= self._borders(rows)
+        elif not self.masks and self.parts == 1:
+            # one row of them, as a model makes its own: rotations are then computed once
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+            trained = sum(bool((np.asarray(row["labels"]) != IGNORED).any()) for row in rows)
+            counts = (sum(len(row["input_ids"]) for row in rows), trained)
+            batch |= {name: torch.tensor(count) for name, count in zip(COUNTS, counts, strict=True)}
         else:
             ones = [{"attention_mask": np.ones(len(row["input_ids"]), dtype=np.int64)} for row in rows]
             batch |= self._tensors({"attention_mask": 0}, ones, flat=False)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface
 
 from sft_play.planner.layout import Layout
-from sft_play.training import repeated_keys
+from sft_play.training import repeated_keys, varlen
 
 ATTENTION = "ulysses_sdpa"
 """The attention's name in transformers, which makes no mask for names that it does not know."""
@@ -90,15 +90,17 @@ def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: in
 
 @contextlib.contextmanager
 def whole_rows(model: Any) -> Iterator[None]:
-    """While open, the model has the usual attention: in generation every rank has whole rows."""
-    if model.config.get_text_config()._attn_implementation != ATTENTION:
+    """While open, the model has the usual attention: in generation every rank has whole rows, and padding at their
+    beginning is masked."""
+    own = model.config.get_text_config()._attn_implementation
+    if own not in (ATTENTION, varlen.ATTENTION):
         yield
         return
     model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(own)
 
 
 AttentionInterface.register(ATTENTION, attend)

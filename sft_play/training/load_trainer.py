@@ -97,6 +97,7 @@ def trainer_of(
         stop_ids=stop_ids,
         max_new_tokens=job.loaded.config.eval.max_new_tokens,
         answer_tokens=plan.answer_tokens,
+        masks=prepared.model_spec.masks,
         beat=watch.beat,
         monitor=Monitor(
             expected_of(plan),

@@ -29,7 +29,7 @@ from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.training import context_parallel, distributed
+from sft_play.training import context_parallel, distributed, varlen
 from sft_play.training.collate import COUNTS, SOURCE, Collator
 from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
@@ -88,14 +88,15 @@ class PlannedLoop(CheckpointedLoop):
         step_rows: int | None = None,
         grouped: bool = True,
         by_source: bool = False,
+        masks: bool = True,
         mix: Mix | None = None,
         layout: Layout = SINGLE,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
         sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
-        of each of the monitor's sources; `mix`: what an epoch has of each; `layout`: which ranks share rows. The other
-        options are those of `CheckpointedLoop` and the Trainer."""
+        of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
+        which ranks share rows. The other options are those of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
@@ -121,11 +122,13 @@ class PlannedLoop(CheckpointedLoop):
         self._passes = 1
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs)
         attention = str(self.model.config.get_text_config()._attn_implementation)
-        is_flash = packs is not None and "flash" in attention
+        is_flat = packs is not None and ("flash" in attention or attention == varlen.ATTENTION)
         pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
         parts = layout.context_parallel
         part = distributed.batch_rank(layout) % parts
-        self.data_collator: Any = Collator(pad_id, flat=is_flash, by_source=by_source, part=part, parts=parts)
+        self.data_collator: Any = Collator(
+            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts
+        )
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -238,6 +241,7 @@ class PlannedLoop(CheckpointedLoop):
         They are the terms of the loss itself, so this costs neither a second pass nor logits.
         """
         sources = inputs.pop(SOURCE, None)
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
         if sources is None:
             return super().compute_loss(model, inputs, *args, **options)
         with _outputs_of(model) as outputs:

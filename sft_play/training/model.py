@@ -38,9 +38,12 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training import experts, repeated_keys, stream, tensor_parallel
 from sft_play.training.attention import Attention, choose_attention
+from sft_play.training.boundaries import boundaries_of
 from sft_play.training.full_state_dict import adapter_names, tied_names
 from sft_play.training.packable import require_packable
 from sft_play.training.tensor_parallel import Style
+from sft_play.training.unmasked import padding_of
+from sft_play.training.varlen import ATTENTION
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,8 @@ class ModelSpec:
     layer_class: str
     """Class name of the repeated decoder layer; empty where there is none."""
     notes: tuple[str, ...]
+    masks: bool = True
+    """Whether padded rows come with an attention mask."""
     tensor_plan: Mapping[str, Style] = field(default_factory=dict)
     """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
     dtype: torch.dtype | None = None
@@ -89,11 +94,23 @@ def grown(model_spec: ModelSpec) -> ModelSpec:
 
 
 def build_model_spec(
-    config: RunConfig, precision: Precision, *, tokenizer_size: int, layout: Layout = SINGLE, repeats_kv: bool = False
+    config: RunConfig,
+    precision: Precision,
+    *,
+    tokenizer_size: int,
+    layout: Layout = SINGLE,
+    repeats_kv: bool = False,
+    masks: bool = True,
+    by_boundaries: bool = False,
+    on_cuda: bool = False,
 ) -> ModelSpec:
     """Everything about the model that can be checked without its weights, on the meta device.
 
-    `repeats_kv`: whether sdpa repeats keys and values (`Plan.repeats_kv`).
+    Args:
+        repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
+        masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
+        by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
+        on_cuda: whether it runs on a CUDA device.
 
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
@@ -131,16 +148,24 @@ def build_model_spec(
     notes.append(f"Attention: {attention.reason}")
     if chosen is not None:
         notes.append(f"Experts: {chosen.reason}")
+    trusted = config.model.trust_remote_code
     if wants_packing(config):
-        trusted = config.model.trust_remote_code
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
+    if by_boundaries and attention.name == "sdpa":
+        boundaries = boundaries_of(hf_config, on_cuda=on_cuda, trust_remote_code=trusted)
+        notes.append(f"Attention: {boundaries.reason}")
+        attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+    if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
+        padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
+        notes.append(f"Attention: {padding.reason}")
+        masks = padding.masks
     # the most frequent checkpointed class is the decoder layer: some models have others beside it
     layers = Counter(
         type(module).__name__ for module in skeleton.modules() if isinstance(module, GradientCheckpointingLayer)
     )
     layer_class = max(layers, key=lambda name: layers[name], default="")
     return ModelSpec(
-        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, layer_class, tuple(notes),
+        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, layer_class, tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype, chosen,
     )  # fmt: skip

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ TELLING = 0.05
 """Least difference that a chat's beginning must make to its end: in a model below it, no leak would show."""
 LENGTHS = (19, 23)
 """Tokens of the two chats: longer than the small windows below, so that windows and chunks cross the border."""
-_VOCABULARY = 128
-_MOST_PARAMETERS = 200_000_000
+VOCABULARY = 128
+MOST_PARAMETERS = 200_000_000
 """Of a model at full width with few layers: more would take longer than a few seconds."""
 _WINDOW = 8
 
@@ -49,6 +50,9 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MOST_LAYERS = 12
 """Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6)."""
 _INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,12 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
     Raises:
         ConfigError: it does not, or it cannot be measured.
     """
-    kind = one_line(str(getattr(hf_config, "model_type", type(hf_config).__name__)))
-    apart, problem = None, "no small model of its class computes"
-    for is_narrow in (True, False):  # a class that refuses the narrow sizes is measured at full width
-        try:
-            small = _short(hf_config)
-            if is_narrow:
-                _narrow(small)
-            _require_small(small, trust_remote_code)
-            apart = measure(small, attention=attention, trust_remote_code=trust_remote_code)
-            break
-        except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
-            problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
+    kind = kind_of(hf_config)
+    apart, problem = on_small_model(
+        hf_config,
+        lambda small: measure(small, attention=attention, trust_remote_code=trust_remote_code),
+        trust_remote_code=trust_remote_code,
+    )
     if apart is None or not apart.is_telling:
         if apart is not None and not math.isfinite(apart.worst):
             problem = "a small model of its class computes numbers that are not finite"
@@ -124,6 +122,30 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
     )
 
 
+def kind_of(hf_config: Any) -> str:
+    """The model's type, as it is named in messages."""
+    return one_line(str(getattr(hf_config, "model_type", type(hf_config).__name__)))
+
+
+def on_small_model(
+    hf_config: Any, look: Callable[[Any], Found], *, trust_remote_code: bool = False, most: int = MOST_PARAMETERS
+) -> tuple[Found | None, str]:
+    """What `look` finds with the config of a small model of the class: few narrow layers of every kind, at full width
+    where the class refuses the narrow sizes. None where no such model of at most `most` parameters computes, and
+    why."""
+    problem = "no small model of its class computes"
+    for is_narrow in (True, False):
+        try:
+            small = _short(hf_config)
+            if is_narrow:
+                _narrow(small)
+            _require_small(small, trust_remote_code, most)
+            return look(small), ""
+        except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
+            problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
+    return None, problem
+
+
 def _how(apart: Apart) -> str:
     if apart.leak >= TOLERANCE:
         return (
@@ -139,11 +161,11 @@ def _how(apart: Apart) -> str:
 def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> Apart:
     """How two chats in one row affect each other, in fp32 on the CPU; no random state is changed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = _model(small, attention, trust_remote_code)
+        model = small_model(small, attention, trust_remote_code)
         draw = torch.Generator().manual_seed(1)
         begin, length = LENGTHS
         first, other, second = (
-            torch.randint(3, _VOCABULARY, (size,), generator=draw).numpy() for size in (begin, begin, length)
+            torch.randint(3, VOCABULARY, (size,), generator=draw).numpy() for size in (begin, begin, length)
         )
         alone = _logits(model, [[second]])[0]
         packed, changed = (_logits(model, [[chat, second]])[0, begin:] for chat in (first, other))
@@ -171,9 +193,10 @@ def _logits(model: Any, packs: list[list[Any]]) -> torch.Tensor:
     return logits
 
 
-def _model(small: Any, attention: str, trust_remote_code: bool) -> Any:
-    """A model with weights so large that any influence shows in its logits."""
-    wanted = ["sdpa", "eager"] if attention.startswith("flash") else [attention]
+def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
+    """A model in fp32 with weights so large that any influence shows in its logits, the same at every call; in
+    evaluation mode."""
+    wanted = ["sdpa", "eager"] if "flash" in attention else [attention]
     for name in wanted:
         try:
             model = AutoModelForCausalLM.from_config(
@@ -185,19 +208,20 @@ def _model(small: Any, attention: str, trust_remote_code: bool) -> Any:
                 raise
     draw = torch.Generator().manual_seed(0)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            scale = 1.0 if id(parameter) in tables else 1.5 / math.sqrt(parameter.shape[-1])
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                scale = 1.0 if id(parameter) in tables else 1.5 / math.sqrt(parameter.shape[-1])
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
     return model.eval()
 
 
-def _require_small(small: Any, trust_remote_code: bool) -> None:
+def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
     """Raises ValueError for a model that would take long: nested configs have sizes of their own."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(small), trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    if parameters > _MOST_PARAMETERS:
+    if parameters > most:
         raise ValueError(f"its smallest model here has {parameters:,} parameters, too many to try")
 
 
@@ -206,7 +230,7 @@ def _short(hf_config: Any) -> Any:
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
-    _set(small, {"vocab_size": _VOCABULARY, **_SPECIAL})
+    _set(small, {"vocab_size": VOCABULARY, **_SPECIAL})
     layers = int(getattr(small, "num_hidden_layers", 0) or 0)
     if layers:
         _cut_layers(small, layers)

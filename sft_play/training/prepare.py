@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.schema import RunConfig
 from sft_play.data.build import content_digest_of
 from sft_play.data.marks import first_lines
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.splits import Splits, build_splits
-from sft_play.errors import BackendError, ConfigError, in_stage
+from sft_play.errors import BackendError, ConfigError, DoesNotFit, in_stage
 from sft_play.facts.architecture import check_available
 from sft_play.log import one_line
+from sft_play.planner.plan import Plan
 from sft_play.training.backend import Backend, choose_backend, fall_back, model_problem
 from sft_play.training.job import Job
 from sft_play.training.model import ModelSpec, build_model_spec, weights_facts
@@ -24,6 +26,7 @@ from sft_play.training.origin import Origin, origin_of
 from sft_play.training.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.training.trainable import trainable_note
 from sft_play.training.trainer import check_trackers
+from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +100,16 @@ def prepare(job: Job) -> Prepared:
 
 def _model_spec(job: Job, tokenizer: LoadedTokenizer) -> ModelSpec:
     config, plan = job.loaded.config, job.plan
+    step = plan.choice.step
     model_spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
-        repeats_kv=plan.repeats_kv,
+        repeats_kv=plan.repeats_kv, masks=step.masks, by_boundaries=step.varlen,
+        on_cuda=plan.hardware.device == "cuda",
     )  # fmt: skip
-    planned = plan.choice.step.attention
+    keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
+    if keeps_mask or (model_spec.masks and not step.masks):
+        _require_room_for_masks(config, plan)
+    planned = step.attention
     if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned:
         logger.warning(
             "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
@@ -109,6 +117,27 @@ def _model_spec(job: Job, tokenizer: LoadedTokenizer) -> ModelSpec:
         )  # fmt: skip
     trained = trainable_note(config, model_spec)
     return replace(model_spec, notes=(*model_spec.notes, *([trained] if trained else [])))
+
+
+def _require_room_for_masks(config: RunConfig, plan: Plan) -> None:
+    """Warns that padded rows or packs keep a mask that the plan did not count.
+
+    Raises:
+        DoesNotFit: the plan fits without it, and would not with it.
+    """
+    need, room = plan.masked_bytes, plan.budget_bytes
+    if need is None:  # no row is padded
+        return
+    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
+    train = config.train
+    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
+        raise DoesNotFit(
+            f"{one_line(config.model.name)} needs masks that the plan left out, as a small model of its class showed, "
+            f"and with them this plan needs {words}; set train.batch_size=1 and eval.batch_size=1, whose rows are "
+            "never padded, and data.packing=none",
+            plan=plan.as_json(),
+        )
+    logger.warning("Attention: with the masks that rows keep this run needs %s", words)
 
 
 def _splits(job: Job, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:

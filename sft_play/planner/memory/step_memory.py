@@ -57,7 +57,11 @@ class Step:
     """TRL's chunked head, or full logits."""
     attention: AttentionName = "sdpa"
     padded: bool = False
-    """Rows are padded or packed, so attention gets a mask of S x S per sequence."""
+    """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
+    masks: bool = True
+    """Whether rows that are padded come with a mask, in training and evaluation (`planner.padding`)."""
+    varlen: bool = False
+    """Packs lie one behind the other, told apart by boundaries (`training.varlen`): attention gets no mask."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
     repeats_kv: bool = True
@@ -90,9 +94,9 @@ def cublas_workspace(capability: tuple[int, int] | None) -> int:
     return 32 * MIB if capability and capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
 
 
-def is_padded(config: RunConfig, layout: Layout, *, rows: int) -> bool:
+def is_padded(config: RunConfig, layout: Layout, *, rows: int, masks: bool = True) -> bool:
     """Whether rows of a batch, not packed, are padded to the longest with a mask; full blocks of text never are."""
-    return config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
+    return masks and config.task_mode != "cpt" and rows > 1 and layout.context_parallel == 1
 
 
 class Walk:
@@ -130,7 +134,7 @@ class Walk:
         in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
         specs = []
         for kind in self.shape.layers:
-            masked = sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
+            masked = not step.varlen and sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
             kernel = kernel_of(
                 kind,
                 self.shape,
@@ -430,7 +434,7 @@ class Walk:
 
         Rows are not packed there, so their mask is not the training's.
         """
-        specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows))
+        specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
         batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
         last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
         for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):

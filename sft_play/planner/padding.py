@@ -1,0 +1,77 @@
+"""Whether rows that are padded or packed come with an attention mask: decided from shapes, measured before a run by
+`training.unmasked` and `training.boundaries`.
+
+Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
+a row are told apart by their boundaries where the kernel takes them. Without a mask PyTorch's flash kernel runs, keys
+stay grouped and no S x S mask is held.
+"""
+
+from __future__ import annotations
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE, flash_runs
+
+
+def why_masked(
+    config: RunConfig, shape: ModelShape, *, attention: str, capability: tuple[int, int] | None, on_gpu: bool
+) -> str | None:
+    """Why padded rows keep their mask, as the end of a sentence; None where they need none.
+
+    Args:
+        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
+    """
+    if attention == "eager":
+        return "eager attention computes every score, with a mask or without"
+    if shape.num_experts:
+        return "the balance loss of its experts leaves out padding by the mask"
+    if any(kind.attention == "none" for kind in shape.layers):
+        return "some of its layers carry a state from token to token, and read the mask"
+    if shape.alibi:
+        return "its positions are a bias that is added to a mask"
+    if on_gpu and capability is not None and capability < FLASH_SINCE:
+        return "flash attention does not run on this GPU"
+    if config.tuning.backend == "unsloth":
+        return "Unsloth has attention of its own, which is not measured here"
+    return None
+
+
+def why_no_boundaries(
+    config: RunConfig,
+    shape: ModelShape,
+    *,
+    attention: str,
+    half: bool,
+    capability: tuple[int, int] | None,
+    device: str,
+) -> str | None:
+    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough.
+
+    Args:
+        half: whether attention computes in fp16 or bf16.
+        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
+        device: `cuda`, `rocm`, `cpu` or `mps`.
+    """
+    if config.model.attn_implementation != "auto":
+        return f"model.attn_implementation={config.model.attn_implementation}"
+    if attention != "sdpa":
+        return f"the model's class runs {attention} attention"
+    if any(kind.attention in ("none", "chunked") for kind in shape.layers):
+        return "some of its layers see a state or chunks, which boundaries do not say"
+    if shape.alibi:
+        return "its positions are a bias that is added to a mask"
+    if shape.mla is not None:
+        return "its keys and values have different widths"
+    if shape.attention_dropout:
+        return "the kernel that takes boundaries has no dropout"
+    if config.tuning.backend == "unsloth":
+        return "Unsloth has attention of its own, which is not measured here"
+    if device == "cpu":
+        return None
+    if device != "cuda":
+        return f"flash attention between boundaries was not tried on {device}"
+    if not flash_runs(half=half, capability=capability):
+        return "flash attention, which takes boundaries, does not run on this GPU in this precision"
+    if shape.head_dim > FLASH_HEAD:
+        return f"flash attention takes no heads wider than {FLASH_HEAD}"
+    return None

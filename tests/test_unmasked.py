@@ -1,0 +1,253 @@
+"""Padded rows without an attention mask: where the plan leaves it out, what measures that it may, and what runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.planner.padding import why_masked
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from tests.conftest import chat
+
+GIB = 2**30
+MODELS = (
+    "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "gpt2", "Qwen/Qwen3-30B-A3B",
+    "microsoft/Phi-3.5-mini-instruct",
+)  # fmt: skip
+
+
+def machine(capability: tuple[int, int] | None = (9, 0), *, gib: int = 140) -> Hardware:
+    return Hardware((Gpu(0, "GPU", gib * GIB, None, capability),), "CPU", 8, 256 * GIB, 256 * GIB)
+
+
+def run_of(model: str, *overrides: str) -> Any:
+    text = f"model: {{name: {model}, max_seq_len: 1024}}\ntuning: {{mode: lora}}\ntrain: {{effective_batch_size: 16}}\n"
+    return config_from_text(text, name="run.yaml", overrides=overrides)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+def test_plans_leave_the_mask_out_by_the_rule():
+    """On random models, GPUs and settings: the choice, its evaluation, its reason and the memory follow the rule."""
+    draw = random.Random(7)
+    seen = set()
+    for _ in range(80):
+        model, capability = draw.choice(MODELS), draw.choice([(7, 5), (8, 0), (9, 0), None])
+        backend, packing = draw.choice(["bnb", "bnb", "unsloth"]), draw.choice(["none", "none", "best_fit"])
+        attention = draw.choice(["auto", "auto", "eager"])
+        micro = draw.choice([1, 4])
+        mode = "tuning.mode=qlora" if backend == "unsloth" else "tuning.mode=lora"
+        config = run_of(
+            model, mode, f"tuning.backend={backend}", f"data.packing={packing}", f"train.batch_size={micro}",
+            f"model.attn_implementation={attention}",
+        )  # fmt: skip
+        shape = dataclasses.replace(shape_of(model), alibi=draw.random() < 0.1)
+        plan = make_plan(PlanRequest(config, shape, machine(capability)))
+        keeps = (
+            (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.alibi)
+            or capability == (7, 5) or backend == "unsloth"
+        )  # fmt: skip
+        bounded = (
+            packing != "none" and attention == "auto" and not model.startswith(("google/gemma-2", "gpt2"))
+            and not shape.alibi and capability != (7, 5) and backend != "unsloth"
+        )  # fmt: skip
+        step = plan.choice.step
+        assert step.varlen == bounded
+        assert step.masks == keeps, (model, capability, backend, attention)
+        assert step.padded == (not bounded if packing != "none" else keeps and micro > 1)
+        rows = max(step.eval_batch, 1 if packing != "none" else micro)
+        assert (plan.masked_bytes is None) == (not bounded and (keeps or rows == 1))
+        told = " ".join(plan.reasons)
+        if packing == "none" and micro > 1:
+            assert ("without a mask" in told) == (not keeps)
+            assert ("padded to it and masked (" in told) == keeps
+        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+        seen.add((keeps, packing, micro))
+    assert len(seen) == 8
+
+
+def test_rows_without_a_mask_are_planned_as_rows_without_padding():
+    config, shape = run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4"), shape_of("meta-llama/Llama-3.1-8B")
+    plan = make_plan(PlanRequest(config, shape, machine(), has_eval=False))
+    text = make_plan(
+        PlanRequest(
+            run_of("meta-llama/Llama-3.1-8B", "train.batch_size=4", "task_mode=cpt"), shape, machine(), has_eval=False
+        )
+    )
+    assert plan.memory.terms == text.memory.terms  # full blocks of text are never padded
+    assert plan.masked_bytes > plan.memory.required + 1024**2 * 4
+    masked = why_masked(config, shape, attention="sdpa", capability=(7, 5), on_gpu=True)
+    assert masked == "flash attention does not run on this GPU"
+    assert why_masked(config, shape, attention="sdpa", capability=(7, 5), on_gpu=False) is None  # a CPU
+
+
+def test_a_trace_of_rows_without_a_mask_is_that_of_full_rows():
+    from sft_play.trace.settings import Device
+    from sft_play.trace.step import trace_step
+    from tests.test_trace import SMALL
+
+    def peak(mask: str) -> int:
+        small = dataclasses.replace(SMALL, device=Device((8, 0)), attention="sdpa", micro_batch=2, seq_len=64)
+        return trace_step(dataclasses.replace(small, mask=mask, checkpointing=False)).allocated
+
+    assert peak("positions") == peak("ones") < peak("padded")
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+@pytest.mark.build
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3_text", "gpt2", "opt"])
+def test_classes_whose_attention_is_causal_need_no_mask(kind):
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.training.unmasked import padding_of
+
+    state = torch.random.get_rng_state()
+    padding = padding_of(CONFIG_MAPPING[kind](), attention="sdpa")
+    assert not padding.masks, padding.reason
+    assert f"on a small model of {kind}'s class logits differ by" in padding.reason
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    ("kind", "attention", "says"),
+    [
+        ("mixtral", "sdpa", "gradients by"),  # the balance loss of its experts
+        ("jamba", "sdpa", "gradients by"),
+        ("qwen3_next", "sdpa", "gradients by"),
+        ("bert", "eager", "logits by"),  # sees what follows
+        ("xlnet", "eager", "cannot be measured|logits by"),
+    ],
+)
+def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.training.unmasked import padding_of
+
+    options = {"use_mamba_kernels": False} if kind == "jamba" else {}
+    padding = padding_of(CONFIG_MAPPING[kind](**options), attention=attention)
+    assert padding.masks
+    assert padding.reason.startswith("padded rows keep their mask: ")
+    assert any(word in padding.reason for word in says.split("|")), padding.reason
+
+
+@pytest.mark.build
+def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
+    from transformers import LlamaConfig
+
+    from sft_play.training import unmasked
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("heads\x1b[31m and tails")
+
+    monkeypatch.setattr(unmasked, "measure", refuse)
+    padding = unmasked.padding_of(LlamaConfig(), attention="sdpa")
+    assert padding.masks
+    assert "what llama does without cannot be measured" in padding.reason
+    assert "\x1b" not in padding.reason
+    for found, is_masked in (
+        (unmasked.Difference(0.0, 0.0, -0.1, 0.001), True),  # nothing would show
+        (unmasked.Difference(0.0, 0.0, -0.1, float("nan")), True),
+        (unmasked.Difference(float("nan"), 0.0, -0.1, 1.0), True),
+        (unmasked.Difference(0.0, 0.0, float("nan"), 1.0), True),
+        (unmasked.Difference(1e-3, 0.0, -0.1, 1.0), True),
+        (unmasked.Difference(0.0, 1e-3, -0.1, 1.0), True),
+        (unmasked.Difference(0.0, 0.0, 0.1, 1.0), True),  # worse than rounding in bf16 alone
+        (unmasked.Difference(1e-6, 1e-6, -0.1, 1.0), False),
+    ):
+        monkeypatch.setattr(unmasked, "measure", lambda *_, found=found, **__: found)
+        assert unmasked.padding_of(LlamaConfig(), attention="sdpa").masks == is_masked, found
+
+
+# --- batches and runs -------------------------------------------------------------------------------------------------
+@pytest.mark.build
+def test_a_batch_without_a_mask_has_positions_and_its_counts():
+    from sft_play.training.collate import Collator
+    from sft_play.training.monitor import tokens_in
+
+    draw = np.random.default_rng(5)
+    for _ in range(20):
+        lengths = draw.integers(1, 12, size=int(draw.integers(1, 5)))
+        rows = [{"input_ids": draw.integers(5, 90, size=n), "labels": draw.choice([-100, 7], size=n)} for n in lengths]
+        plain, masked = (Collator(pad_id=0, masks=masks)(rows) for masks in (False, True))
+        assert (plain["input_ids"] == masked["input_ids"]).all()
+        assert (plain["labels"] == masked["labels"]).all()
+        assert "attention_mask" not in plain
+        assert plain["position_ids"].tolist() == [list(range(max(lengths)))]
+        assert tokens_in(plain) == tokens_in(masked) == sum(lengths)
+        assert plain["sample_count"] == sum(7 in row["labels"] for row in rows)
+
+
+def run_yaml(folder: Any, model: Any) -> Any:
+    draw = np.random.default_rng(3)
+    words = ["the", "light", "in", "kitchen", "is", "on", "yes", "no"]
+    answers = [" ".join(draw.choice(words, size=int(draw.integers(1, 12)))) for _ in range(12)]
+    lines = [json.dumps(chat(f"what is {n}?", answer)) for n, answer in enumerate(answers)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    path = folder / "run.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 96}}\ntuning: {{mode: full}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl, val_path: {folder}/rows.jsonl, test_path: null}}\n"
+        "train: {effective_batch_size: 6, batch_size: 3, max_steps: 3, report_to: [], learning_rate: 1e-2,\n"
+        "        warmup_steps: 0, lr_scheduler_type: constant, bf16: false, group_by_length: false}\n"
+        f"eval: {{steps: 2}}\noutput: {{dir: {folder}/outputs}}\n"
+    )
+    return path
+
+
+@pytest.mark.build
+def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
+    from sft_play.training import collate, model, unmasked
+
+    given: list[set[str]] = []
+    real = collate.Collator.__call__
+
+    def watched(self: Any, rows: Any) -> Any:
+        batch = real(self, rows)
+        given.append({"attention_mask", "position_ids"} & set(batch))
+        return batch
+
+    monkeypatch.setattr(collate.Collator, "__call__", watched)
+    path, figures = run_yaml(tmp_path, tiny_llama), {}
+    for name in ("plain", "masked"):
+        given.clear()
+        if name == "masked":
+            monkeypatch.setattr(model, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
+        code, said = command("train", "--config", str(path), f"output.name={name}")
+        assert code == 0, said
+        lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+        figures[name] = [json.loads(line) for line in lines]
+        # training and evaluation; the measurement's own batches are of both kinds
+        assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8
+        assert ("padded rows need no mask" in said) == (name == "plain")
+        assert ("with the masks that rows keep this run needs" in said) == (name == "masked")
+    for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen", "padding_share"):
+        plain, masked = ([line[key] for line in figures[name] if key in line] for name in ("plain", "masked"))
+        assert plain
+        assert plain == pytest.approx(masked, rel=1e-5), key
+
+
+@pytest.mark.build
+def test_a_run_whose_mask_does_not_fit_is_refused_with_a_way_out(monkeypatch):
+    from sft_play.errors import DoesNotFit
+    from sft_play.training.prepare import _require_room_for_masks
+
+    config, shape = run_of("meta-llama/Llama-3.1-8B"), shape_of("meta-llama/Llama-3.1-8B")
+    plan = make_plan(PlanRequest(config, shape, machine()))
+    assert plan.fits
+    assert plan.masked_bytes is not None
+    tight = dataclasses.replace(plan, budget_bytes=plan.masked_bytes - 1)
+    with pytest.raises(DoesNotFit, match=r"needs masks that the plan left out.* set train.batch_size=1") as error:
+        _require_room_for_masks(config, tight)
+    assert error.value.plan == tight.as_json()
+    _require_room_for_masks(run_of("meta-llama/Llama-3.1-8B", "train.batch_size=2"), tight)  # given, so it is tried
+    _require_room_for_masks(config, dataclasses.replace(tight, budget_bytes=plan.masked_bytes))
+    _require_room_for_masks(config, dataclasses.replace(tight, masked_bytes=None))

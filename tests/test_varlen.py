@@ -1,0 +1,298 @@
+"""Attention between boundaries: exact against one chat at a time, the call on CUDA, what it refuses, and its runs."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_packing import metrics, run_yaml
+
+pytestmark = pytest.mark.build
+
+
+def heads(draw: Any, tokens: int, *, groups: int = 2, times: int = 2, width: int = 16, dtype: Any = None) -> list[Any]:
+    """Random queries [1, H, T, D], keys and values [1, G, T, D] that ask for gradients."""
+    import torch
+
+    counts = (groups * times, groups, groups)
+    made = [torch.from_numpy(draw.standard_normal((1, count, tokens, width))) for count in counts]
+    return [one.to(dtype or torch.float32).requires_grad_() for one in made]
+
+
+def alone(q: Any, k: Any, v: Any, lengths: list[int], *, window: int | None, scale: float | None = None) -> Any:
+    """The same, one chat at a time, in fp64 and by hand: softmax of the scores that are seen."""
+    import torch
+
+    q, k, v = (one.double() for one in (q, k, v))
+    times = q.shape[1] // k.shape[1]
+    parts, begin = [], 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        scores = q[0, :, own] @ k[0, :, own].repeat_interleave(times, 0).mT * (scale or q.shape[-1] ** -0.5)
+        back = torch.arange(length)[:, None] - torch.arange(length)[None]
+        seen = (back >= 0) & (back < (window or length))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        parts.append(weights @ v[0, :, own].repeat_interleave(times, 0))
+        begin += length
+    return torch.cat(parts, 1).transpose(0, 1)[None]  # [1, T, H, D]
+
+
+def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
+    import torch
+
+    from sft_play.training import varlen
+
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
+    return varlen.attend(module, q, k, v, None, cu_seq_lens_q=ends, max_length_q=max(lengths), **options)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_exact_against_one_chat_at_a_time(dtype):
+    """Random chats, windows, grouped heads and scales: outputs and gradients."""
+    import torch
+
+    draw = np.random.default_rng(11)
+    # bf16 has 8 bits; outputs are means of values of about 1
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for _ in range(25):
+        lengths = draw.integers(1, 20, size=int(draw.integers(1, 6))).tolist()
+        groups, times = int(draw.choice([1, 2])), int(draw.choice([1, 3]))
+        window = None if draw.random() < 0.5 else int(draw.integers(1, 12))
+        scale = None if draw.random() < 0.5 else 0.3
+        given = heads(draw, sum(lengths), groups=groups, times=times, width=int(draw.choice([8, 20])),
+                      dtype=getattr(torch, dtype))  # fmt: skip
+        ours = attended(*given, lengths, sliding_window=window, scaling=scale)
+        theirs = alone(*given, lengths, window=window, scale=scale)
+        weight = torch.from_numpy(draw.standard_normal(tuple(ours.shape)))
+        own = torch.autograd.grad((ours.double() * weight).sum(), given)
+        expected = torch.autograd.grad((theirs * weight).sum(), given)
+        assert ours.dtype == getattr(torch, dtype)
+        for one, other in zip((ours.detach(), *own), (theirs.detach(), *expected), strict=True):
+            assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("width", [16, 20])
+def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width):
+    """The only call that differs: its arguments, by a stand-in that does what torch documents of them."""
+    import torch
+    from torch.nn.attention import varlen as torchs
+
+    from sft_play.training import varlen
+
+    draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
+
+    def documented(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: float,
+        window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Any:  # fmt: skip
+        assert query.shape[-1] % 8 == 0
+        assert cu_seq_q is cu_seq_k
+        assert (max_q, max_k) == (9, 9)
+        assert window_size[1] == 0  # causal
+        assert enable_gqa
+        asked.append(window_size[0])
+        seen = None if window_size[0] == -1 else window_size[0] + 1  # left of the query, and itself
+        given = (one.transpose(0, 1)[None] for one in (query, key, value))
+        return alone(*given, cu_seq_q.diff().tolist(), window=seen, scale=scale)[0].float()
+
+    monkeypatch.setattr(torchs, "varlen_attn", documented)
+    q, k, v = heads(draw, sum(lengths), width=width)
+    expected = attended(q, k, v, lengths, sliding_window=window)
+    monkeypatch.setattr(varlen, "one_by_one", None)
+    monkeypatch.setattr(
+        varlen, "kernel", lambda q, k, v, ends, longest, **options: varlen._flash(q, k, v, ends, longest, **options)
+    )
+    torch.testing.assert_close(attended(q, k, v, lengths, sliding_window=window), expected, rtol=1e-5, atol=1e-5)
+    assert asked == [-1 if window is None else window - 1]
+
+
+def test_rows_that_are_not_packed_are_sdpas_and_windows_need_no_mask():
+    import torch
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from sft_play.training import varlen
+
+    draw = np.random.default_rng(4)
+    module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
+    q, k, v = (torch.cat([one, one.flip(2)]) for one in heads(draw, 12))
+    expected = sdpa_attention_forward(module, q, k, v, None)[0]
+    assert torch.equal(varlen.attend(module, q, k, v, None)[0], expected)
+    assert torch.equal(varlen.attend(module, q, k, v, None, sliding_window=12)[0], expected)
+    slid = varlen.attend(module, q, k, v, None, sliding_window=5)[0]
+    for row in (0, 1):
+        theirs = alone(*(one[row : row + 1] for one in (q, k, v)), [12], window=5)
+        torch.testing.assert_close(slid[row : row + 1], theirs.float(), rtol=1e-5, atol=1e-5)
+    # one token after others, as in generation: the cache has only what the window sees
+    last = varlen.attend(module, q[:, :, -1:], k, v, None, sliding_window=5)[0]
+    assert torch.equal(last, sdpa_attention_forward(module, q[:, :, -1:], k, v, None)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"softcap": 50.0}, "softcap"), ({"s_aux": 1.0}, "s_aux"), ({"dropout": 0.1}, "dropout"),
+     ({"is_causal": False}, "is_causal=False")],
+)  # fmt: skip
+def test_what_it_does_not_compute_is_refused(options, says):
+    with pytest.raises(ValueError, match=f"varlen attention has no {says}"):
+        attended(*heads(np.random.default_rng(0), 6), [4, 2], **options)
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe"])
+def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
+    from transformers import CONFIG_MAPPING
+
+    from sft_play.training.boundaries import boundaries_of
+
+    found = boundaries_of(CONFIG_MAPPING[kind](), on_cuda=False)
+    assert found.are_enough, found.reason
+    assert found.reason.startswith("packs need no mask: chats are told apart by their boundaries")
+
+
+def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
+    from transformers import CONFIG_MAPPING, LlamaConfig
+
+    from sft_play.training import boundaries, varlen
+
+    for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
+        found = boundaries.boundaries_of(CONFIG_MAPPING[kind](), on_cuda=False)
+        assert not found.are_enough
+        assert found.reason.startswith("packs keep a mask between their chats: ")
+        assert says in found.reason
+    dropping = boundaries.boundaries_of(LlamaConfig(attention_dropout=0.1), on_cuda=False)
+    assert not dropping.are_enough
+    assert "varlen attention has no dropout" in dropping.reason
+    monkeypatch.setattr(varlen, "why_not", lambda: "torch 2.11 has none")
+    assert "torch 2.11 has none" in boundaries.boundaries_of(LlamaConfig(), on_cuda=True).reason
+    assert boundaries.boundaries_of(LlamaConfig(), on_cuda=False).are_enough
+    for numbers in ((1e-3, 0, 0, 1), (0, 1e-3, 0, 1), (0, 0, 1e-3, 1), (float("nan"), 0, 0, 1), (0, 0, 0, 1e-3)):
+        monkeypatch.setattr(boundaries, "measure", lambda *_, numbers=numbers, **__: boundaries.Difference(*numbers))
+        assert not boundaries.boundaries_of(LlamaConfig(), on_cuda=False).are_enough, numbers
+
+
+def test_an_older_torch_says_what_it_lacks(monkeypatch):
+    from torch.nn.attention import varlen as torchs
+
+    from sft_play.training import varlen
+
+    assert varlen.why_not() is None
+    monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: None)
+    assert "has no enable_gqa, scale, window_size" in str(varlen.why_not())
+
+
+def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
+    """The same operator, and no square."""
+    import dataclasses
+
+    from sft_play.trace.settings import Device
+    from sft_play.trace.step import trace_step
+    from tests.test_trace import SMALL
+
+    def peak(attention: str, **changes: Any) -> int:
+        small = dataclasses.replace(SMALL, device=Device((8, 0)), micro_batch=2, seq_len=64, checkpointing=False)
+        return trace_step(dataclasses.replace(small, attention=attention, mask="packed", **changes)).allocated
+
+    assert peak("varlen") == peak("flash_attention_2") <= peak("sdpa") - 2 * 64**2
+    evaluated = {"eval_batch": 4, "eval_mask": "positions"}
+    assert peak("varlen", **evaluated) == peak("flash_attention_2", **evaluated)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
+    from sft_play.training import varlen
+
+    calls: list[int] = []
+    real = varlen.kernel
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(len(args[3]) - 1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(varlen, "kernel", counted)
+    path = run_yaml(tmp_path, tiny_llama)
+    for name, attention in (("masked", "sdpa"), ("apart", "auto")):
+        calls.clear()
+        code, said = command(
+            "train", "--config", str(path), f"output.name={name}", "data.packing=best_fit",
+            f"model.attn_implementation={attention}",
+        )  # fmt: skip
+        assert code == 0, said
+        assert ("Attention: packs need no mask" in said) == (name == "apart")
+        assert any(count > 1 for count in calls) == (name == "apart")
+        plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
+        assert plan["step"]["varlen"] == (name == "apart")
+        assert plan["step"]["padded"] == (name == "masked")
+    for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
+        apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
+        assert apart
+        assert apart == pytest.approx(masked, rel=1e-4), key
+
+
+def test_a_model_generates_with_its_usual_attention(tiny_llama):
+    """Prompts are padded on the left there, which boundaries do not say."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.training import varlen
+    from sft_play.training.context_parallel import whole_rows
+
+    own = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=varlen.ATTENTION, dtype=torch.float32)
+    usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
+    ids = torch.tensor([[0, 0, 0, 7, 9], [5, 6, 8, 7, 9]])
+    mask = (ids > 0).long()
+    asked = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with whole_rows(own):
+        assert torch.equal(own.generate(**asked), usual.generate(**asked))
+    assert own.config._attn_implementation == varlen.ATTENTION
+
+
+# --- kernels of the hub -----------------------------------------------------------------------------------------------
+HUB = f"kernels-community/flash-attn2@{'0123456789' * 4}"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["kernels-community/flash-attn2", "kernels-community/flash-attn2@main", "kernels-community/flash-attn2@v1",
+     f"kernels-community/activation@{'a' * 40}", f"flash-attn2@{'a' * 40}", "flash"],
+)  # fmt: skip
+def test_a_kernel_of_the_hub_is_pinned_to_a_commit(wanted):
+    from sft_play.config.load import config_from_text
+    from sft_play.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"a flash attention kernel of the hub with its commit") as error:
+        config_from_text(f"model: {{name: x, attn_implementation: '{wanted}'}}", name="run")
+    assert wanted in str(error.value)
+
+
+def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
+    from transformers import GptOssForCausalLM, LlamaForCausalLM
+
+    from sft_play.config.load import config_from_text
+    from sft_play.errors import ModelError
+    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.hardware import named
+    from sft_play.planner.plan import PlanRequest, make_plan
+    from sft_play.training import attention
+
+    def config(wanted: str) -> Any:
+        text = f"model: {{name: Qwen/Qwen2.5-0.5B, attn_implementation: '{wanted}'}}\ndata: {{packing: best_fit}}\n"
+        return config_from_text(text, name="run")
+
+    plans = [
+        make_plan(PlanRequest(config(wanted), shape_of("Qwen/Qwen2.5-0.5B"), named("H100")))
+        for wanted in (HUB, "flash_attention_2")
+    ]
+    assert plans[0].choice == plans[1].choice
+    assert plans[0].choice.step.attention == "flash_attention_2"
+    with pytest.raises(ModelError, match="needs the package kernels, which is not installed; pip install kernels"):
+        attention.choose_attention(config(HUB), LlamaForCausalLM)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "kernels")
+    assert attention.choose_attention(config(HUB), LlamaForCausalLM).name == HUB
+    with pytest.raises(ModelError, match="GptOssForCausalLM"):
+        attention.choose_attention(config(HUB), GptOssForCausalLM)
