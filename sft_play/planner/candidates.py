@@ -195,6 +195,15 @@ class Job:
         )  # fmt: skip
 
     @property
+    def by_tokens(self) -> bool:
+        """Whether micro-batches are cut by tokens: where the config leaves the batch to the plan or asks for it, rows
+        of similar length share micro-batches, and rows differ in length."""
+        train, is_full = self.config.train, self.packed or self.config.task_mode == "cpt"
+        is_open = train.batch_size == "auto" and train.grad_accum == "auto"
+        by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
+        return not is_full and not by_rows and train.group_by_length
+
+    @property
     def packed(self) -> bool:
         """Whether rows hold several chats, which a mask separates as one separates padding."""
         return self.config.data.packing != "none" and self.config.task_mode != "cpt"
@@ -317,11 +326,12 @@ def candidate_of(
             more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
     """
     precision = job.precision_of(layout)
-    varlen = job.packed and not masks and job.unbounded_because(precision) is None
+    joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
+    varlen = joins and not masks and job.unbounded_because(precision) is None
     masks = masks or job.masked_because is not None
     # a packed row needs a mask even alone
-    padded = is_padded(
-        job.config, layout, rows=2 if job.packed else batch.micro_batch, masks=not varlen if job.packed else masks
+    padded = not varlen and is_padded(
+        job.config, layout, rows=2 if job.packed else batch.micro_batch, masks=job.packed or masks
     )
     step = Step(
         micro_batch=batch.micro_batch,
@@ -368,18 +378,15 @@ def candidate_of(
 
 
 def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:
-    """How the rows of a step are divided: by tokens, where the config leaves the batch to the plan or asks for it, rows
-    of similar length share micro-batches, and rows differ in length."""
-    train, is_full = job.config.train, job.packed or job.config.task_mode == "cpt"
-    is_open = train.batch_size == "auto" and train.grad_accum == "auto"
-    by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
-    if is_full or by_rows or not train.group_by_length:
+    """How the rows of a step are divided: padded to the longest, or joined where the attention takes boundaries."""
+    if not job.by_tokens:
         return MicroBatches(step.micro_batch)
     overhead = pass_overhead(job.config, job.shape, precision, step, job.rates)
     return MicroBatches(
         step.micro_batch,
         tokens=step.micro_batch * step.seq_len,
         overhead=_rounded(overhead),
+        padded=not step.varlen,
         single=step.grad_accum == 1,
     )
 

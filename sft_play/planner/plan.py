@@ -560,6 +560,8 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
 
 def _padding_words(job: Job, chosen: Candidate) -> str:
     """What becomes of rows that are shorter than others in their batch, and why."""
+    if chosen.step.varlen:
+        return ", rows one behind the other without padding, told apart by their boundaries"
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
     if chosen.step.padded:

@@ -77,7 +77,7 @@ def settings_of(
         loss=step.loss,
         attention="varlen" if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
-        mask=_mask(config, padded=step.padded, masks=step.masks),
+        mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
         clip=config.train.max_grad_norm > 0,
@@ -108,9 +108,9 @@ def _experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Lite
 RowMask = Literal["ones", "padded", "positions"]
 
 
-def _mask(config: RunConfig, *, padded: bool, masks: bool = True) -> Literal["packed"] | RowMask:
+def _mask(config: RunConfig, *, padded: bool, masks: bool = True, varlen: bool = False) -> Literal["packed"] | RowMask:
     """How the collator separates rows; text in full blocks is never packed."""
-    if config.data.packing != "none" and config.task_mode != "cpt":
+    if varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
         return "packed"
     return _row_mask(padded=padded, masks=masks)
 

@@ -109,6 +109,10 @@ class PlannedLoop(CheckpointedLoop):
         self.last_answers: list[Answer] = []
         require_known(self.upstream)
         super().__init__(**options)
+        attention = str(self.model.config.get_text_config()._attn_implementation)
+        cut = micro_batches or MicroBatches(self.args.per_device_train_batch_size)
+        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
+            cut = MicroBatches(cut.rows)
         lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
         batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel
         self._step_rows = step_rows or batch * self.args.gradient_accumulation_steps * ranks
@@ -116,13 +120,12 @@ class PlannedLoop(CheckpointedLoop):
             len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=self._step_rows, mix=mix
         )
         self._batches = StepBatches(
-            self.order, lengths, micro_batches or MicroBatches(batch),
+            self.order, lengths, cut,
             window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
         )  # fmt: skip
         self._passes = 1
-        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs)
-        attention = str(self.model.config.get_text_config()._attn_implementation)
-        is_flat = packs is not None and ("flash" in attention or attention == varlen.ATTENTION)
+        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
+        is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
         pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
         parts = layout.context_parallel
         part = distributed.batch_rank(layout) % parts

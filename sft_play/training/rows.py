@@ -122,11 +122,12 @@ class LongestFirst(torch.utils.data.Sampler[int]):
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
     """The training rows by number: rows of the data set or packs of them; FILLER is a masked row.
 
-    A row is `input_ids`, `labels` and `sources` (all [T]); a pack also has `chat_lengths` (tokens of each chat). No
-    chat's first token has a label.
+    A row is `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has
+    `chat_lengths` (tokens of each chat). No chat's first token has a label.
     """
 
-    def __init__(self, dataset: Dataset, *, packs: Packs | None = None) -> None:
+    def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
+        self._has_chats = packs is not None or joined
         self._arrow = dataset.with_format("arrow")
         self._has_sources = "source" in dataset.column_names
         self._packs = packs
@@ -178,7 +179,7 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         row: dict[str, Any] = {
             name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")
         }
-        return row if self._packs is None else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
+        return row if not self._has_chats else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
 
 
 def _masked(row: dict[str, Any]) -> dict[str, Any]:
