@@ -172,6 +172,8 @@ plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HAR
 	@$(SCRIPT)/plan.py
 memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FILE.csv OUT=score.json)
 	@$(PROGRAM) memory-model-score
+bench: setup ## Measure real steps of CONFIG, in turns with another trainer's (PEER=trl STEPS= WARMUP= ROUNDS= OUT=FILE)
+	@$(PROGRAM) bench
 
 ##@ Develop
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
@@ -220,10 +222,15 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
 #: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)
 #: PRICE=2.5                plan, gpu-info: money per GPU-hour
+#: BUDGET=20                plan: money for the run in USD: the cheapest and the fastest machine within it, by a dated price list
 #: PEAKS=FILE               memory-model-score, benchmark-speed: CSV of measured peaks
 #: LAYOUTS=ddp,fsdp         verify-layouts: the layouts to compare
 #: MODES=lora               verify-layouts: full, lora, qlora
-#: STEPS=4                  verify-layouts: optimizer steps of each run
+#: STEPS=4                  verify-layouts, bench: optimizer steps of each run
+#: WARMUP=3                 bench: steps before those that are measured
+#: ROUNDS=3                 bench: how often each side runs, in turns
+#: PEER=trl                 bench: what it is compared with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory
+#: PEER_PYTHON=PATH         bench: the Python that has the peer's package
 #: FULL=1                   gpu-info: start torch too and ask it what it sees
 #: WATCH=1                  memory-check: refresh until Ctrl-C
 #: RUNS='first second'      compare, prune: names of the runs to compare or to remove
@@ -294,4 +301,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score bench test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean

@@ -215,7 +215,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
 
 def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     """The trace's answer."""
-    from sft_play.trace.step import cached_trace
+    from sft_play.trace.remembered import cached_trace
 
     return cached_trace(trace_settings(setting, model))
 

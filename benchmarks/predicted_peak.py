@@ -120,8 +120,8 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What closed form and trace say of the row, in bytes."""
     from sft_play.facts.architecture import config_json
     from sft_play.trace.confirm import settings_of
+    from sft_play.trace.remembered import cached_trace
     from sft_play.trace.settings import TraceUnavailable
-    from sft_play.trace.step import cached_trace
 
     config, plan = planned(row, scratch, hardware)
     found: dict[str, Any] = {

@@ -101,7 +101,7 @@ SCALING = (
           FSDP_QLORA, in_tokens=False),
     Point("{n}xA100-40GB", "meta-llama/Llama-2-70b-hf", "qlora", "fsdp", 4, 8, 1 / 1266 / 4, 1 / 672 / 8, 4, 2048,
           FSDP_QLORA, in_tokens=False),
-    Point("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 6667, 5605, 2, 8192,
+    Point("{n}xH100,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 8, 128, 5762, 5605, 2, 8192,
           f"{TORCHTITAN}/llama3_h100_202412_torchtitan.md", checkpointing=False),
     Point("{n}xH200,network=3200Gbps", "meta-llama/Llama-3.1-8B", "full", "fsdp", 32, 64, 10938, 10753, 2, 8192,
           f"{TORCHTITAN}/llama3-8b_h200_202506_trainy-whitefiber.md (float8)", checkpointing=False),

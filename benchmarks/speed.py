@@ -1,7 +1,7 @@
 """The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
 
     make benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
-    make benchmark-speed       # without them: how runs scale (benchmarks/scaling.py), very long rows (long_rows.py)
+    make benchmark-speed       # without them: published_speeds.py, how runs scale (scaling.py), long_rows.py
 
 Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
 Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.
@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks import published_speeds
 from benchmarks.long_rows import long_rows
 from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
@@ -83,7 +84,17 @@ def score(path: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the table by source, GPU and mode, then how runs scale with GPUs, and write the file."""
+    """Print the errors of speeds held out, the table by source, GPU and mode, then how runs scale with GPUs, and write
+    the file."""
+    rows = published_speeds.published()
+    classes, within = published_speeds.by_class(rows), published_speeds.within(rows)
+    sys.stdout.write(
+        "Held out, 7B to 70B: median and 90th percentile of how far predictions are from what was published\n"
+    )
+    for name, error in classes.items():
+        sys.stdout.write(f"{name:45s} {error['n']:4d} {error['median']:6.1%} {error['p90']:6.1%}\n")
+    for name, hit in within.items():
+        sys.stdout.write(f"{name:45s} {hit['n']:4d} within the plan's error: {hit['within']:.0%}\n")
     runs = score(Path(os.environ["PEAKS"])) if os.environ.get("PEAKS") else {}
     groups: dict[str, list[float]] = defaultdict(list)
     for run in runs.values():
@@ -110,7 +121,17 @@ def main() -> int:
             "versions": versions(),
         }
         write_json(
-            Path(os.environ["OUT"]), {**report, "runs": runs, "ratios": ratios, "scaling": scaled, "long_rows": shared}
+            Path(os.environ["OUT"]),
+            {
+                **report,
+                "held_out": classes,
+                "within": within,
+                "published": rows,
+                "runs": runs,
+                "ratios": ratios,
+                "scaling": scaled,
+                "long_rows": shared,
+            },
         )
     return 0
 

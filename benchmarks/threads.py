@@ -6,7 +6,8 @@ Each setting has a process of its own that takes the same training steps (forwar
 tokens) for some seconds when its turn comes and sleeps otherwise. Rounds alternate: every setting alone, every setting
 beside as many busy loops as `--busy` says (two). `alone` counts only turns during which everything else on the machine
 took less than `--quiet` cores; `turns` says how many there were, and `other_cores` of each turn how busy it was beside
-the loops. Figures are medians; `ratio` compares with torch's own setting in the same round.
+the loops. Figures are medians; `ratio` compares with torch's own setting in the same round. `per_core` is what a
+setting did with the processor time that it got, in every turn: what waiting costs on a machine that is never quiet.
 """
 
 from __future__ import annotations
@@ -147,6 +148,20 @@ def summary(turns: list[Turn], *, quiet: float) -> dict[str, dict[str, dict[str,
     return made
 
 
+def per_core(turns: list[Turn]) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians by load and setting, of all turns: cores that it took itself, and tokens a second of them."""
+    made: dict[str, dict[str, dict[str, float]]] = {}
+    for busy in sorted({one.busy for one in turns}):
+        for setting in SETTINGS:
+            of_it = [one for one in turns if one.busy == busy and one.setting == setting and one.own_cores > 0]
+            if of_it:
+                made.setdefault(f"beside {busy}" if busy else "alone", {})[setting] = {
+                    "own_cores": statistics.median(one.own_cores for one in of_it),
+                    "tokens_per_core_s": statistics.median(one.tokens_per_s / one.own_cores for one in of_it),
+                }
+    return made
+
+
 def main() -> None:
     """Take turns, and write what they gave."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -189,6 +204,7 @@ def main() -> None:
         "versions": versions(),
         "settings": SETTINGS,
         "summary": summary(turns, quiet=given.quiet),
+        "per_core": per_core(turns),
         "turns": [asdict(one) for one in turns],
     }
     write_json(Path(given.out).absolute(), found)

@@ -1,10 +1,16 @@
-"""Freed memory that the C library keeps, given back to the system."""
+"""What keeps the heap small and quick: freed memory given back to the system, imports left out of collections."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
 
 LONG_CHARS = 1 << 18
 """Characters of one text beyond which its tokens are many enough to leave holes in the heap that no later text fills:
@@ -31,3 +37,27 @@ def give_back(longest: int) -> None:
     """Give freed memory back where the longest text of a batch, in characters, was a long one."""
     if longest > LONG_CHARS:
         give_back_free_memory()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """For the imports of torch and what is built on it: they are logged, no garbage is collected meanwhile, and what
+    they make is left out of every later collection.
+
+    They make a million objects that stay. Each full collection would walk through all of them for a quarter of a
+    second: ten times in a run of three steps, a fifth of its processor time (benchmarks/LOG.md, 2026-11-23).
+
+    It happens once in a process, at the first import of torch: nothing of the program's own that could later be
+    garbage (a model, a trainer) is there yet. Garbage from before is collected first, so that it is not kept.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    logger.info("Loading libraries: torch, transformers and what is built on them")
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -271,6 +271,20 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
     return RunFolder(path)
 
 
+def require_writable(folder: RunFolder) -> None:
+    """Raises RunFolderError where a new run's folder could not be created; nothing is left behind."""
+    try:
+        place = next(parent for parent in folder.path.absolute().parents if parent.exists())
+        Path(tempfile.mkdtemp(dir=place, prefix=f".{folder.path.name}.")).rmdir()
+    except (OSError, ValueError) as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: RunFolder, error: OSError | ValueError) -> RunFolderError:
+    problem = error.strerror if isinstance(error, OSError) else str(error)
+    return RunFolderError(f"output.dir={folder.path.parent} cannot be written: {problem}")
+
+
 def goes_on(folder: RunFolder, output: OutputConfig) -> bool:
     """Whether a start with this folder resumes the run in it."""
     return folder.path.exists() and output.if_exists == "resume"
@@ -305,8 +319,7 @@ def create(
         folder.path.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.path.parent, prefix=f".{folder.path.name}."))
     except (OSError, ValueError) as error:
-        error = error if isinstance(error, OSError) else OSError(0, str(error))
-        raise RunFolderError(f"output.dir={folder.path.parent} cannot be written: {error.strerror}") from None
+        raise _unwritable(folder, error) from None
     try:
         building.chmod(0o755)
         write_text(building / "config.yaml", loaded.text)

@@ -39,6 +39,7 @@ _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
     *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
+    "bench",
     *_FINISHED,
     *_LISTING,
     *_DATA,
@@ -51,7 +52,7 @@ _BENCHMARKS = (
 )
 _ANSWERING = (
     *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "gpu-selftest", "memory-check"),
-    *("mask-score", *_DATA),
+    *("mask-score", "bench", *_DATA),
 )
 _LAUNCHED = (*LAUNCHING, "resume", "doctor")
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")
@@ -113,10 +114,27 @@ VARIABLES: Dict[str, Variable] = {
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
     "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", kind="number", of="the money of a GPU-hour"),
+    "BUDGET": Variable(
+        ("plan",),
+        "money for the run in USD: the cheapest and the fastest machine within it, by a dated price list",
+        "20",
+        kind="number",
+        of="an amount of money",
+    ),
     "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks", "FILE", kind="path"),
     "LAYOUTS": Variable(("verify-layouts",), "the layouts to compare", "ddp,fsdp", kind="names"),
     "MODES": Variable(("verify-layouts",), "full, lora, qlora", "lora", kind="names"),
-    "STEPS": Variable(("verify-layouts",), "optimizer steps of each run", "4", kind="count", of="optimizer steps"),
+    "STEPS": Variable(
+        ("verify-layouts", "bench"), "optimizer steps of each run", "4", kind="count", of="optimizer steps"
+    ),
+    "WARMUP": Variable(("bench",), "steps before those that are measured", "3", kind="count", of="optimizer steps"),
+    "ROUNDS": Variable(("bench",), "how often each side runs, in turns", "3", kind="count", of="rounds"),
+    "PEER": Variable(
+        ("bench",),
+        "what it is compared with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory",
+        "trl",
+    ),
+    "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH"),
     "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", kind="switch"),
     "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", kind="switch"),
     "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", kind="names"),

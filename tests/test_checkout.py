@@ -17,6 +17,7 @@ COMMANDS = {
     "gpu-selftest": [],
     "memory-model-score": ["--peaks", "peaks.csv"],
     "verify-layouts": [],
+    "bench": [],
     "mask-score": ["--templates", ".", "--tokenizer", "."],
 }
 

@@ -48,6 +48,10 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
     "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
+    "bench": (
+        lambda world: ["--peer", "bare", "--steps", "1", "--warmup", "1", "--rounds", "1"],
+        {"machine", "versions", "date", "medians", "ratios", "same_work", "runs"},
+    ),
     "tensorboard": (lambda world: [], {"ok", "page", "logdir", "host", "port", "pid"}),
     "tb-open": (lambda world: [], {"ok", "page", "opened"}),
     "tb-stop": (lambda world: [], {"ok", "stopped", "running"}),
@@ -105,7 +109,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_for_every_command():
-    assert len(FILES) == 43
+    assert len(FILES) == 44
     assert list(CASES) == sorted(CASES, key=list(FILES).index)
     assert set(CASES) == set(FILES)
 

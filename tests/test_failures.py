@@ -20,7 +20,7 @@ from sft_play import failures
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, VARIABLES, chat
 
 pytestmark = pytest.mark.build
 NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
@@ -278,7 +278,9 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
 
 
 def test_bad_input_that_only_the_ranks_see_is_one_message_and_exit_code_2(start, long_run):
-    (long_run / "broken.jsonl").write_text('{"messages": [{"role": "user", "content": \n' * 8)
+    """Its first row can be read: the command itself looks no further."""
+    broken = '{"messages": [{"role": "user", "content": \n' * 8
+    (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
     words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
     started = start(*words, "output.name=bad", f"data.train_path={long_run}/broken.jsonl", STRATEGY="ddp", NPROC="2")
     assert started.end(WAIT_S) == 2

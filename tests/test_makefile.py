@@ -24,12 +24,12 @@ NEED_ENVIRONMENT = [
     *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check", "gpu-selftest"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data", "mutation-score"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
-    "coverage",
+    *("coverage", "bench"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
-    *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest"),
+    *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]

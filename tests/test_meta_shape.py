@@ -9,7 +9,9 @@ import torch
 
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import UnknownArchitecture, parse_config
+from sft_play.trace import remembered
 from sft_play.trace.meta_shape import shape_on_meta
+from sft_play.trace.remembered import cached_shape
 
 SMALL = {
     "hidden_size": 64,
@@ -39,6 +41,27 @@ UNKNOWN = {
 
 def config_of(kind):
     return {"model_type": kind, **SMALL, **UNKNOWN[kind]}
+
+
+@pytest.mark.parametrize("kind", ["jamba", "gemma3n_text"])
+def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, monkeypatch):
+    def again(config, **options):
+        pytest.fail("measured again")
+
+    config = config_of(kind)
+    first = cached_shape(config, name="m", folder=tmp_path)
+    assert first == shape_on_meta(config, name="m")
+    (file,) = tmp_path.iterdir()
+    assert cached_shape(config, name="m", folder=tmp_path, measure=again) == first
+    assert cached_shape(config, name="n", folder=tmp_path, measure=again).name == "n"
+    for changed, options in (({"vocab_size": 512}, {}), ({}, {"trust_remote_code": True})):
+        with pytest.raises(pytest.fail.Exception, match="measured again"):
+            cached_shape({**config, **changed}, name="m", folder=tmp_path, measure=again, **options)
+    file.write_text('{"name": "m"}')
+    assert cached_shape(config, name="m", folder=tmp_path) == first
+    monkeypatch.setattr(remembered, "version_of", lambda library: "99")
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        cached_shape(config, name="m", folder=tmp_path, measure=again)
 
 
 @pytest.mark.parametrize("kind", sorted(UNKNOWN))

@@ -18,6 +18,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.planner.throughput import predict_speed, rates_of, slowest
+from sft_play.planner.traffic import Collective
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
 CARDS = ("RTX 4090", "RTX 3090", "A100-80GB", "H100", "L40S", "MyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS")
@@ -115,9 +116,17 @@ def test_a_link_and_what_it_is_made_of_count():
 
 
 def test_over_nodes_the_slower_of_link_and_network_counts():
+    """A ring enters and leaves a node once: 16 ranks on two nodes have the node's 50 GB/s together, as nccl-tests'
+    bus bandwidth is the network's (https://github.com/NVIDIA/nccl-tests/issues/196). Eight groups of two ranks, one
+    on either node, share it."""
     rates = rates_of(named("2x8xH100,network=400Gbps"), Precision("bfloat16", "bfloat16", ""))
     assert throughput._link(8, rates) == pytest.approx(450e9 * 0.75)
-    assert throughput._link(16, rates) == pytest.approx(50e9 / 8 * 0.75)  # a GPU's share of 50 GB/s
+    assert throughput._link(16, rates) == pytest.approx(50e9 * 0.75)
+    assert throughput._link(16, rates, per_node=1) == pytest.approx(50e9 / 8 * 0.75)
+    whole = Collective("all_gather", 16e9, 16, 0)
+    copies = Collective("all_reduce", 1e9, 2, 0, span=16)
+    assert throughput._seconds(whole, rates) == pytest.approx(15e9 / (50e9 * 0.75))
+    assert throughput._seconds(copies, rates) == pytest.approx(1e9 / (50e9 / 8 * 0.75))
     fast = replace(rates, network=1e15)
     assert throughput._link(16, fast) == throughput._link(8, fast)
 

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from sft_play.facts.installed import version_of
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, patches, ranks, step
+from sft_play.trace import build, fakes, kernels, patches, ranks, remembered, step
+from sft_play.trace.remembered import cached_trace
 from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -214,7 +216,7 @@ def test_a_library_that_moved_on_is_named(patch, monkeypatch):
         patch.holder()
     library = patch.target.split(".")[0].split(":")[0]
     assert patch.name in str(error.value)
-    assert f"{library} {patches.version(library)}" in str(error.value)
+    assert f"{library} {version_of(library)}" in str(error.value)
 
 
 def test_shims_are_gone_after_a_trace():
@@ -602,16 +604,21 @@ def test_our_own_faults_keep_their_traceback(monkeypatch):
 
 
 def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
-    first = step.cached_trace(SMALL, folder=tmp_path)
+    def again(settings):
+        pytest.fail("traced again")
+
+    def changed(settings):
+        return dataclasses.replace(first, allocated=1)
+
+    first = cached_trace(SMALL, folder=tmp_path)
     (file,) = tmp_path.iterdir()
-    monkeypatch.setattr(step, "trace_step", lambda settings: pytest.fail("traced again"))
-    assert step.cached_trace(SMALL, folder=tmp_path) == first
-    monkeypatch.setattr(step, "trace_step", lambda settings: dataclasses.replace(first, allocated=1))
-    assert step.cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path).allocated == 1
+    assert cached_trace(SMALL, folder=tmp_path, measure=again) == first
+    assert cached_trace(dataclasses.replace(SMALL, seq_len=32), folder=tmp_path, measure=changed).allocated == 1
     file.write_text("{")
-    assert step.cached_trace(SMALL, folder=tmp_path).allocated == 1
-    monkeypatch.setattr(patches, "version", lambda library: "99")
-    assert step._key(SMALL) != file.stem
+    assert cached_trace(SMALL, folder=tmp_path, measure=changed).allocated == 1
+    assert cached_trace(SMALL, folder=tmp_path, measure=again).allocated == 1
+    monkeypatch.setattr(remembered, "version_of", lambda library: "99")
+    assert cached_trace(SMALL, folder=tmp_path, measure=lambda settings: first).allocated == first.allocated != 1
 
 
 @pytest.mark.slow

@@ -531,10 +531,10 @@ def test_no_length_is_proposed_that_the_model_has_no_positions_for(train, tmp_pa
     assert "The model has 512 positions: split or shorten the rows" in printed
 
 
-def test_a_base_model_without_template_is_refused_before_data_is_read(train, tmp_path):
+def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train, tmp_path):
     folder = make_llama(tmp_path / "base", template=None)
     broken = tmp_path / "broken.jsonl"
-    broken.write_text("{not json\n")
+    broken.write_text(json.dumps(chat("hello", "hello")) + "\n{not json\n")
     code, printed, _ = train("one", f"model.name={folder}", f"data.train_path={broken}")
     assert code == 2
     assert "has no chat template" in printed

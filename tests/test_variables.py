@@ -175,7 +175,7 @@ def test_what_the_environment_holds_is_not_judged(tmp_path):
 # flags of the program
 
 VALUES = {"NPROC": "2", "NNODES": "1", "STRATEGY": "ddp", "GPUS": "0", "N": "2", "ROW": "2", "STEPS": "2", "PRICE": "2",
-          "MAX": "seq_len", "WHATIF": "train.epochs=1"}  # fmt: skip
+          "BUDGET": "2", "MAX": "seq_len", "WHATIF": "train.epochs=1"}  # fmt: skip
 
 
 def words_of(flag: str) -> list[str]:

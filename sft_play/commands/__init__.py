@@ -21,6 +21,7 @@ FILES = {
     "memory-model-score": "memory_model_score",
     "verify-layouts": "verify_layouts",
     "gpu-selftest": "gpu_selftest",
+    "bench": "bench",
     "tensorboard": "boards",
     "tb-open": "boards",
     "tb-stop": "boards",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import time
@@ -27,6 +28,7 @@ from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.architecture import check_available, config_json, hub_answers, local_folder
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.heap import importing
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import Plan, require_fit
@@ -188,6 +190,8 @@ class _Checks:
         if self._no_files:
             yield skipped("tokenizer", "not without the model files; see there")
             return
+        with importing():
+            importlib.import_module("sft_play.training.model")
         try:
             loaded = tokenizer_of(self._config)
         except SftPlayError as error:

@@ -22,9 +22,11 @@ from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.launch_options import DEFAULT_PORT
 from sft_play.log import escape_control, one_line
 from sft_play.planner import calibration, show
+from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
+from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.over_ranks import common_layout, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for
 from sft_play.starting.row_survey import count_if_quick
@@ -49,9 +51,12 @@ def run(request: Request) -> Answer:
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
     _warn_if_quantised(loaded.config)
     strategy = request.options.strategy
-    refuse_strategy(loaded.config, hardware, strategy)
     only = (strategy,) if strategy else LAYOUT_NAMES
     count_if_quick(loaded)
+    budget = _budget(request, loaded, hardware, only)
+    if budget is not None and not request.hardware and request.price is None:
+        hardware = cheapest_machine(budget) or hardware
+    refuse_strategy(loaded.config, hardware, strategy)
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
     if stages:
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
@@ -80,7 +85,26 @@ def run(request: Request) -> Answer:
     if stages:
         why = "the one with the longest rows" if plan.fits else "which does not fit"
         lines.insert(0, f"The plan of stage {loaded.stage}, {why}:")
-    return Answer(data, lines, 0 if plan.fits else DoesNotFit.exit_code, _refused(plan, loaded))
+    refused = _refused(plan, loaded)
+    if budget is not None:
+        data["budget"] = budget.as_json()
+        lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
+        refused = refused or _too_dear(budget)
+    return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
+
+
+def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> Budget | None:
+    """The answer to BUDGET; None where it was not asked."""
+    if request.budget is None:
+        return None
+    if loaded.stages:
+        raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
+    return budget_for(loaded.config, request.budget, hardware, only=only)
+
+
+def _too_dear(budget: Budget) -> DoesNotFit | None:
+    """That no machine is within the budget, and what the cheapest costs; None where one is."""
+    return None if budget.cheapest else DoesNotFit(budget.lines()[0])
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:

@@ -54,10 +54,15 @@ class Request:
     whatif: str | None = None
     max: str | None = None
     price: float | None = None
+    budget: float | None = None
     peaks: Path | None = None
     layouts: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     steps: int | None = None
+    warmup: int | None = None
+    rounds: int | None = None
+    peer: str | None = None
+    peer_python: str | None = None
     full: bool = False
     watch: bool = False
     yes: bool = False

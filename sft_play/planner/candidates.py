@@ -27,6 +27,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries
 from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.row_tokens import RowTokens, average_passes
+from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
@@ -486,19 +487,23 @@ def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -
             return f"full logits: {full} GiB allocated; the chunked loss, which training uses, {chunked}"
         return f"full logits: {gib(more)} GiB more for the same loss"
     ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
+    error = speed_error(job.shape, chosen.precision, job.hardware, chosen.step)
     if candidate.layout != chosen.layout:
-        return _layout_reason(job, candidate, chosen, ratio)
+        return _layout_reason(job, candidate, chosen, ratio, error)
     if candidate.speed.tokens_per_s < AS_FAST * best:
         word = "predicted" if job.rates.known else "with typical rates"
-        return f"{word} {1 - candidate.speed.tokens_per_s / best:.1%} slower than the fastest that fits"
+        of_best = candidate.speed.tokens_per_s / best
+        if error.is_within(of_best):
+            return f"{word} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
+        return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
     more = candidate.memory.required - chosen.memory.required
-    faster = f"only {ratio - 1:.1%} faster" if ratio >= 1.001 else "not faster"
+    faster = "about as fast" if ratio >= 1.001 else "not faster"
     return (
         f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
     )
 
 
-def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float) -> str:
+def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float, error: SpeedError) -> str:
     if candidate.layout.offloads_states and not chosen.layout.offloads_states:
         needed = f"; it needs {gib(candidate.host_required)} GiB of RAM on each node"
         return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
@@ -508,12 +513,14 @@ def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: flo
     if abs(moved) >= GIB // 10:
         text += f" and moves {abs(moved) / GIB:.1f} GiB {'less' if moved > 0 else 'more'} per step"
     if ratio < AS_FAST or not is_less_simple:
-        text += f"; this is predicted {speed_words(ratio)}"
+        text += f"; this is predicted {speed_words(ratio, error)}"
     return text
 
 
-def speed_words(ratio: float) -> str:
-    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`."""
+def speed_words(ratio: float, error: SpeedError | None = None) -> str:
+    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`; `about as fast` within the error."""
+    if error is not None and error.is_within(ratio):
+        return "about as fast"
     percent = f"{abs(ratio - 1):.0%}"
     if percent == "0%":
         return "as fast"

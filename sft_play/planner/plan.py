@@ -42,6 +42,7 @@ from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
 from sft_play.planner.row_tokens import RowTokens
+from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
 
@@ -118,6 +119,8 @@ class Plan:
     suggestions: tuple[Suggestion, ...] = ()
     not_enough: tuple[Suggestion, ...] = ()
     speed_known: bool = False
+    speed_error: SpeedError | None = None
+    """How far the speed may be off; None where it is not known."""
     mfu: float | None = None
     work: Work | None = None
     micro_batches: MicroBatches = field(default_factory=lambda: MicroBatches(1))
@@ -183,6 +186,7 @@ class Plan:
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
             "speed_known": self.speed_known,
+            "speed_error": asdict(self.speed_error) if self.speed_error else None,
             "repeats_kv": self.repeats_kv,
             "eval_batch": self.eval_batch,
             "masked_bytes": self.masked_bytes,
@@ -283,6 +287,7 @@ def make_plan(
     if can_share_rows and not any(candidate.fits for candidate in candidates):
         candidates += weigh(job, with_context_parallel(config, shape, hardware))
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
+    speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
     return Plan(
         choice=chosen,
         precision=chosen.precision,
@@ -297,7 +302,8 @@ def make_plan(
         reasons=_reasons(job, candidates, chosen, notes),
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
-        speed_known=job.rates.known or job.learned(chosen.layout).speed_measured,
+        speed_known=speed_known,
+        speed_error=speed_error(shape, chosen.precision, hardware, chosen.step) if speed_known else None,
         mfu=utilisation(chosen.speed, job.rates),
         work=work(chosen.batch.effective_batch) if work else None,
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
@@ -385,6 +391,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         suggestions=tuple(Suggestion(**way) for way in data["ways_out"]),
         not_enough=tuple(Suggestion(**way) for way in data["not_enough"]),
         speed_known=data["speed_known"],
+        speed_error=SpeedError(**data["speed_error"]) if data.get("speed_error") else None,
         mfu=data["mfu"],
         work=None if run is None else Work(run["steps"], run["tokens"]),
         micro_batches=MicroBatches(**data["micro_batches"]),
@@ -475,7 +482,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[s
         same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
         largest = max(candidate.batch.micro_batch for candidate in same)
         if largest > chosen.batch.micro_batch:
-            reasons[0] += f"; up to {largest} would fit and be at most 3% faster"
+            reasons[0] += f"; up to {largest} would fit and be about as fast"
         elif len(same) > 1:
             reasons[0] += "; smaller ones are slower"
     effective, layout = chosen.batch.effective_batch, chosen.layout

@@ -128,9 +128,10 @@ def speed_lines(plan: Plan) -> list[str]:
         f"{name.replace('_', ' ')} {s / speed.step_s:.0%}" for name, s in speed.parts.items() if s > 0.01 * speed.step_s
     ]
     mfu = f", model FLOP utilisation {plan.mfu:.0%}" if plan.mfu is not None else ""
+    error = f" ({plan.speed_error.words})" if plan.speed_error else ""
     lines = [
-        f"Speed: about {speed.tokens_per_s:,.0f} tokens/s, {speed.step_s:.2f} s per step{mfu} ({', '.join(slow)}); "
-        "a roofline, not a measurement"
+        f"Speed: about {speed.tokens_per_s:,.0f} tokens/s{error}, {speed.step_s:.2f} s per step{mfu} "
+        f"({', '.join(slow)}); a roofline, not a measurement"
     ]
     run = plan.as_json()["run"]
     if run is None:

@@ -24,19 +24,25 @@ from sft_play.planner.precision import BYTES, Precision
 from sft_play.planner.row_tokens import Passes
 from sft_play.planner.traffic import Collective, base_weights, traffic_of
 
-MATRIX_SHARE = {7: 0.32, 8: 0.77, 9: 0.62, 10: 0.60, 12: 0.76}
+MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
 """Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
 come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
 benchmarks/speed.json has the ratios."""
 OTHER_MATRIX_SHARE = 0.60
-ATTENTION_SHARE = 0.88
+ATTENTION_SHARE = {8: 0.65}
+OTHER_ATTENTION_SHARE = 0.88
 """Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
-tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); benchmarks/speed.json has the ratios."""
+tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); on A100s, whose products of weights come
+nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B and 7B). benchmarks/speed.json has the ratios."""
 BANDWIDTH_SHARE = 0.80
 """Fraction of the memory bandwidth that elementwise kernels reach."""
-PASS_OVERHEAD_S = 0.0006
-"""Seconds per layer and pass in which the GPU waits for kernel launches and Python: santacoder on an A100 takes 64 ms
-more than its tokens explain, 24 layers and four passes (fms-acceleration, 8k against 16k tokens)."""
+PASS_OVERHEAD_S = 0.0007
+"""Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
+an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again."""
+STARTS_SHOWN = 0.5
+"""Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
+what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
+fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either."""
 LINK_SHARE = 0.75
 """Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
 sheet's)."""
@@ -81,6 +87,8 @@ class Rates:
     share: float
     link_share: float = LINK_SHARE
     """Fraction of the rate of a node's GPU link that collectives reach."""
+    attention_share: float = OTHER_ATTENTION_SHARE
+    """Fraction of the rate of matrix products that attention reaches."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     bandwidth = min((value for value in bandwidths if value), default=0.0)
     majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
     share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
+    attention = min((ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors), default=1.0)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
     link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find(gpus[0].name.split(" MIG ")[0])]
     is_pcie = link is None or link <= max(slots, default=PCIE_FASTEST)
@@ -133,6 +142,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
         known=all(peaks) and all(bandwidths),
         share=share,
         link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
+        attention_share=min(attention, OTHER_ATTENTION_SHARE),
     )
 
 
@@ -180,9 +190,10 @@ def predict_speed(
 def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
     """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
     full = _full_rows(step)
-    fixed = sum(_of_pass(config, shape, precision, step, rates, dataclasses.replace(full, places=0.0)))
-    whole = sum(_of_pass(config, shape, precision, step, rates, full))
-    return round(fixed / max(1e-12, whole - fixed) * full.places)
+    half = dataclasses.replace(full, places=full.places / 2)
+    whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one)) for one in (full, half))
+    more = max(0.0, 2 * half_s - whole_s)
+    return round(more / max(1e-12, whole_s - more) * full.places)
 
 
 def _again(shape: ModelShape, step: Step) -> float:
@@ -203,7 +214,7 @@ def _of_pass(
     """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
     mode, tp, again = config.tuning.mode, step.layout.tensor_parallel, _again(shape, step)
     flops = _flops(config, shape, step, again, passes)
-    products = sum(flops.values()) + flops["attention"] * (1 / ATTENTION_SHARE - 1)
+    products = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
     matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
     times = 2.0 + again  # forward, backward, and what checkpointing computes again
@@ -214,7 +225,10 @@ def _of_pass(
         # half a byte read and two written per weight
         dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
     starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * (1.0 if mode == "full" else 1.5)
-    return matrix, moving, dequantise, starting
+    busy = matrix + moving + dequantise
+    # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
+    starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
+    return matrix, moving, dequantise, starts
 
 
 def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passes: Passes) -> dict[str, float]:
@@ -320,12 +334,16 @@ def _communication(
         calls = shape.num_layers * (2 + again) * accum  # query, key, value and output are exchanged, and back
         sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * width * calls
         moved += sent
-        exposed += sent / _link(ranks, rates) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
+        # each with each: no ring, so over nodes a GPU has its share of the network
+        exposed += sent / _link(ranks, rates, per_node=1) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
     return int(moved), exposed
 
 
 def _seconds(one: Collective, rates: Rates) -> float:
-    return one.sent / _link(one.span or one.ranks, rates) + COLLECTIVE_START_S * math.log2(one.ranks) * one.times
+    span = one.span or one.ranks
+    # of a group whose ranks are spread over `span` others, a node has a part
+    per_node = max(1, rates.gpus_per_node * one.ranks // span)
+    return one.sent / _link(span, rates, per_node=per_node) + COLLECTIVE_START_S * math.log2(one.ranks) * one.times
 
 
 def _exposed(collective_s: float, hidden_s: float) -> float:
@@ -339,13 +357,16 @@ def slowest(ranks: int) -> float:
     return WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def _link(ranks: int, rates: Rates) -> float:
-    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes a GPU's
-    share of what the node sends."""
+def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
+    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
+    the node's network. A ring enters and leaves a node once, so what passes between nodes is one message and not one of
+    each rank; `per_node`: ranks of a node in the group, where its other GPUs are in groups of their own, which share
+    the network."""
     inside = rates.link * rates.link_share
     if ranks <= rates.gpus_per_node:
         return inside
-    return min(inside, rates.network / rates.gpus_per_node * LINK_SHARE)
+    together = rates.gpus_per_node if per_node is None else per_node
+    return min(inside, rates.network * LINK_SHARE * together / rates.gpus_per_node)
 
 
 def utilisation(speed: Speed, rates: Rates) -> float | None:

@@ -1,9 +1,10 @@
-"""What every start of a run does before it trains: log the base model, build the starter's, check the data's files."""
+"""What every start of a run does before it trains: refuse what needs no library, build the starter's base, import."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -11,8 +12,10 @@ import os
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.first_rows import look_at
 from sft_play.errors import in_stage
 from sft_play.facts.hardware import Hardware
+from sft_play.heap import importing
 from sft_play.launch import tensorboard
 from sft_play.launch.device import require_machine
 from sft_play.launch.libraries import prepare_libraries
@@ -43,10 +46,17 @@ def require_usable(config: RunConfig, hardware: Hardware) -> None:
 
 
 def require_data(loaded: LoadedConfig) -> None:
-    """Raises DataError where a file is missing, naming the stage where the run has stages."""
+    """Raises DataError where a file is missing or empty, or its first rows cannot be read, naming the stage where the
+    run has stages."""
     for part, _ in parts_of(loaded, None):
         with in_stage(part.stage):
-            data_paths(part.config.data)
+            look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
+
+
+def load_libraries() -> None:
+    """Import what training needs; said where it is the first import of torch in this process."""
+    with importing():
+        importlib.import_module("sft_play.training.run")
 
 
 def require_backend(loaded: LoadedConfig) -> None:
@@ -81,10 +91,13 @@ def with_starter(loaded: LoadedConfig) -> LoadedConfig:
     )
 
 
-def count_before_planning(loaded: LoadedConfig, hardware: Hardware, *, only: tuple[LayoutName, ...] | None) -> None:
+def count_before_planning(
+    loaded: LoadedConfig, hardware: Hardware, *, only: tuple[LayoutName, ...] | None, trains_here: bool
+) -> None:
     """Count the tokens of the run's rows, so that its plan knows their lengths; nothing where they are known.
 
     Args:
+        trains_here: whether this process trains, and so needs all libraries anyway.
         only: layouts to plan in before minutes may go into the rows, for rows of full length, so that what no length
             changes is refused in a second; None where a file or a stopped run decides the batch.
 
@@ -98,6 +111,8 @@ def count_before_planning(loaded: LoadedConfig, hardware: Hardware, *, only: tup
         plan_for(config, hardware, only=only or (), with_suggestions=False)
     loaded = with_starter(loaded)
     prepare_libraries(loaded.config.model.name, hardware)
+    if trains_here:
+        load_libraries()
     count_rows(loaded)
 
 

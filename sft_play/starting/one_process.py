@@ -25,6 +25,7 @@ from sft_play.runs import RunFolder, first_day
 from sft_play.starting.before import (
     board_beside,
     count_before_planning,
+    load_libraries,
     log_base,
     require_backend,
     require_data,
@@ -47,15 +48,17 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
     with endings.StopSignals(endings.interrupt), runs.lock(folder) if resume else contextlib.nullcontext() as mark:
         buffer = start_log_buffer()
         log_base(loaded)
+        require_data(loaded)
+        if not resume:
+            runs.require_writable(folder)
         choices = take_choices()
         loaded = with_curves(loaded) if board else loaded
         hide_gpus(loaded.config, os.environ)
         whole = machine_for(loaded.config, detect())
         hardware = one_gpu(whole)
         require_usable(loaded.config, hardware)
-        require_data(loaded)
         require_backend(loaded)
-        count_before_planning(loaded, hardware, only=None if resume else ("single",))
+        count_before_planning(loaded, hardware, only=None if resume else ("single",), trains_here=True)
         planned: list[tuple[RunConfig, Plan]] = []
         for part, place in parts_of(loaded, folder if resume else None):
             log_stage(part)
@@ -76,6 +79,7 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
             log_choices(choices, plans[0])
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
+        load_libraries()
         from sft_play.training.job import job_of
         from sft_play.training.run import run
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from sft_play import endings, runs
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.hardware import detect
+from sft_play.heap import importing
 from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import timeout_of
 from sft_play.launch.device import hide_gpus, machine_for
@@ -24,7 +25,7 @@ from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.log import start_log_buffer
 from sft_play.runs import RunFolder, first_day
-from sft_play.starting.before import board_beside, log_base, require_usable, with_starter
+from sft_play.starting.before import board_beside, load_libraries, log_base, require_usable, with_starter
 from sft_play.starting.measured import remember
 from sft_play.starting.over_ranks import parts_of, plan_stages
 
@@ -62,6 +63,7 @@ def start_rank(
     if choices is not None and ranks.is_first and ranks.folder is None:
         log_choices(choices, plan)
     check_gpu(plan, ranks)
+    load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run
 
@@ -84,7 +86,8 @@ def _receive(
     """Plan and folder of the run: from the parent's file, or from rank 0 through the rendezvous store."""
     if ranks.folder is not None:
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
-    from sft_play.training.rendezvous import handed_over
+    with importing():
+        from sft_play.training.rendezvous import handed_over
 
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))

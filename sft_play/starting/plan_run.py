@@ -30,10 +30,10 @@ def shape_for(config: RunConfig) -> ModelShape:
     try:
         return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except UnknownArchitecture as error:
-        logger.info("%s; measuring it on the meta device", error)
-        from sft_play.trace.meta_shape import shape_on_meta
+        logger.info("%s; its class is measured on the meta device", error)
+        from sft_play.trace.remembered import cached_shape
 
-        return shape_on_meta(
+        return cached_shape(
             config_json(model.name, revision=model.revision),
             name=model.name,
             trust_remote_code=model.trust_remote_code,

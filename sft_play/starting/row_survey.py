@@ -22,6 +22,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.architecture import local_folder, shape_of
+from sft_play.heap import importing
 from sft_play.planner.row_tokens import RowTokens, row_tokens
 from sft_play.starter.names import BASE_NAME
 from sft_play.units import MIB
@@ -83,9 +84,10 @@ def count_if_quick(loaded: LoadedConfig) -> None:
 
 
 def _count(config: RunConfig, today: date) -> None:
-    from sft_play.data.splits import build_splits
-    from sft_play.training.rows import lengths_of, to_dataset
-    from sft_play.training.tokenizer import load_tokenizer
+    with importing():
+        from sft_play.data.splits import build_splits
+        from sft_play.training.rows import lengths_of, to_dataset
+        from sft_play.training.tokenizer import load_tokenizer
 
     logger.info("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)

@@ -34,6 +34,7 @@ from sft_play.starter.names import BASE_NAME
 from sft_play.starting.before import (
     board_beside,
     count_before_planning,
+    load_libraries,
     log_base,
     require_adapter,
     require_data,
@@ -100,14 +101,16 @@ def _launch(
     resumed = folder if folder and (going_on or runs.goes_on(folder, loaded.config.output)) else None
     if resumed is not None and runs.is_finished(resumed):
         return Launched(0, resumed)
+    require_data(loaded)
+    if folder is not None and resumed is None and not options.show_only:
+        runs.require_writable(folder)
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
-    require_data(loaded)
     if not options.show_only:
         only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
         is_decided = options.deepspeed is not None or resumed is not None
-        count_before_planning(loaded, hardware, only=None if is_decided else only)
+        count_before_planning(loaded, hardware, only=None if is_decided else only, trains_here=False)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
     plan = planned[0][0]
     if accelerate is not None:
@@ -194,6 +197,7 @@ def _run_unsloth(
     if options.gpus:
         os.environ.update(visible_only(",".join(str(gpu) for gpu in options.gpus), os.environ))
     prepare_libraries(loaded.config.model.name, plan.hardware)
+    load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run
 

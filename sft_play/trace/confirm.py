@@ -14,6 +14,7 @@ from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
+from sft_play.trace.remembered import cached_trace
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,6 @@ def trace_candidate(
         return Traced(unavailable="the trace keeps what is recomputed on the GPU, and it is offloaded here")
     if precision.updates == "stochastic":
         return Traced(unavailable="the trace does not step by stochastic rounding")
-    from sft_play.trace.step import cached_trace
-
     try:
         peak = cached_trace(settings_of(config, model, shape, precision, candidate))
     except TraceUnavailable as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sft_play.facts.installed import version_of
 from sft_play.trace import fakes, kernels
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -73,15 +73,7 @@ class Patch:
 
     def _outdated(self, problem: str) -> TraceUnavailable:
         library = self.target.partition(".")[0].partition(":")[0]
-        return TraceUnavailable(f"patch '{self.name}' does not know {library} {version(library)}: {problem}")
-
-
-def version(library: str) -> str:
-    """The installed version of a library, or `none`."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return TraceUnavailable(f"patch '{self.name}' does not know {library} {version_of(library)}: {problem}")
 
 
 def _parameters(value: Any) -> set[str]:

@@ -7,14 +7,9 @@ freeing of every storage through the simulated allocator.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import hashlib
 import importlib
-import json
 import logging
-import os
-import platform
 import time
 import traceback
 import warnings
@@ -25,7 +20,6 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-from sft_play.cache import cache_dir
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, patches
 from sft_play.trace.replay import replay
@@ -34,10 +28,7 @@ from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 10
-"""Part of the cache's key: raised whenever this package would give another number for the same settings."""
 SHARDED = ("fsdp1", "fsdp2")
-LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
@@ -350,36 +341,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-
-
-# --- the cache --------------------------------------------------------------------------------------------------------
-def cached_trace(settings: StepSettings, *, folder: Path | None = None) -> TracedPeak:
-    """`trace_step`, remembered by settings, libraries' versions and this code's version.
-
-    Raises:
-        TraceUnavailable, SimulatedOutOfMemory: as `trace_step`; failures are not remembered.
-    """
-    folder = cache_dir() / "traces" if folder is None else folder
-    path = folder / f"{_key(settings)}.json"
-    try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        plain["phases"] = {name: tuple(pair) for name, pair in plain["phases"].items()}
-        return TracedPeak(**{**plain, "notes": tuple(plain["notes"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # absent or broken: traced again
-    peak = trace_step(settings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # another process may read the trace while it is written
-        aside = path.with_suffix(f".{os.getpid()}.part")
-        aside.write_text(json.dumps(dataclasses.asdict(peak)), encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        logger.debug("the trace cannot be cached: %s", error)
-    return peak
-
-
-def _key(settings: StepSettings) -> str:
-    versions = {name: patches.version(name) for name in LIBRARIES} | {"python": platform.python_version()}
-    text = json.dumps({"settings": settings.as_json(), "versions": versions, "trace": TRACE_VERSION}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -11,6 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.masks.turns import PROBE_TOOLS
 from sft_play.errors import TokenizerError
 from sft_play.facts.architecture import local_folder
+from sft_play.heap import importing
 from sft_play.log import one_line
 
 BUILT_IN_TEMPLATES = {
@@ -73,7 +74,8 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
 
 
 def _load(config: RunConfig) -> Any:
-    from transformers import AutoTokenizer
+    with importing():
+        from transformers import AutoTokenizer
 
     model = config.model
     folder = local_folder(model.name)

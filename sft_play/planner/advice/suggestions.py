@@ -66,7 +66,7 @@ def _on(request: PlanRequest, machine: Hardware) -> PlanRequest:
     return replace(request, config=config, hardware=machine, only=LAYOUT_NAMES, earlier=())
 
 
-def _look(request: PlanRequest) -> Candidate | None:
+def look(request: PlanRequest) -> Candidate | None:
     """The thriftiest candidate: far fewer are evaluated than for a plan. None where the batch does not split over the
     GPUs."""
     possible, _ = layouts_for(request.config, request.shape, request.hardware)
@@ -80,7 +80,7 @@ def _look(request: PlanRequest) -> Candidate | None:
 
 def _choice(request: PlanRequest) -> Candidate | None:
     """What a plan would choose where something fits, else the thriftiest candidate."""
-    best = _look(request)
+    best = look(request)
     return make_plan(request).choice if best is not None and best.fits else best
 
 
@@ -184,7 +184,7 @@ def _longest(request: PlanRequest) -> int:
     """The longest shorter sequence that fits, in steps of 256 tokens; the shortest one if none does."""
 
     def fits(length: int) -> bool:
-        candidate = _look(replace(request, config=_apply(request.config, f"model.max_seq_len={length}")))
+        candidate = look(replace(request, config=_apply(request.config, f"model.max_seq_len={length}")))
         return candidate is not None and candidate.fits
 
     most = (request.config.model.max_seq_len - 1) // LENGTH_STEP * LENGTH_STEP
@@ -217,7 +217,7 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         if more <= count:
             continue
         machine = _with_gpus(hardware, hardware.gpus[0], more)
-        if _fits(_look(_on(request, machine))):
+        if _fits(look(_on(request, machine))):
             yield machine, f"{more} of these GPUs"
             break
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
@@ -228,14 +228,14 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
         if entry.memory_bytes <= needed.get(entry.capability, 0):
             continue
         machine = _with_entry(hardware, entry, max(1, count))
-        candidate = _look(_on(request, machine))
+        candidate = look(_on(request, machine))
         if _fits(candidate):
             yield machine, _name_of(machine).partition(",")[0]
             return
         needed[entry.capability] = max(entry.memory_bytes, candidate.memory.required - 1 if candidate else 0)
     for more in MORE_GPUS if larger else ():
         machine = _with_entry(hardware, larger[-1], more)
-        if more > count and _fits(_look(_on(request, machine))):
+        if more > count and _fits(look(_on(request, machine))):
             yield machine, _name_of(machine).partition(",")[0]
             return
 
@@ -246,7 +246,7 @@ def _with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     if not hardware.gpus or not hardware.ram_given:
         return
     machine = _with_gpus(hardware, hardware.gpus[0], len(hardware.gpus))
-    candidate = _look(_on(request, replace(machine, ram_given=False)))
+    candidate = look(_on(request, replace(machine, ram_given=False)))
     if candidate is None or not candidate.fits or candidate.host_required <= hardware.ram_free_bytes:
         return
     ram = -(-candidate.host_required // RAM_STEP) * RAM_STEP

@@ -1,0 +1,168 @@
+"""`make bench` on a GPU: 8B and 4B shapes, every mode, 2,048 and 8,192 tokens, mixed chats and full blocks, beside TRL.
+
+    python -m benchmarks.gpu_bench --out gpu_bench.json          # at most 25 minutes; --minutes 60 for more of them
+
+Weights are random, of the published shapes, so nothing is downloaded; they take 24 GiB of disk in --folder. Each trial
+is a run of ours and one of TRL's on the same rows, with our micro-batch for both unless --tries lets TRL try others.
+The most telling trials come first; those that the time does not reach are written as such, and `--again` goes on with
+them. The file is written after every trial. Not yet measured: this project has no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.steps import material
+from benchmarks.steps.bench import compare
+from sft_play.errors import DoesNotFit, HardwareError, SftPlayError
+from sft_play.facts.hardware import detect
+from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.runs import versions, write_json
+
+MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
+MODES, LENGTHS, KINDS = ("qlora", "lora", "full"), (2048, 8192), ("mixed", "blocks")
+TOKENS_PER_STEP = 32_768
+"""Of full rows: 16 rows of 2,048 tokens, 4 of 8,192."""
+STEPS, WARMUP = 5, 2
+ROWS = (STEPS + WARMUP) * 16
+LONGEST_S = 240.0
+"""A trial is not begun with less time left than the longest so far took, or than this before the first has ended."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cell of the table."""
+
+    model: str
+    mode: str
+    length: int
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """As in the file."""
+        return f"{self.model}-{self.mode}-{self.length}-{self.kind}"
+
+
+def trials() -> list[Trial]:
+    """All 24. First six in which every mode, length, kind and model occurs at least twice."""
+    every = [Trial(*cell) for cell in itertools.product(MODELS, MODES, LENGTHS, KINDS)]
+    first = [
+        Trial("8b", "lora", 2048, "mixed"), Trial("8b", "qlora", 8192, "blocks"), Trial("4b", "full", 2048, "mixed"),
+        Trial("4b", "lora", 8192, "blocks"), Trial("8b", "qlora", 2048, "mixed"), Trial("4b", "full", 8192, "blocks"),
+    ]  # fmt: skip
+    return [*first, *(trial for trial in every if trial not in first)]
+
+
+def write_model(folder: Path, name: str) -> None:
+    """Random bf16 weights of a published shape, made on the GPU, with a small tokenizer of our own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sft_play.starter import language
+    from sft_play.training.starter_base import make_tokenizer
+
+    tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
+    tokenizer.save_pretrained(folder)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "config.json").write_text(json.dumps({**KNOWN_MODELS[name].config, **ends}), encoding="utf-8")
+    torch.manual_seed(material.SEED)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+def write_rows(folder: Path, length: int, kind: str) -> Path:
+    """Chats whose median is about a tenth of the length, or answers that fill it: a word is a token and more."""
+    path = folder / f"{kind}-{length}.jsonl"
+    if not path.is_file():
+        answer = (length / 12, 1.0) if kind == "mixed" else (2.0 * length, 0.0)
+        material.write_chats(path, ROWS, words_of_answer=answer)
+    return path
+
+
+def config_of(trial: Trial, folder: Path) -> Path:
+    """The run YAML of a trial."""
+    return material.write_config(
+        folder / f"{trial.name}.yaml", model=folder / trial.model, rows=write_rows(folder, trial.length, trial.kind),
+        seq_len=trial.length, tuning={"mode": trial.mode}, plan={"trace": False},
+        train={"effective_batch_size": TOKENS_PER_STEP // trial.length},
+    )  # fmt: skip
+
+
+def measured(trial: Trial, folder: Path, *, tries: bool) -> dict[str, Any]:
+    """A trial's figures, or why it has none."""
+    began = time.monotonic()
+    try:
+        compared = compare(
+            config_of(trial, folder), peer="trl", steps=STEPS, warmup=WARMUP, rounds=1, tries=tries, progress=_say
+        )
+        result = {"status": "measured", **compared.as_json()}
+        _say("\n".join(compared.lines()))
+    except DoesNotFit as error:
+        result = {"status": "does not fit", "reason": str(error)}
+    except SftPlayError as error:
+        result = {"status": "failed", "reason": str(error)}
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    """All trials that the time allows; the file is written after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_bench.json"))
+    parser.add_argument(
+        "--folder", type=Path, help="where models and rows are made, and kept; default: a temporary one"
+    )
+    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--tries", action="store_true", help="let TRL try micro-batches, three more starts a trial")
+    parser.add_argument("--again", action="store_true", help="keep what OUT has measured and go on")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    began, machine = time.monotonic(), detect()
+    if not machine.gpus:
+        sys.stderr.write(f"{HardwareError('gpu_bench needs a GPU, and none is seen here; make bench runs on a CPU')}\n")
+        return HardwareError.exit_code
+    out = given.out.absolute()
+    book: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if given.again and out.is_file() else {}
+    book |= {"machine": machine.as_json(), "versions": versions(), "trials": book.get("trials", {})}
+    with tempfile.TemporaryDirectory(prefix="sft-play-gpu-bench-") as place:
+        folder = given.folder or Path(place)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")
+        longest = LONGEST_S
+        for trial in trials():
+            if book["trials"].get(trial.name, {}).get("status") == "measured":
+                continue
+            if time.monotonic() - began + longest > given.minutes * 60:
+                book["trials"][trial.name] = {"status": "not reached"}
+            else:
+                _say(f"{trial.name}:")
+                if not (folder / trial.model / "config.json").is_file():
+                    (folder / trial.model).mkdir(exist_ok=True)
+                    write_model(folder / trial.model, MODELS[trial.model])
+                book["trials"][trial.name] = measured(trial, folder, tries=given.tries)
+                spent = [one["seconds"] for one in book["trials"].values() if "seconds" in one]
+                longest = max(spent)
+            write_json(out, book)
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

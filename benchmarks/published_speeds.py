@@ -1,0 +1,186 @@
+"""Published speeds of runs whose settings are published too, what the plan says of them, and its error by class.
+
+`published_speeds.csv` has a row a run: address, date, settings, tokens per second and GPU. `split` says whether a
+constant of the throughput model was fitted to it (`fitted`) or not (`held out`); errors are those of the rows held
+out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
+LoRA, Transformer Engine): the plan assumes plain ones. `checkpointing`: all layers, none, or the share of them.
+`make benchmark-speed` prints it.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.decoder import parse_config
+from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.layout import Layout
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
+from sft_play.planner.speed_error import SpeedError, speed_error
+from sft_play.planner.throughput import Speed, predict_speed, rates_of
+
+ROWS = Path(__file__).with_name("published_speeds.csv")
+TARGET = (6.5e9, 73e9)
+"""Parameters of the models of 7B to 70B, as their names round them."""
+
+
+def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """MosaicML's MPT: GPT-2's block, which has the same matrix products."""
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 65_536, "vocab_size": 50_368}
+    return {"model_type": "gpt2", **sizes}
+
+
+def _qwen1(hidden: int, width: int, layers: int, heads: int) -> dict[str, Any]:
+    """The first Qwen: Llama's block (and biases, which are no products)."""
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads}
+    rest = {"vocab_size": 151_936, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    return {"model_type": "llama", **sizes, **heads_of, **rest}
+
+
+OTHER_MODELS = {
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 56),
+    "mpt-70b": _mpt(8192, 80, 64),
+    "qwen1-1.8b": _qwen1(2048, 5504, 24, 16),
+    "qwen1-7b": _qwen1(4096, 11_008, 32, 32),
+    "qwen1-14b": _qwen1(5120, 13_696, 40, 40),
+}
+"""Models of published runs that the table of known models lacks."""
+
+
+@functools.cache
+def shape(name: str) -> ModelShape:
+    """The shapes of a row's model."""
+    return parse_config(OTHER_MODELS[name], name=name) if name in OTHER_MODELS else shape_of(name)
+
+
+_named = functools.cache(named)
+
+
+@functools.cache
+def _config(mode: str, rank: str) -> RunConfig:
+    lora = f", lora: {{r: {rank}}}" if rank else ""
+    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}", name="row")
+
+
+def rows() -> list[dict[str, str]]:
+    """Every published row, as its columns."""
+    with ROWS.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def machine_of(row: Mapping[str, str]) -> Hardware:
+    """The machine of a row."""
+    return _named(row["machine"])
+
+
+PRECISION = Precision("bfloat16", "bfloat16", "")
+
+
+def step_of(row: Mapping[str, str]) -> Step:
+    """The step of a row's settings."""
+    machine, model = machine_of(row), shape(row["model"])
+    gpus, tensor, context = len(machine.gpus), int(row["tensor_parallel"]), int(row["context_parallel"])
+    data = gpus // (tensor * context)
+    name = row["layout"]
+    shards = {"fsdp": gpus, "fsdp_hybrid": machine.gpus_per_node, "fsdp_tp": data, "fsdp_cp": gpus}
+    layout = Layout(name, data, shards.get(name, 1), tensor, context)  # type: ignore[arg-type]
+    recomputed = {"all": 1.0, "none": 0.0}.get(row["checkpointing"])
+    share = float(row["checkpointing"]) if recomputed is None else recomputed
+    return Step(
+        micro_batch=int(row["micro_batch"]),
+        grad_accum=int(row["grad_accum"]),
+        seq_len=int(row["seq_len"]),
+        layout=layout,
+        checkpointed_layers=round(share * model.num_layers),
+    )
+
+
+def speed_of(row: Mapping[str, str]) -> Speed:
+    """The plan's speed of a row's settings."""
+    rates = rates_of(machine_of(row), PRECISION)
+    return predict_speed(_config(row["mode"], row["lora_r"]), shape(row["model"]), PRECISION, step_of(row), rates)
+
+
+def error_of(row: Mapping[str, str]) -> SpeedError:
+    """What the plan would say of the error of a row's speed."""
+    return speed_error(shape(row["model"]), PRECISION, machine_of(row), step_of(row))
+
+
+def compared(row: Mapping[str, str]) -> dict[str, Any]:
+    """Predicted and published tokens per second and GPU of a row, and their quotient."""
+    machine, published = machine_of(row), float(row["tokens_per_s_gpu"])
+    predicted = speed_of(row).tokens_per_s / len(machine.gpus)
+    return {
+        "source": row["source"],
+        "date": row["date"],
+        "split": row["split"],
+        "kernels": row["kernels"],
+        "gpus": len(machine.gpus),
+        "mode": row["mode"],
+        "class": error_of(row).of,
+        "published": published,
+        "predicted": round(predicted, 1),
+        "ratio": predicted / published,
+    }
+
+
+def of_target(row: Mapping[str, str]) -> bool:
+    """Whether it is a model of 7B to 70B."""
+    return TARGET[0] < shape(row["model"]).params < TARGET[1]
+
+
+def published() -> dict[str, dict[str, Any]]:
+    """Every row by its id."""
+    return {row["id"]: compared(row) for row in rows()}
+
+
+def errors(ratios: Sequence[float]) -> dict[str, float | int]:
+    """How many, and median and 90th percentile of how far predictions are from what was published."""
+    off = sorted(abs(ratio - 1) for ratio in ratios)
+    at = min(len(off) - 1, int(0.9 * len(off)))
+    return {"n": len(off), "median": statistics.median(off), "p90": off[at], "ratio": statistics.median(ratios)}
+
+
+def by_class(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+    """The errors of the rows held out, 7B to 70B, by number of GPUs, mode, kernels, source, and by what the plan says
+    of its error; `all sources` is the median of the sources' own medians, where a long table counts no more than a
+    short one."""
+    found = found or published()
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in rows():
+        one = found[row["id"]]
+        if row["split"] != "held out" or not of_target(row):
+            continue
+        several = "several GPUs" if one["gpus"] > 1 else "one GPU"
+        source = f"source {row['id'].split('/')[0]}"
+        names = (several, row["mode"], f"{several}, {row['mode']}", f"{row['kernels']} kernels", one["class"], source)
+        for name in ("all", *names):
+            groups[name].append(one["ratio"])
+    made = {name: errors(groups[name]) for name in sorted(groups)}
+    sources = [error["median"] for name, error in made.items() if name.startswith("source ")]
+    made["all sources"] = {"n": len(sources), "median": statistics.median(sources), "p90": max(sources)}
+    return made
+
+
+def within(found: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, float | int]]:
+    """For each class of the plan, how many of the rows held out were measured within its share of the prediction."""
+    found = found or published()
+    hits: dict[str, list[bool]] = defaultdict(list)
+    for row in rows():
+        error = error_of(row)
+        if row["split"] == "held out" and error.share is not None:
+            hits[error.of].append(abs(1 / found[row["id"]]["ratio"] - 1) <= error.share)
+    return {name: {"n": len(found), "within": sum(found) / len(found)} for name, found in sorted(hits.items())}

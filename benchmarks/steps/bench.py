@@ -1,0 +1,472 @@
+"""`make bench`: steps of a run in turns with another trainer's, each in a process of its own.
+
+Our side is the run that `make train` starts (`ours`); the other is a bare loop over the same batches, TRL's trainer, or
+another library's, on the same token rows (docs/bench.md). Rounds go A B A B; ratios are those of medians.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.steps.order import Order
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.endings import ends_with_me
+from sft_play.environment import for_another_run
+from sft_play.errors import ConfigError, DoesNotFit, TrainingError
+from sft_play.facts.hardware import detect
+from sft_play.log import one_line, redact
+from sft_play.planner.plan import Plan, plan_from_json
+from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.runs import versions
+from sft_play.starting.plan_run import shape_for
+
+logger = logging.getLogger(__name__)
+
+STEPS, WARMUP, ROUNDS = 20, 3, 3
+PEERS = {
+    "bare": None,
+    "trl": "trl",
+    "trl-grouped": "trl",
+    "trl-cli": "trl",
+    "unsloth": "unsloth",
+    "axolotl": "axolotl",
+    "llamafactory": "llamafactory",
+}
+"""Each peer and the package that it needs; None: it runs in our environment."""
+MODULES = {name: f"benchmarks.steps.{name.partition('-')[0]}_peer" for name in PEERS} | {
+    "bare": "benchmarks.steps.ours"
+}
+COMPARED = 5
+"""Steps from the first, those of the warm-up included, whose losses are compared."""
+BARE_TRL = "from trl.cli import main; main()"
+FIGURES = (
+    *("tokens_per_s", "trained_tokens_per_s", "padded_tokens_per_s", "rows_per_s", "step_s", "cpu_s_per_step", "mfu"),
+    *("resident_bytes", "allocated_bytes", "reserved_bytes", "process_s", "process_cpu_s"),
+)
+"""What is compared: speeds, seconds of a step, memory, and of the whole process its seconds from start to end."""
+
+Run = dict[str, Any]
+
+
+@dataclass
+class Comparison:
+    """All runs of both sides, in the order in which they were made."""
+
+    config: str
+    peer: str | None
+    steps: int
+    warmup: int
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    tried: list[Run] = field(default_factory=list)
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def medians(self, side: str) -> dict[str, float | None]:
+        """Each figure's median over the rounds of a side; None where a side does not have it."""
+        values = {name: [run[name] for run in self.runs[side] if run.get(name) is not None] for name in FIGURES}
+        return {name: statistics.median(some) if some else None for name, some in values.items()}
+
+    def ratios(self) -> dict[str, float] | None:
+        """Ours over the peer's of each figure that both have; `rows_per_cpu_s` and `tokens_per_cpu_s` compare by
+        seconds of processors, which other work on the machine disturbs less."""
+        if self.peer is None:
+            return None
+        ours, theirs = self.medians("ours"), self.medians(self.peer)
+        ratios = {}
+        for name in FIGURES:
+            mine, other = ours[name], theirs[name]
+            if mine and other:
+                ratios[name] = mine / other
+        for name in ("rows", "tokens"):
+            mine, other = (
+                statistics.median(_per_cpu(run, name) for run in self.runs[side])
+                if all(run.get("cpu_s") for run in self.runs[side])
+                else None
+                for side in ("ours", self.peer)
+            )
+            if mine and other:
+                ratios[f"{name}_per_cpu_s"] = mine / other
+        return ratios
+
+    def same_work(self) -> dict[str, Any] | None:
+        """Whether the first runs of both sides trained on the same: rows, rows of every step, losses."""
+        if self.peer is None or "losses" not in self.runs["ours"][0] or "losses" not in self.runs[self.peer][0]:
+            return None
+        mine, other = self.runs["ours"][0], self.runs[self.peer][0]
+        pairs = list(zip(mine["losses"], other["losses"], strict=True))[:COMPARED]
+        return {
+            "rows": mine["rows_digest"] == other["rows_digest"],
+            "steps": mine["step_digests"] == other["step_digests"],
+            "tokens": mine["tokens"]["total"] == other["tokens"]["total"],
+            "trained_tokens": mine["tokens"]["trained"] == other["tokens"]["trained"],
+            "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+            "losses_compared": len(pairs),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "date": self.date,
+            "machine": detect().as_json(),
+            "versions": versions(),
+            "config": self.config,
+            "peer": self.peer,
+            "steps": self.steps,
+            "warmup": self.warmup,
+            "rounds": len(self.runs["ours"]),
+            "medians": {side: self.medians(side) for side in self.runs},
+            "ratios": self.ratios(),
+            "same_work": self.same_work(),
+            "tried": self.tried,
+            "runs": self.runs,
+        }
+
+    def lines(self) -> list[str]:
+        """Lines for a person."""
+        lines = [f"{self.config}: {self.steps} steps after {self.warmup}, {len(self.runs['ours'])} rounds"]
+        for side in self.runs:
+            figures = self.medians(side)
+            lines.append(f"  {side}: {_words(figures)}")
+            parts = self.runs[side][0].get("parts_s")
+            if parts:
+                lines.append(
+                    "    of a step: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in parts.items())
+                )
+        ratios, same = self.ratios(), self.same_work()
+        if ratios:
+            shown = ("tokens_per_s", "rows_per_s", "rows_per_cpu_s", "step_s", "process_s", "process_cpu_s")
+            lines.append(f"  ours / {self.peer}: " + ", ".join(f"{n} {ratios[n]:.3f}" for n in shown if n in ratios))
+        if same:
+            rows = "the same rows in every step" if same["steps"] else "the same rows" if same["rows"] else "other rows"
+            lines.append(f"  {rows}; losses of the first {same['losses_compared']} steps differ by at most "
+                         f"{same['largest_loss_difference']:.1e}")  # fmt: skip
+        return lines
+
+
+def _per_cpu(run: Run, name: str) -> float:
+    return float((run["rows"] if name == "rows" else run["tokens"]["total"]) / run["cpu_s"])
+
+
+def _words(figures: dict[str, float | None]) -> str:
+    """The figures of a side that it has."""
+    texts = {
+        "tokens_per_s": "{:,.0f} tokens/s", "trained_tokens_per_s": "{:,.0f} of them trained",
+        "padded_tokens_per_s": "{:,.0f} with padding", "rows_per_s": "{:,.2f} rows/s", "step_s": "{:.3f} s a step",
+        "mfu": "MFU {:.1%}", "process_s": "{:.1f} s from start to end",
+    }  # fmt: skip
+    words = [text.format(figures[name]) for name, text in texts.items() if figures[name] is not None]
+    peak = figures["reserved_bytes"] or figures["resident_bytes"]
+    return ", ".join([*words, f"peak {peak / 2**30:.2f} GiB"] if peak else words)
+
+
+def compare(
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    peer: str | None,
+    python: str | None = None,
+    steps: int = STEPS,
+    warmup: int = WARMUP,
+    rounds: int = ROUNDS,
+    tries: bool = True,
+    progress: Callable[[str], None] = logger.info,
+) -> Comparison:
+    """Measure a run, and a peer in turns with it.
+
+    Args:
+        python: the Python that has the peer's package; None: this one.
+        steps, warmup: optimizer steps that are measured, and those before them.
+        tries: let TRL try other micro-batches than ours first.
+
+    Raises:
+        ConfigError: there is no such peer, its package is missing, or the config has several stages.
+        TrainingError: a process failed.
+    """
+    check_peer(peer, python)
+    loaded = load_config(config, overrides=overrides)
+    if loaded.stages:
+        raise ConfigError(f"{config} has {len(loaded.stages)} stages, and make bench measures a run of one: give a run "
+                          "YAML of that stage")  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as place:
+        bench = _Bench(loaded, Path(place), list(overrides), python or sys.executable, steps, warmup, progress)
+        comparison = Comparison(loaded.path.name, peer, steps, warmup)
+        if peer == "trl-cli":
+            bench.facts_alone()
+        for turn in range(rounds):
+            comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
+            if peer is None:
+                continue
+            if peer.startswith("trl") and tries and not turn:
+                comparison.tried = bench.tries()
+            comparison.runs.setdefault(peer, []).append(bench.theirs(peer, turn))
+    return comparison
+
+
+def check_peer(peer: str | None, python: str | None) -> None:
+    """Raises ConfigError for a peer that does not exist, or whose package its Python cannot import."""
+    if peer is not None and peer not in PEERS:
+        raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
+    package = PEERS[peer] if peer is not None else None
+    if package is None:
+        if python is not None:
+            raise ConfigError("PEER_PYTHON= names the Python of another trainer, and none is asked for: give PEER=trl, "
+                              "unsloth, axolotl or llamafactory, or leave it out")  # fmt: skip
+        return
+    asked = python or sys.executable
+    if shutil.which(asked) is None:
+        raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")
+    found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    if subprocess.run([asked, "-c", found], env=for_another_run(os.environ), capture_output=True).returncode:
+        raise ConfigError(
+            f"PEER={peer} needs the package {package}, which {one_line(asked)} cannot import; install it in an "
+            "environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python"
+        )
+
+
+@dataclass
+class _Bench:
+    """The processes of a comparison and the folder that they share."""
+
+    loaded: LoadedConfig
+    folder: Path
+    overrides: list[str]
+    python: str
+    steps: int
+    warmup: int
+    progress: Callable[[str], None]
+    _micro: int = 0
+    """TRL's micro-batch once its tries have chosen one."""
+
+    @property
+    def _facts(self) -> Path:
+        return self.folder / "facts"
+
+    def _words(self, name: str) -> list[str]:
+        """The overrides of our run: only the steps that are measured, nothing evaluated beside them."""
+        return [
+            *self.overrides, f"train.max_steps={self.warmup + self.steps}", "train.report_to=[]", "eval.steps=0",
+            "eval.before_training=false", "train.save_steps=1000000000", f"output.dir={json.dumps(str(self.folder))}",
+            f"output.name={name}", "output.if_exists=replace",
+        ]  # fmt: skip
+
+    def _order(self, side: str, turn: int = 0, **more: Any) -> Order:
+        return Order(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder), warmup=self.warmup,
+                     steps=self.steps, **more)  # fmt: skip
+
+    def ours(self, turn: int, *, is_whole: bool) -> Run:
+        """One run of ours; `is_whole`: `train` as a user calls it, timed from outside."""
+        if is_whole:
+            words = ["-m", "sft_play", "train", "--config", str(self.loaded.path), *self._words(f"whole-{turn}")]
+            return self._timed("ours", [sys.executable, *words])
+        is_first = not turn
+        self._facts.mkdir(exist_ok=True)
+        order = self._order("ours", turn, config=str(self.loaded.path), overrides=self._words(f"ours-{turn}"),
+                            facts=str(self._facts) if is_first else "")  # fmt: skip
+        return self._measured(order, MODULES["bare"], sys.executable)
+
+    def facts_alone(self) -> None:
+        """Write what a peer has to know of our run, without training."""
+        self._facts.mkdir(exist_ok=True)
+        order = self._order(
+            "facts", config=str(self.loaded.path), overrides=self._words("facts"), facts=str(self._facts)
+        )
+        self._run("ours", [sys.executable, "-m", MODULES["bare"], str(order.write(self.folder / "facts-order.json"))])
+
+    def theirs(self, peer: str, turn: int) -> Run:
+        """One run of the peer."""
+        if peer == "trl-cli":
+            config = trl_cli_config(self.folder, self._known() | self._taken(), steps=self.warmup + self.steps)
+            return self._timed(peer, [self.python, "-c", BARE_TRL, "sft", "--config", str(config)])
+        if peer == "bare":
+            order = self._order("bare", turn, config=str(self.loaded.path), overrides=self._words(f"bare-{turn}"))
+            return self._measured(order, MODULES[peer], sys.executable)
+        order = self._order(peer, turn, facts=str(self._facts), settings=self._taken())
+        return self._measured(order, MODULES[peer], self.python)
+
+    def tries(self) -> list[Run]:
+        """Seconds of TRL's first steps with each micro-batch; the fastest is taken from then on.
+
+        On a CPU it is the one with the fewest seconds of processors, which other work disturbs less.
+        """
+        facts = self._known()
+        order = self._order("trl-tries", facts=str(self._facts), settings={"micro_batches": micro_batches(facts)})
+        self._run("trl-tries", [self.python, "-m", MODULES["trl"], str(order.write(self.folder / "tries.json"))])
+        tried: list[Run] = json.loads(Path(order.result).read_text(encoding="utf-8"))["tried"]
+        possible = [one for one in tried if one["seconds"] is not None]
+        if not possible:
+            raise DoesNotFit("TRL's trainer runs out of memory with every micro-batch that was tried")
+        judged = "cpu_s" if facts["on_cpu"] else "seconds"
+        self._micro = min(possible, key=lambda one: one[judged])["micro_batch"]
+        shown = ", ".join(f"{one['micro_batch']}: {one[judged]:.2f}" for one in possible)
+        self.progress(f"trl: {judged} by micro-batch ({shown}); taken: {self._micro}")
+        return tried
+
+    def _taken(self) -> dict[str, int]:
+        """The split of a step that TRL's tries have chosen; empty without them."""
+        if not self._micro:
+            return {}
+        return {"micro_batch": self._micro, "grad_accum": self._known()["effective_batch"] // self._micro}
+
+    def _known(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads((self._facts / "facts.json").read_text(encoding="utf-8"))
+        return facts
+
+    def _measured(self, order: Order, module: str, python: str) -> Run:
+        """A run whose process measured itself."""
+        path = order.write(self.folder / f"{order.side}-order.json")
+        timed = self._run(order.side, [python, "-m", module, str(path)])
+        run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))
+        facts = self._known()
+        run = flat(run) | timed
+        run["mfu"] = utilisation(run, plan_from_json(facts["plan"]), self.loaded)
+        self.progress(f"{order.side}: {_words({name: run.get(name) for name in FIGURES})}")
+        return run
+
+    def _timed(self, side: str, words: list[str]) -> Run:
+        """A run that is timed from outside only."""
+        run = {"side": side, **self._run(side, words)}
+        self.progress(f"{side}: {run['process_s']:.1f} s, {run['process_cpu_s']:.1f} s of processors")
+        return run
+
+    def _run(self, side: str, words: list[str]) -> Run:
+        """A process to its end: seconds, of the wall's clock and of processors, its children's included.
+
+        Raises:
+            ConfigError: the process refused what a user can fix.
+            TrainingError: it failed.
+        """
+        log = self.folder / f"{side}.log"
+        environment = ends_with_me(for_another_run(os.environ)) | {
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        began = time.monotonic()
+        with log.open("wb") as sink:
+            process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+            try:
+                _, status, usage = os.wait4(process.pid, 0)
+                process.returncode = os.waitstatus_to_exitcode(status)
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    process.wait()
+        seconds = time.monotonic() - began
+        if process.returncode:
+            refuse(side, process.returncode, log.read_text(encoding="utf-8", errors="replace"))
+        return {"process_s": seconds, "process_cpu_s": usage.ru_utime + usage.ru_stime}
+
+
+def refuse(side: str, code: int, text: str) -> None:
+    """Raises what the output of a failed process says: ConfigError for exit code 2, DoesNotFit for 3."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
+    last = one_line(redact(errors[-1] if errors else lines[-1] if lines else "no output"), limit=800)
+    for line in lines[-15:] if not errors else []:
+        logger.error("%s: %s", side, one_line(redact(line), limit=300))
+    kind = {ConfigError.exit_code: ConfigError, DoesNotFit.exit_code: DoesNotFit}.get(code, TrainingError)
+    raise kind(f"{side} ended with exit code {code}: {last}")
+
+
+def flat(run: Run) -> Run:
+    """A measured run with the names of FIGURES beside what they are made of."""
+    speeds, peak = run.pop("tokens_per_s"), run.pop("peak_bytes")
+    return run | {
+        "tokens_per_s": speeds["total"],
+        "trained_tokens_per_s": speeds["trained"],
+        "padded_tokens_per_s": speeds["padded"],
+        "seconds_by_step": run["step_s"],
+        "step_s": run["seconds"] / run["steps"],
+        "cpu_s_per_step": run["cpu_s"] / run["steps"],
+        **{f"{name}_bytes": value for name, value in peak.items()},
+    }
+
+
+def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
+    """Model FLOP utilisation; None where the device's rate is not known, as on a CPU.
+
+    The operations are those of `planner.throughput`, for rows as long as the measured ones: attention's grow with the
+    square of the length, so the length that stands for all is the mean over tokens.
+    """
+    rates = rates_of(plan.hardware, plan.precision)
+    if not rates.known:
+        return None
+    length = max(2, round(run["weighted_length"]))
+    step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
+    speed = predict_speed(loaded.config, shape_for(loaded.config), plan.precision, step, rates)
+    return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix)
+
+
+def micro_batches(facts: dict[str, Any]) -> list[int]:
+    """The micro-batches that TRL tries: powers of two that divide the effective batch.
+
+    On a GPU from half of ours to twice ours; on a CPU up to 8, its default: more rows at once only bring more padding.
+    """
+    effective = int(facts["effective_batch"])
+    powers = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
+    own = int(facts["micro_batch"])
+    if facts["on_cpu"]:
+        return sorted({own, *(micro for micro in powers if micro <= 8)})
+    return sorted({own, *(micro for micro in powers if own / 2 <= micro <= own * 2)})
+
+
+def trl_cli_config(folder: Path, facts: dict[str, Any], *, steps: int) -> Path:
+    """The file for `trl sft --config`: the same model, rows, adapters and batch. Its own rows lie beside it.
+
+    Raises:
+        ConfigError: the rows are not conversations in one JSONL file, the only form that both sides read.
+    """
+    rows = conversations(Path(facts["train_path"]))
+    data = folder / "trl-cli"
+    data.mkdir(exist_ok=True)
+    is_single = all(len(messages) == 2 for messages in rows)
+    with (data / "train.jsonl").open("w", encoding="utf-8") as file:
+        for messages in rows:
+            row = {"prompt": messages[:-1], "completion": messages[-1:]} if is_single else {"messages": messages}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    lora = facts["lora"]
+    settings: dict[str, Any] = {
+        "model_name_or_path": facts["model"], "dataset_name": str(data), "output_dir": str(folder / "trl-cli-out"),
+        "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "max_length": facts["seq_len"],
+        "packing": facts["packing"], "assistant_only_loss": not is_single, "max_steps": steps,
+        "per_device_train_batch_size": facts["micro_batch"], "gradient_accumulation_steps": facts["grad_accum"],
+        "learning_rate": facts["learning_rate"], "lr_scheduler_type": facts["scheduler"],
+        "warmup_steps": facts["warmup_steps"], "weight_decay": facts["weight_decay"], "seed": facts["seed"],
+        "adam_beta2": facts["adam_beta2"],
+        "max_grad_norm": facts["max_grad_norm"], "optim": facts["optim"], "logging_steps": facts["logging_steps"],
+        "bf16": facts["compute_dtype"] == "bfloat16", "fp16": facts["compute_dtype"] == "float16",
+        "use_cpu": facts["on_cpu"], "gradient_checkpointing": facts["gradient_checkpointing"], "report_to": "none",
+        "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True, "use_peft": lora is not None,
+    }  # fmt: skip
+    if lora is not None:
+        settings |= {
+            "lora_r": lora["r"], "lora_alpha": lora["alpha"], "lora_dropout": lora["dropout"],
+            "lora_target_modules": lora["targets"], "load_in_4bit": facts["mode"] == "qlora",
+        }  # fmt: skip
+    path = folder / "trl-cli.yaml"
+    path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def conversations(path: Path) -> list[list[dict[str, Any]]]:
+    """The messages of every row of a JSONL file; raises ConfigError where it has another form."""
+    try:
+        rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"PEER=trl-cli needs data.train_path to be a JSONL file of messages, and {one_line(str(path))} is not: "
+            f"{one_line(str(error), limit=200)}; make process writes one"
+        ) from None
+    return rows

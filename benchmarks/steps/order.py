@@ -1,0 +1,47 @@
+"""What one process of a comparison is asked to do. Standard library only: a peer's own environment reads it too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """One process: which side, how many steps, and where things are.
+
+    `config`, `overrides`: our run. `facts`: the folder with `facts.json` and `rows`, which our side writes where it
+    names one, and a peer reads. `result`: the JSON file that the process writes. `settings`: of a peer, chosen before.
+    """
+
+    side: str
+    result: str
+    folder: str
+    warmup: int
+    steps: int
+    config: str = ""
+    overrides: list[str] = field(default_factory=list)
+    facts: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Steps with those of the warm-up."""
+        return self.warmup + self.steps
+
+    def write(self, path: Path) -> Path:
+        """Write it as JSON."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """The order in a file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def known(self) -> dict[str, Any]:
+        """The facts of our run."""
+        facts: dict[str, Any] = json.loads((Path(self.facts) / "facts.json").read_text(encoding="utf-8"))
+        return facts

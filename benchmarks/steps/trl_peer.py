@@ -1,0 +1,152 @@
+"""TRL's own SFTTrainer on the rows of our run: PEER=trl, and with rows sorted by length PEER=trl-grouped.
+
+    python -m benchmarks.steps.trl_peer ORDER.json
+
+The rows arrive as tokens and labels, so that both sides train the same ones; TRL pads them, or packs them with its own
+`bfd`. Side `trl-tries` trains a few steps with each micro-batch and says which is fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.steps.order import Order
+
+TRY_STEPS = 2
+
+
+def main(path: Path) -> None:
+    """Measure, or try micro-batches."""
+    order = Order.read(path)
+    facts = order.known()
+    if order.side == "trl-tries":
+        tried = [{"micro_batch": micro, **tried_seconds(order, facts, micro)}
+                 for micro in order.settings["micro_batches"]]  # fmt: skip
+        Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
+        return
+    train(order, facts, micro=order.settings.get("micro_batch", facts["micro_batch"]))
+
+
+def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
+    """Train until the recorder has seen enough."""
+    from benchmarks.steps.recording import Measured, Recorder, record
+
+    trainer = make_trainer(order, facts, micro=micro)
+    settings = {"micro_batch": micro, "grad_accum": trainer.args.gradient_accumulation_steps,
+                "gradient_checkpointing": facts["gradient_checkpointing"], "packing": trainer.args.packing,
+                "group_by_length": order.side == "trl-grouped"}  # fmt: skip
+    recorder = Recorder(
+        Path(order.result), warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"],
+        facts={"side": order.side, "settings": settings},
+    )  # fmt: skip
+    record(trainer, recorder)
+    with contextlib.suppress(Measured):
+        trainer.train()
+
+
+def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, float | None]:
+    """Seconds of TRY_STEPS steps after the first, and those of processors; None where they do not fit on the GPU."""
+    import torch
+
+    from benchmarks.steps.recording import Measured, Recorder, record
+
+    result = Path(order.result).with_suffix(".try.json")
+    try:
+        trainer = make_trainer(order, facts, micro=micro)
+        record(trainer, Recorder(result, warmup=1, steps=TRY_STEPS, pad_id=facts["pad_id"], facts={}))
+        with contextlib.suppress(Measured):
+            trainer.train()
+        run = json.loads(result.read_text(encoding="utf-8"))
+        return {name: run[name] for name in ("seconds", "cpu_s")}
+    except torch.OutOfMemoryError:
+        return {"seconds": None, "cpu_s": None}
+    finally:
+        trainer = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def make_trainer(order: Order, facts: dict[str, Any], *, micro: int) -> Any:
+    """TRL's trainer for the facts of our run."""
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer, BitsAndBytesConfig
+    from trl import SFTTrainer
+
+    four_bit = None
+    if facts["mode"] == "qlora":
+        four_bit = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=facts["compute_dtype"],
+        )  # fmt: skip
+    arguments = sft_arguments(order, facts, micro=micro)
+    arguments.model_init_kwargs = {
+        "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "revision": facts["revision"],
+    }  # fmt: skip
+    return SFTTrainer(
+        model=facts["model"],
+        args=arguments,
+        train_dataset=load_from_disk(str(Path(order.facts) / "rows")).select_columns(["input_ids", "labels"]),
+        processing_class=AutoTokenizer.from_pretrained(str(Path(order.facts) / "tokenizer")),
+        peft_config=adapters(facts),
+        quantization_config=four_bit,
+    )
+
+
+def adapters(facts: dict[str, Any]) -> Any:
+    """PEFT's configuration of the same adapters; None in full."""
+    from peft import LoraConfig
+
+    lora = facts["lora"]
+    if lora is None:
+        return None
+    return LoraConfig(
+        r=lora["r"], lora_alpha=lora["alpha"], lora_dropout=lora["dropout"], use_rslora=lora["rslora"],
+        use_dora=lora["dora"], target_modules=lora["targets"], modules_to_save=lora["saved"] or None,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+
+
+def sft_arguments(order: Order, facts: dict[str, Any], *, micro: int) -> Any:
+    """TRL's arguments for the facts of our run."""
+    from trl import SFTConfig
+
+    names = {field.name for field in dataclasses.fields(SFTConfig)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    grouped = {"train_sampling_strategy": "group_by_length"} if order.side == "trl-grouped" else {}
+    return SFTConfig(
+        output_dir=f"{order.folder}/trl-{time.time_ns()}",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=facts["effective_batch"] // micro,
+        max_steps=order.total,
+        max_length=facts["seq_len"] if facts["packing"] else None,
+        packing=facts["packing"],
+        learning_rate=facts["learning_rate"],
+        lr_scheduler_type=facts["scheduler"],
+        warmup_steps=facts["warmup_steps"],
+        weight_decay=facts["weight_decay"],
+        adam_beta2=facts["adam_beta2"],
+        max_grad_norm=facts["max_grad_norm"],
+        optim=facts["optim"],
+        seed=facts["seed"],
+        bf16=facts["compute_dtype"] == "bfloat16",
+        fp16=facts["compute_dtype"] == "float16",
+        use_cpu=facts["on_cpu"],
+        logging_steps=facts["logging_steps"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **{checkpointing: facts["gradient_checkpointing"]},
+        **grouped,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

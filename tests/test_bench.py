@@ -1,0 +1,299 @@
+"""make bench: equal work on both sides, tokens counted alike, what is refused, and the peers' settings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.steps import bench, material
+from benchmarks.steps.order import Order
+from sft_play.errors import ConfigError, DoesNotFit, TrainingError
+from tests import warm
+from tests.conftest import ROOT
+
+MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
+"""Median and spread; the tiny tokenizer has about six tokens a word."""
+FACTS: dict[str, Any] = {
+    "model": "m", "revision": None, "trust_remote_code": False, "attention": "sdpa", "mode": "qlora",
+    "load_dtype": "bfloat16", "compute_dtype": "bfloat16", "on_cpu": False, "micro_batch": 4, "grad_accum": 2,
+    "effective_batch": 8, "seq_len": 512, "packing": True, "gradient_checkpointing": True, "learning_rate": 1e-4,
+    "scheduler": "cosine", "warmup_steps": 3, "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0,
+    "optim": "adamw_torch", "seed": 1, "max_steps": 9, "logging_steps": 1, "pad_id": 0,
+    "lora": {"r": 8, "alpha": 16, "dropout": 0.0, "rslora": False, "dora": False, "targets": ["q_proj"], "saved": []},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """A folder with 40 chats of mixed lengths and two run YAMLs: padded rows in steps of 8, and packed ones."""
+    folder = tmp_path_factory.mktemp("bench")
+    material.write_chats(folder / "chats.jsonl", 40, **MIXED)
+    sections = {"train": {"effective_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}}
+    for name, data in (("padded", {}), ("packed", {"packing": "best_fit"})):
+        material.write_config(
+            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=512, data=data, **sections
+        )
+    return folder
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm.python())
+
+
+# --- equal work -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("warmed")
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_the_bare_loop_does_the_same_steps(kind, small):
+    found = bench.compare(small / f"{kind}.yaml", peer="bare", steps=3, warmup=2, rounds=1)
+    data = json.loads(json.dumps(found.as_json()))
+    assert data["same_work"] == {
+        "rows": True, "steps": True, "tokens": True, "trained_tokens": True, "losses_compared": 5,
+        "largest_loss_difference": pytest.approx(0.0, abs=1e-4),
+    }  # fmt: skip
+    [mine], [other] = data["runs"]["ours"], data["runs"]["bare"]
+    assert mine["tokens"] == other["tokens"]
+    assert mine["losses"][0] != mine["losses"][-1]  # the weights move
+    assert mine["tokens"]["trained"] < mine["tokens"]["total"] <= mine["tokens"]["padded"]
+    assert set(mine["parts_s"]) == {"data", "forward_backward", "optimizer"}
+    assert 0 < mine["parts_s"]["forward_backward"] < mine["step_s"]
+    assert data["medians"]["ours"]["mfu"] is None  # no rate of a CPU is known
+    assert {"tokens_per_s", "rows_per_s", "step_s", "resident_bytes", "process_s"} <= set(data["ratios"])
+    assert data["ratios"]["tokens_per_s"] == pytest.approx(mine["tokens_per_s"] / other["tokens_per_s"])
+    assert any("the same rows in every step" in line for line in found.lines())
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("warmed")
+def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
+    found = bench.compare(small / "padded.yaml", peer="trl", steps=2, warmup=1, rounds=2)
+    same = found.same_work()
+    assert same is not None
+    assert same["rows"]
+    assert same["tokens"]
+    assert same["trained_tokens"]
+    assert same["largest_loss_difference"] < 1e-4
+    assert [one["micro_batch"] for one in found.tried] == [1, 2, 4, 8]
+    fastest = min(found.tried, key=lambda one: one["cpu_s"])["micro_batch"]
+    assert [run["settings"]["micro_batch"] for run in found.runs["trl"]] == [fastest] * 2
+    assert len(found.runs["ours"]) == 2
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("warmed")
+def test_rows_for_peers_are_those_that_trl_makes_itself(small, tiny_llama, tmp_path):
+    """Token ids of the conversations, as TRL's own preparation renders and tokenises them."""
+    from datasets import load_dataset, load_from_disk
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    (tmp_path / "facts").mkdir()
+    words = ["train.max_steps=1", f"output.dir={json.dumps(str(tmp_path / 'outputs'))}", "output.name=facts"]
+    order = Order("facts", str(tmp_path / "r.json"), str(tmp_path), 1, 1, config=str(small / "padded.yaml"),
+                  overrides=words, facts=str(tmp_path / "facts"))  # fmt: skip
+    importlib.import_module("benchmarks.steps.ours").measure(order)
+    ours = load_from_disk(str(tmp_path / "facts" / "rows"))
+    trainer = SFTTrainer(
+        model=str(tiny_llama),
+        args=SFTConfig(output_dir=str(tmp_path), max_length=512, report_to="none", use_cpu=True, bf16=False),
+        train_dataset=load_dataset("json", data_files=str(small / "chats.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(tiny_llama),
+    )
+    theirs = {tuple(row) for row in trainer.train_dataset["input_ids"]}
+    assert len(ours) == 40
+    # the line break behind the last marker is in both; only TRL trains it
+    assert {tuple(row) for row in ours["input_ids"]} == theirs
+    assert all(row[0] == -100 for row in ours["labels"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_are_counted_alike_padded_without_a_mask_and_packed(seed):
+    """The same chats as one padded batch with a mask, one without, and as packs of which some places are empty."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.steps.recording import counts, digest_of
+
+    draw, pad = random.Random(seed), 0
+    chats = [[draw.randrange(1, 50) for _ in range(draw.randrange(2, 9))] for _ in range(6)]
+    labels = [[-100, *(token if draw.random() < 0.5 else -100 for token in chat[1:-1]), chat[-1]] for chat in chats]
+
+    def table(rows: list[list[int]], fill: int) -> Any:
+        made = np.full((len(rows), max(map(len, rows)) + 1), fill)
+        for place, row in zip(made, rows, strict=True):
+            place[: len(row)] = row
+        return torch.from_numpy(made)
+
+    padded = {"input_ids": table(chats, pad), "labels": table(labels, -100)}
+    masked = {**padded, "attention_mask": table([[1] * len(chat) for chat in chats], 0)}
+    pairs = [(0, 1), (2, 3, 4), (5,)]
+    packed = {
+        "input_ids": table([[token for n in pair for token in chats[n]] for pair in pairs], pad),
+        "labels": table([[label for n in pair for label in labels[n]] for pair in pairs], -100),
+        "position_ids": table([[place for n in pair for place in range(len(chats[n]))] for pair in pairs], 0),
+    }
+    total, trained = sum(map(len, chats)), sum(label != -100 for row in labels for label in row)
+    found = [counts(batch, pad_id=pad) for batch in (masked, padded, packed)]
+    assert [one["total"] for one in found] == [total] * 3
+    assert [one["trained"] for one in found] == [trained] * 3
+    assert [one["padded"] for one in found] == [batch["input_ids"].numel() for batch in (masked, padded, packed)]
+    assert sorted(found[2]["lengths"]) == sorted(map(len, chats))
+    assert len({digest_of([one["rows"]]) for one in found}) == 1
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "tlr")
+    assert code == 2
+    assert "PEER=tlr is not known; there are: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory" in said
+
+
+@pytest.mark.parametrize("peer", ["axolotl", "llamafactory"])
+def test_a_peer_whose_package_is_missing_is_refused(peer, command, small, monkeypatch):
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, peer: "a_package_that_is_nowhere"})
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", peer)
+    assert code == 2
+    assert f"PEER={peer} needs the package a_package_that_is_nowhere" in said
+    assert "PEER_PYTHON=/path/to/bin/python" in said
+
+
+def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
+    with pytest.raises(ConfigError, match="is not a program that can be run"):
+        bench.check_peer("trl", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="PEER_PYTHON= names the Python of another trainer"):
+        bench.check_peer("bare", sys.executable)
+    with pytest.raises(ConfigError, match="none is asked for"):
+        bench.check_peer(None, sys.executable)
+
+
+def test_stages_are_refused(command, small):
+    path = small / "stages.yaml"
+    settings = json.loads((small / "padded.yaml").read_text())
+    rows = settings["data"]["train_path"]
+    stages = {"short": 128, "long": 512}
+    settings["curriculum"] = [
+        {"name": name, "max_seq_len": length, "data": {"train_path": rows}} for name, length in stages.items()
+    ]
+    path.write_text(json.dumps(settings))
+    code, said = command("bench", "--config", str(path))
+    assert code == 2
+    assert "has 2 stages" in said
+
+
+def test_a_process_that_fails_is_named_by_its_exit_code():
+    refused = "[bench] error: it is too large\n[bench] more"
+    with pytest.raises(ConfigError, match="ours ended with exit code 2: it is too large"):
+        bench.refuse("ours", 2, refused)
+    with pytest.raises(DoesNotFit, match="exit code 3"):
+        bench.refuse("ours", 3, refused)
+    with pytest.raises(TrainingError, match="trl ended with exit code 1: ValueError: no"):
+        bench.refuse("trl", 1, "Traceback\nValueError: no\n")
+
+
+def test_start_to_end_needs_conversations_in_one_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "no conversation"}\n')
+    with pytest.raises(ConfigError, match=r"PEER=trl-cli needs .* a JSONL file of messages"):
+        bench.conversations(path)
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def comparison(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> bench.Comparison:
+    return bench.Comparison("run.yaml", "trl", 2, 1, {"ours": ours, "trl": theirs})
+
+
+def test_ratios_are_those_of_medians():
+    def run(speed: float, cpu_s: float) -> dict[str, Any]:
+        return {"tokens_per_s": speed, "rows": 6, "tokens": {"total": 60}, "cpu_s": cpu_s, "mfu": None}
+
+    found = comparison([run(90, 1.0), run(120, 2.0), run(1000, 3.0)], [run(60, 4.0), run(50, 4.0), run(80, 4.0)])
+    # medians 120 and 60; 6 rows in 2 s of processors against 6 in 4
+    assert found.ratios() == {"tokens_per_s": 2.0, "rows_per_cpu_s": 2.0, "tokens_per_cpu_s": 2.0}
+
+
+def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
+    from sft_play.config.load import load_config
+    from sft_play.facts.hardware import named
+    from sft_play.planner.throughput import rates_of
+    from sft_play.starting.plan_run import plan_for
+
+    loaded = load_config(small / "padded.yaml")
+    plan = plan_for(loaded.config, named("1xH200"))
+    run = {"weighted_length": 200.0, "tokens_per_s": 1e6}
+    short, long = (bench.utilisation({**run, "weighted_length": n}, plan, loaded) for n in (20.0, 200.0))
+    assert short is not None
+    assert long is not None
+    assert 0 < short < long  # attention sees more keys
+    rate = rates_of(plan.hardware, plan.precision).matrix
+    twice = bench.utilisation({**run, "tokens_per_s": 2e6}, plan, loaded)
+    assert twice == pytest.approx(2 * long)
+    # lora: 4 operations per weight of the blocks and token at least (forward and the inputs' gradients)
+    weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
+    assert short * rate / 1e6 > 4 * weights
+    on_cpu = plan_for(loaded.config, named("cpu,ram=8GiB,cores=2"))
+    assert bench.utilisation(run, on_cpu, loaded) is None
+
+
+def test_trl_tries_powers_of_two_that_divide_the_step():
+    assert bench.micro_batches({"effective_batch": 32, "micro_batch": 8, "on_cpu": True}) == [1, 2, 4, 8]
+    assert bench.micro_batches({"effective_batch": 12, "micro_batch": 3, "on_cpu": True}) == [1, 2, 3, 4]
+    assert bench.micro_batches({"effective_batch": 32, "micro_batch": 8, "on_cpu": False}) == [4, 8, 16]
+
+
+# --- peers' settings --------------------------------------------------------------------------------------------------
+
+
+def test_peers_get_the_same_run():
+    order = Order("x", "r.json", "folder", warmup=2, steps=7, facts="facts")
+    axolotl = importlib.import_module("benchmarks.steps.axolotl_peer").settings(order, FACTS, Path("rows.jsonl"))
+    factory = importlib.import_module("benchmarks.steps.llamafactory_peer").settings(order, FACTS)
+    assert (axolotl["max_steps"], factory["max_steps"]) == (9, 9)
+    assert axolotl["micro_batch_size"] * axolotl["gradient_accumulation_steps"] == 8
+    assert factory["per_device_train_batch_size"] * factory["gradient_accumulation_steps"] == 8
+    assert (axolotl["adapter"], axolotl["load_in_4bit"]) == ("qlora", True)
+    assert (factory["finetuning_type"], factory["quantization_bit"]) == ("lora", 4)
+    assert (axolotl["lora_r"], factory["lora_rank"]) == (8, 8)
+    assert axolotl["datasets"] == [{"path": "rows.jsonl", "ds_type": "json", "type": None}]
+    assert factory["tokenized_path"] == "facts/rows"
+    full = {**FACTS, "mode": "full", "lora": None}
+    assert "adapter" not in importlib.import_module("benchmarks.steps.axolotl_peer").settings(order, full, Path("r"))
+    assert (
+        importlib.import_module("benchmarks.steps.llamafactory_peer").settings(order, full)["finetuning_type"] == "full"
+    )
+
+
+def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    material.write_chats(rows, 3)
+    made = bench.trl_cli_config(tmp_path, {**FACTS, "train_path": str(rows)}, steps=5)
+    settings = json.loads(made.read_text())
+    assert (settings["max_steps"], settings["lora_r"], settings["load_in_4bit"]) == (5, 8, True)
+    lines = (tmp_path / "trl-cli" / "train.jsonl").read_text().splitlines()
+    assert [list(json.loads(line)) for line in lines] == [["prompt", "completion"]] * 3
+
+
+def test_recording_and_orders_need_nothing_of_this_project():
+    """They run in the environments of other libraries."""
+    for name in ("recording", "order", "trl_peer", "unsloth_peer", "axolotl_peer", "llamafactory_peer"):
+        assert "sft_play" not in (ROOT / "benchmarks" / "steps" / f"{name}.py").read_text()
+
+
+def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
+    gpu = importlib.import_module("benchmarks.gpu_bench")
+    every = gpu.trials()
+    assert len(every) == len(set(every)) == 24
+    for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
+        assert all(values.count(value) >= 2 for value in set(values))
+    assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}

@@ -1,0 +1,234 @@
+"""`BUDGET`: the machines that a run's money pays for, on random prices against the rule written again, and the price
+list."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.gpu_prices import PRICES, Price, PriceList, cheapest
+from sft_play.facts.hardware import named
+from sft_play.planner.advice.budget import Budget, NoLength, Offer, budget_of
+from sft_play.planner.plan import PlanRequest, Work, make_plan
+from tests.conftest import Command
+
+TODAY = date(2026, 11, 23)
+LIST = PriceList("Somewhere", date(2026, 11, 1), "https://example.org/prices")
+RUN = """
+model: {name: Qwen/Qwen2.5-7B-Instruct, max_seq_len: 1024}
+tuning: {mode: lora}
+train: {effective_batch_size: 16, max_steps: 500}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACE", "WHATIF", "MAX", "PRICE", "BUDGET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def planned(*, steps: int | None):
+    """A function that plans the run on a machine; no work is known without steps."""
+    config = config_from_text(RUN, name="run.yaml")
+    shape = shape_of(config.model.name)
+    work = None if steps is None else Work(steps, None)
+    return lambda machine: make_plan(PlanRequest(config, shape, machine, has_eval=False), work=lambda _: work)
+
+
+def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
+    names = {entry.name for entry in ENTRIES}
+    for price in PRICES:
+        assert price.gpu in names, price
+        assert 0.05 < price.usd < 15
+        assert price.counts
+        assert set(price.counts) <= {1, 2, 4, 8}
+        assert price.of.address.startswith("https://")
+        assert price.of.kept_at
+        assert date(2026, 1, 1) < price.of.read <= TODAY
+    assert len({price.of.provider for price in PRICES}) >= 5
+    assert len({price.gpu for price in PRICES}) >= 15
+
+
+def test_of_each_machine_the_lowest_price_is_taken_on_random_lists():
+    chance = random.Random("prices")
+    for _ in range(100):
+        prices = tuple(
+            Price(LIST, chance.choice("ABC"), chance.randrange(1, 9), tuple(chance.sample((1, 2, 4, 8), 2)))
+            for _ in range(chance.randrange(1, 8))
+        )
+        found = {(price.gpu, count): price.usd for price, count in cheapest(prices)}
+        wanted: dict[tuple[str, int], float] = {}
+        for price in prices:
+            for count in price.counts:
+                key = (price.gpu, count)
+                wanted[key] = min(wanted.get(key, 99), price.usd)
+        assert found == wanted
+
+
+def offers(chance: random.Random) -> tuple[Offer, ...]:
+    made = [
+        Offer(f"{n}xH100", chance.choice((1.0, 2.5)), chance.randrange(1, 9), chance.randrange(1, 30), 1000.0, 0.15,
+              "single", "Somewhere", (TODAY - timedelta(days=chance.randrange(300))).isoformat(), "https://x")
+        for n in range(chance.randrange(6))
+    ]  # fmt: skip
+    return tuple(sorted(made, key=lambda offer: (offer.cost, offer.hours)))
+
+
+def test_cheapest_and_fastest_are_within_the_budget_on_random_offers():
+    chance, seen = random.Random("budget"), set()
+    for _ in range(300):
+        found = Budget(chance.randrange(30), offers(chance), ("1xT4",), TODAY)
+        within = [offer for offer in found.offers if offer.cost <= found.usd]
+        assert list(found.within) == within
+        text = "\n".join(found.lines())
+        if not found.offers:
+            assert "fits on no machine" in text
+        elif not within:
+            least = min(offer.cost for offer in found.offers)
+            assert (found.cheapest, found.fastest) == (None, None)
+            assert f"NO machine is within it; the cheapest is {found.offers[0].where}: " in text
+            assert f"{least:,.2f} USD" in text
+            assert text.count(", above it") == len(found.offers)
+        else:
+            assert found.cheapest.cost == min(offer.cost for offer in within)
+            assert found.fastest.hours == min(offer.hours for offer in within)
+            assert f"the cheapest machine is {found.cheapest.where}: " in text
+            assert ("Fastest within it: the same" in text) == (found.fastest == found.cheapest)
+        if found.offers:
+            days = [(TODAY - date.fromisoformat(offer.read)).days for offer in found.offers]
+            assert found.ages_days == (min(days), max(days))
+            assert f"read {min(days)}" in text
+        data = json.loads(json.dumps(found.as_json(), allow_nan=False))
+        assert [one["within"] for one in data["machines"]] == [offer in within for offer in found.offers]
+        assert (data["cheapest"] is None) == (not within)
+        seen.add((bool(found.offers), bool(within), found.fastest == found.cheapest))
+    assert len(seen) == 4
+
+
+def test_hours_and_cost_are_those_of_each_machines_own_plan():
+    prices = [(Price(LIST, "H100", 3.0), 1), (Price(LIST, "H100", 2.0), 8), (Price(LIST, "T4", 0.5), 1)]
+    plan = planned(steps=500)
+    found = budget_of(5.0, prices, plan=plan, today=TODAY)
+    assert {offer.machine for offer in found.offers} == {"1xH100", "8xH100"}
+    assert found.too_small == ("1xT4",)  # 15 GB of weights in 14.6 GiB
+    for offer in found.offers:
+        count = int(offer.machine[0])
+        made = plan(named(offer.machine))
+        assert offer.hours == pytest.approx(500 * made.speed.step_s / 3600)
+        assert offer.cost == pytest.approx(offer.hours * count * {1: 3.0, 8: 2.0}[count])
+        assert (offer.speed_error, offer.provider, offer.read) == (0.15, "Somewhere", "2026-11-01")
+
+
+def test_a_run_of_unknown_length_is_refused_with_what_to_set():
+    with pytest.raises(NoLength, match=r"length of the run.*train\.max_steps.*data\.train_path"):
+        budget_of(5.0, [(Price(LIST, "H100", 3.0), 1)], plan=planned(steps=None), today=TODAY)
+
+
+def test_what_would_fit_only_with_ram_that_nobody_said_does_not_count():
+    config = config_from_text("model: {name: meta-llama/Llama-3.1-8B}\ntuning: {mode: full}", name="x")
+    request = PlanRequest(config, shape_of(config.model.name), named("1xRTX4090"), has_eval=False)
+    plan = make_plan(request, work=lambda _: Work(10, None))
+    assert plan.fits
+    assert plan.choice.needs_unknown_ram
+    found = budget_of(99.0, [(Price(LIST, "RTX 4090", 0.4), 1)], plan=lambda _: plan, today=TODAY)
+    assert found.offers == ()
+    assert found.too_small == ("1xRTX 4090",)
+
+
+# the command
+
+
+@pytest.fixture
+def run_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+@pytest.fixture
+def few_prices(monkeypatch):
+    """Three machines, so that a test takes no longer."""
+    few = [(price, count) for price, count in cheapest() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))]
+    assert len(few) == 3
+    monkeypatch.setattr("sft_play.starting.budget.cheapest", lambda: few)
+
+
+def test_the_plan_is_that_of_the_cheapest_machine_and_the_json_has_all(
+    command: Command, run_yaml, few_prices, tmp_path
+):
+    out = tmp_path / "plan.json"
+    code, data, text = answered(command, "--config", run_yaml, "--budget", "50", "--out", str(out))
+    assert code == 0, text
+    assert "Budget 50.00 USD: the cheapest machine is 1x" in text
+    best = data["budget"]["cheapest"]
+    assert f"1x{data['hardware']['gpus'][0]['name'].removeprefix('NVIDIA ')}" == best["machine"]
+    assert data["hardware"]["price_per_gpu_hour"] == best["usd_per_gpu_hour"]
+    assert data["run"]["cost"] == pytest.approx(best["cost"])
+    assert [one["machine"] for one in data["budget"]["machines"]] == sorted(
+        (one["machine"] for one in data["budget"]["machines"]),
+        key=lambda name: next(one["cost"] for one in data["budget"]["machines"] if one["machine"] == name),
+    )
+    assert data["budget"]["too_small"] == ["1xT4"]
+
+
+def answered(command: Command, *words: str):
+    """Exit code, JSON where OUT names a file for it, and what was printed."""
+    out = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    code, text = command("plan", *words)
+    return code, json.loads(out.read_text()) if out else None, text
+
+
+def test_a_budget_that_no_machine_keeps_says_what_the_cheapest_costs(command: Command, run_yaml, few_prices):
+    code, _, text = answered(command, "--config", run_yaml, "--budget", "0.01")
+    assert code == 3
+    assert "Budget 0.01 USD: NO machine is within it; the cheapest is 1x" in text
+    assert "USD, read " in text
+
+
+def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(command: Command, run_yaml, tmp_path):
+    words = ("--config", run_yaml, "--budget", "9", "--out", str(tmp_path / "plan.json"))
+    _, listed, _ = answered(command, *words, "--hardware", "1xH100")
+    _, given, _ = answered(command, *words, "--hardware", "1xH100", "--price", "100")
+    _, inside, _ = answered(command, *words, "--hardware", "1xH100,price=100")
+    lowest = min(price.usd for price in PRICES if price.gpu == "H100" and 1 in price.counts)
+    assert listed["budget"]["machines"][0]["usd_per_gpu_hour"] == lowest
+    assert given["budget"] == inside["budget"]
+    only = given["budget"]["machines"]
+    assert (len(only), only[0]["usd_per_gpu_hour"], only[0]["provider"]) == (1, 100, None)
+    assert given["budget"]["price_ages_days"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--budget", "5", "train.max_steps=null"), "BUDGET needs the length of the run"),
+        (("--budget", "5", "--hardware", "1xRTX3060"), "price list has no 1xRTX 3060"),
+        (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
+        (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
+        (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
+    ],
+)
+def test_what_is_missing_is_asked_for(command: Command, run_yaml, few_prices, words, message):
+    code, _, text = answered(command, "--config", run_yaml, *words)
+    assert code == 2, text
+    assert message in text
+
+
+def test_the_answer_holds_no_machine_that_the_catalogue_lacks():
+    for price, count in cheapest():
+        try:
+            machine = named(f"{count}x{price.gpu}")
+        except HardwareError as error:  # pragma: no cover
+            raise AssertionError(price) from error
+        assert machine.gpus[0].name.endswith(price.gpu)
+        assert replace(machine, price_per_gpu_hour=price.usd).price_per_gpu_hour == price.usd
+    assert issubclass(NoLength, ConfigError)

@@ -1,0 +1,363 @@
+"""Starts: what is refused before a library loads, what is said first, loaded once, remembered for the second."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from sft_play import heap, runs
+from sft_play.config.schema import DataConfig
+from sft_play.data.sources import first_rows
+from sft_play.data.sources.files import data_paths
+from sft_play.errors import DataError, RunFolderError
+from sft_play.runs import RunFolder
+from tests.conftest import ROOT, chat
+
+HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
+
+SEVERAL = f"""
+import contextlib, io, json, sys
+from sft_play.cli import main
+from sft_play.starting import several_ranks
+
+def started(ranks, folder):
+    print("the ranks were started")
+    return 0
+
+several_ranks.run_ranks = started
+found = []
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    found.append([code, said.getvalue(), sorted(set({HEAVY!r}) & set(sys.modules))])
+print(json.dumps(found))
+"""
+"""Commands in one process: of each the exit code, what was said, and which libraries are loaded by then."""
+
+WATCHED = f"""
+import gc, json, logging, sys
+from sft_play.cli import main
+loaded = {{}}
+
+class Watch(logging.Handler):
+    def emit(self, record):
+        loaded.setdefault(record.getMessage().partition(":")[0], sorted(set({HEAVY!r}) & set(sys.modules)))
+
+logging.getLogger("sft_play").addHandler(Watch())
+code = main(sys.argv[1:])
+with open("found.json", "w") as file:
+    json.dump([code, loaded, gc.get_freeze_count(), gc.isenabled()], file)
+"""
+"""A run, and which libraries were loaded when each line was first said."""
+
+
+def in_a_process(code: str, folder: Path, *words: str, given: str = "") -> str:
+    """What a Python that has imported nothing says."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, input=given, env=environment, text=True,
+                          capture_output=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def jsonl(*rows: object) -> str:
+    return "".join(row + "\n" if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+
+
+# --- refused before a library loads -----------------------------------------------------------------------------------
+
+FILES = {
+    "empty": "",
+    "broken": jsonl(*["{not json"] * 130),
+    "unknown": jsonl({"picture": "a"}, {"picture": "b"}),
+}
+WRONG_DATA = {
+    "empty": "empty.jsonl has no rows: the file is empty",
+    "broken": "100 of the first 100 rows of data.train_path=broken.jsonl cannot be used: 100 x not valid JSON",
+    "unknown": "picture",
+    "missing": "data.train_path: missing.jsonl does not exist",
+}
+WRONG_FOLDER = {
+    ("output.dir=good.jsonl/outputs",): "output.dir=good.jsonl/outputs cannot be written: Not a directory",
+    ("output.name=held", "output.if_exists=replace"): "is being written by another process",
+}
+STARTS = {"train": [], "train-distributed": ["--nproc", "2"]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_llama, sums):
+    """A folder with a run YAML, data files of all kinds, and a run that this process writes."""
+    folder = tmp_path_factory.mktemp("starts")
+    for name, text in FILES.items():
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "good.jsonl").write_text(sums.read_text())
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: good.jsonl}}\n"
+        "train: {effective_batch_size: 8, max_steps: 1, report_to: []}\neval: {steps: 0}\noutput: {dir: outputs}\n"
+    )
+    held = RunFolder(folder / "outputs" / "held")
+    held.path.mkdir(parents=True)
+    runs.write_json(held.manifest_path, {"format": runs.FORMAT, "status": "running"})
+    with runs.lock(held):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def refused(place):
+    """By command and words: the exit code, what was said, and the libraries that were loaded by then."""
+    asked = [(command, f"data.train_path={name}.jsonl") for command in STARTS for name in WRONG_DATA]
+    asked += [(command, *words) for command in STARTS for words in WRONG_FOLDER]
+    asked += [("train-distributed", "data.train_path=good.jsonl")]
+    lines = [[command, "--config", "run.yaml", *STARTS[command], *words] for command, *words in asked]
+    answers = json.loads(in_a_process(SEVERAL, place, given=json.dumps(lines)).splitlines()[-1])
+    return dict(zip(asked, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", WRONG_DATA)
+@pytest.mark.parametrize("command", STARTS)
+def test_data_that_cannot_be_read_is_refused_before_a_library_loads(command, name, refused):
+    code, said, loaded = refused[command, f"data.train_path={name}.jsonl"]
+    assert (code, loaded) == (2, [])
+    assert WRONG_DATA[name] in said
+    assert "Choice:" not in said  # not even planned
+
+
+@pytest.mark.parametrize("words", WRONG_FOLDER)
+@pytest.mark.parametrize("command", STARTS)
+def test_a_folder_that_cannot_be_written_is_refused_before_a_library_loads(command, words, refused):
+    code, said, loaded = refused[command, *words]
+    assert (code, loaded) == (2, [])
+    assert WRONG_FOLDER[words] in said
+
+
+def test_the_parent_of_ranks_starts_them_without_a_library(refused):
+    code, said, loaded = refused["train-distributed", "data.train_path=good.jsonl"]
+    assert (code, loaded) == (0, [])
+    assert "Choice: ddp" in said
+    assert said.index("Launch:") < said.index("the ranks were started")
+
+
+def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
+    runs.require_writable(RunFolder(tmp_path / "outputs" / "deep" / "run"))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
+        runs.require_writable(RunFolder(tmp_path / "file" / "run"))
+
+
+# --- the first look ---------------------------------------------------------------------------------------------------
+
+
+def look(folder: Path, text: str, *, task_mode: str = "sft", **options: object) -> None:
+    (folder / "rows.jsonl").write_text(text)
+    data = DataConfig(train_path=str(folder / "rows.jsonl"), **options)
+    first_rows.look_at(data, data_paths(data), task_mode=task_mode)
+
+
+def test_a_later_row_that_can_be_read_is_left_to_the_run(tmp_path):
+    """Whoever has to fix rows wants all of them counted: only a file whose first rows are all bad is refused here."""
+    bad, good = ["{not json"] * first_rows.LOOKED_AT_ROWS, chat("a", "b")
+    look(tmp_path, jsonl(*bad[1:], good))
+    look(tmp_path, jsonl(*bad, good), on_bad_row="skip")
+    with pytest.raises(
+        DataError, match=r"100 of the first 100 rows of data\.train_path=.*\n  .*rows\.jsonl:1: not valid JSON"
+    ):
+        look(tmp_path, jsonl(*bad, good))
+    with pytest.raises(DataError, match=r"1 of 1 rows of data\.train_path="):
+        look(tmp_path, "{not json\n")
+
+
+def test_rows_of_no_format_count_only_where_enough_of_them_were_read(tmp_path):
+    """A format is that of the first of twenty rows that has one; bad rows between them do not count."""
+    unknown, bad = {"picture": "a"}, ["{not json"] * first_rows.LOOKED_AT_ROWS
+    look(tmp_path, jsonl(unknown, *bad, chat("a", "b")))
+    with pytest.raises(DataError, match="picture"):
+        look(tmp_path, jsonl(unknown, *bad[2:]))
+    with pytest.raises(DataError, match="picture"):
+        look(tmp_path, jsonl(*[unknown] * 20, chat("a", "b")))
+
+
+def test_every_source_is_looked_at_and_plain_text_is_none_of_chats(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "words.dat").write_text("words of a text")
+    for key in ("val_path", "test_path"):
+        with pytest.raises(DataError, match=r"empty\.jsonl has no rows"):
+            look(tmp_path, jsonl(chat("a", "b")), **{key: str(tmp_path / "empty.jsonl")})
+    look(tmp_path, jsonl({"text": "words"}), task_mode="cpt", val_path=str(tmp_path / "words.dat"))
+    with pytest.raises(DataError, match=r"words\.dat is not JSON"):
+        look(tmp_path, jsonl(chat("a", "b")), val_path=str(tmp_path / "words.dat"))
+    with pytest.raises(DataError, match=r"data\.columns"):
+        look(tmp_path, jsonl(chat("a", "b")), columns={"nothing": "messages"})
+
+
+# --- what is said, and what stays out of collections ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(place):
+    """A whole run in a process of its own: exit code, libraries at each line, frozen objects, collections on or off."""
+    in_a_process(WATCHED, place, "train", "--config", "run.yaml")
+    return json.loads((place / "found.json").read_text())
+
+
+def test_data_and_plan_come_before_the_libraries_which_are_announced_once(watched, place):
+    code, loaded, _, _ = watched
+    assert code == 0
+    lines = list(loaded)
+    assert lines.index("Choice") < lines.index("Predicted peak") < lines.index("Loading libraries")
+    assert lines.index("Loading libraries") < lines.index("Data train") < lines.index("Trainable parameters")
+    assert loaded["Loading libraries"] == []
+    assert {"torch", "transformers", "trl", "peft"} <= set(loaded["Data train"])
+    (log,) = (place / "outputs").glob("run-*/train.log")
+    assert log.read_text().count("Loading libraries") == 1
+
+
+def test_what_imports_made_is_left_out_of_collections(watched):
+    _, _, frozen, is_enabled = watched
+    assert is_enabled
+    assert frozen > 300_000  # about a million; Python's own are a few hundred at most
+
+
+def test_a_process_that_has_torch_is_left_as_it_is(caplog):
+    import torch  # noqa: F401
+
+    before = gc.get_freeze_count()
+    with caplog.at_level("INFO"), heap.importing():
+        assert gc.isenabled()
+    assert (gc.get_freeze_count(), gc.isenabled(), caplog.text) == (before, True, "")
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_collections_are_on_again_however_imports_end(is_interrupted, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    try:
+        with heap.importing():
+            assert not gc.isenabled()
+            if is_interrupted:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert is_interrupted
+    assert gc.isenabled()
+    assert frozen == [False]  # before they are on again: none may walk through all that was imported
+
+
+def test_a_caller_without_collections_keeps_none(monkeypatch):
+    """A trace runs without them, and decides itself when they are on again."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
+    gc.disable()
+    try:
+        with heap.importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_plan_of_a_class_that_the_tables_lack_loads_no_library(tmp_path, monkeypatch, sums):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 256}  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "bitnet", **sizes}))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tmp_path}/model, max_seq_len: 64}}\ndata: {{train_path: {sums}}}\n"
+        "train: {effective_batch_size: 8}\n"
+    )
+    plan = json.dumps([["plan", "--config", "run.yaml"]])
+    first, second = (json.loads(in_a_process(SEVERAL, tmp_path, given=plan).splitlines()[-1])[0] for _ in range(2))
+    assert first[0] == second[0] == 0
+    assert "torch" in first[2]
+    assert second[2] == []
+
+    def choice(said: str) -> list[str]:
+        """The figures that do not depend on how much memory is free."""
+        lines = [line for line in said.splitlines() if "Predicted peak" in line or "Choice" in line]
+        return [line.rpartition(" of ")[0] for line in lines]
+
+    assert choice(first[1]) == choice(second[1]) != []
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
+    """Every tensor of every file once, by several threads where none is quantised on the way."""
+    import torch
+    import transformers.modeling_utils
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sft_play.config.schema import RunConfig
+    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.hardware import detect
+    from sft_play.planner.precision import choose_precision
+    from sft_play.training.model import build_model_spec, load_model
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.save_pretrained(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) >= 3
+    opened: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    threads: set[int] = set()
+
+    class Slice:
+        def __init__(self, name, whole):
+            self.name, self.whole = name, whole
+
+        def __getitem__(self, where):
+            read[self.name] += 1
+            threads.add(threading.get_ident())
+            return self.whole[where]
+
+        def __getattr__(self, name):
+            return getattr(self.whole, name)
+
+    class Opened:
+        def __init__(self, file, *words, **options):
+            opened[Path(file).name] += 1
+            self.file = real(file, *words, **options)
+
+        def get_slice(self, name):
+            return Slice(name, self.file.get_slice(name))
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *about):
+            return self.file.__exit__(*about)
+
+    real = transformers.modeling_utils.safe_open
+    monkeypatch.setattr(transformers.modeling_utils, "safe_open", Opened)
+    config = RunConfig.model_validate(
+        {"model": {"name": str(tmp_path), "max_seq_len": 64}, "data": {"train_path": "x"}, "tuning": {"mode": mode}}
+    )
+    precision = choose_precision(config, detect(), shape_of(str(tmp_path)))
+    spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
+    loaded = load_model(config, precision, spec, device="cpu")
+    assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
+    assert opened == {file.name: 1 for file in files}
+    assert read == dict.fromkeys((name for name, _ in model.named_parameters()), 1)
+    assert len(threads) == 1 if mode == "qlora" else threading.get_ident() not in threads
+    assert torch.equal(loaded.model.norm.weight.float(), model.model.norm.weight)
