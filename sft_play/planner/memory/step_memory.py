@@ -61,8 +61,7 @@ class Step:
     masks: bool = True
     """Whether rows that are padded come with a mask, in training and evaluation (`planner.padding`)."""
     varlen: bool = False
-    """Packs, or rows of a micro-batch, lie one behind the other, told apart by boundaries (`training.varlen`), without a
-    mask."""
+    """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`training.varlen`), not a mask."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
     repeats_kv: bool = True
