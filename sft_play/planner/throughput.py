@@ -216,8 +216,9 @@ def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: S
     width = f * max(1, shape.experts_per_token)
     per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     if config.tuning.mode != "full":
-        inputs = sum(i + o for i, o in shape.linear_shapes.values())
-        per_token += inputs * (8 if config.tuning.mode == "lora" else 4)
+        inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
+        shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
+        per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
     return float(per_token * step.tokens * shape.num_layers)
 
 

@@ -29,6 +29,7 @@ from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.training import distributed
+from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of
 from sft_play.training.collate import SOURCE
 from sft_play.training.loop import PlannedLoop
@@ -272,6 +273,7 @@ def build_trainer(
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
+        cast_outside_autocast(trainer.model)
     distributed.tell_accumulation(trainer, plan)
     distributed.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
