@@ -119,6 +119,7 @@ def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | No
         seq_len=point.length,
         layout=SINGLE if gpus == 1 else Layout("ddp", gpus) if layout == "ddp" else Layout("fsdp", gpus, gpus),
         checkpointed_layers=None if point.checkpointing else 0,
+        casts_inputs=True,
     )
     rates = rates_of(hardware, precision)
     rates = rates if share is None else replace(rates, share=share)

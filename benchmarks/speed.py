@@ -61,6 +61,7 @@ def predicted(row: dict[str, str]) -> float | None:
         layout=SINGLE if count == 1 else Layout("fsdp", count, count),
         checkpointed_layers=None if row["gradient_checkpointing"] in ("full", "true", "yes") else 0,
         attention="eager" if row["attention"] == "eager" else "sdpa",
+        casts_inputs=True,
     )
     return predict_speed(config, shape, precision, step, rates_of(hardware, precision)).tokens_per_s / count
 

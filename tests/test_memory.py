@@ -36,10 +36,10 @@ def run(text="", mode="qlora", name="x"):
     return config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: {mode}{text}}}\n", name="run")
 
 
-def kept_per_token(mode, **lora):
+def kept_per_token(mode, *, casts=False, **lora):
     words = "".join(f", {key}: {value}" for key, value in lora.items())
     config = run(f", lora: {{r: 16{words}}}" if mode != "full" else "", mode)
-    walk = Walk(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0))
+    walk = Walk(config, llama_8b(), BF16, Step(1, 1, 2048, checkpointed_layers=0, casts_inputs=casts))
     found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
     is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
     weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
@@ -52,16 +52,17 @@ def test_a_block_that_trains_whole_keeps_its_inputs_norms_attention_and_mlp():
     assert kept_per_token("full") == 16 * H + 4 * (Q + KV) + 8 * F + 4 * HEADS
 
 
-def test_fp32_adapters_keep_a_copy_of_each_targets_input():
+def test_fp32_adapters_keep_a_copy_of_each_targets_input_where_it_is_cast():
     base = 8 * H + 4 * (Q + KV) + 4 * HEADS + 6 * F
     copies = 2 * (3 * H + Q + 2 * H + F) + 7 * 2 * R
-    assert kept_per_token("lora") == pytest.approx(base + copies, rel=1e-3)
+    assert kept_per_token("lora", casts=True) == pytest.approx(base + copies, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_on_nf4_keep_one_input_for_the_layers_that_share_it(dtype):
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_adapters_keep_one_input_for_the_layers_that_share_it(mode, dtype):
     base = 8 * H + 4 * (Q + KV) + 4 * HEADS + 6 * F
-    assert kept_per_token("qlora", dtype=dtype) == base + 2 * (2 * H + F) + 7 * 2 * R
+    assert kept_per_token(mode, dtype=dtype) == base + 2 * (2 * H + F) + 7 * 2 * R
 
 
 def test_lora_dropout_adds_a_mask_and_a_private_copy_for_each_target():
@@ -318,6 +319,7 @@ def test_the_kept_sample_is_within_three_percent_of_its_traces():
     "line",
     [
         "Llama-3.2-1B full 1000 3",
+        "Qwen3-4B lora 700 2 off",
         "Qwen3-4B lora 700 2 off dropout=0.1",
         "gemma-3-1b-it qlora 1536 1",
         "Phi-3.5-mini-instruct qlora 900 2 targets=qkv_proj,down_proj",

@@ -117,3 +117,113 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
     parts = sum(step[f"time_{name}_s"] for name in ("data", "forward_backward", "optimizer"))
     assert 0 < parts <= step["step_time_s"] * 1.01
     assert (run / "profile" / "trace.json.gz").stat().st_size > 1000
+
+
+# --- the figures of TRL's head ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tiny_mixtral(tmp_path_factory):
+    """Two experts of four for each token, and a large coefficient of the routers' balancing loss."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from tests.models import make_tokenizer
+
+    folder = tmp_path_factory.mktemp("mixtral")
+    make_tokenizer(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(
+        **sizes, num_key_value_heads=2, vocab_size=400, num_local_experts=4, router_aux_loss_coef=0.5,
+        output_router_logits=True, pad_token_id=0, eos_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["tiny_llama", "tiny_mixtral"])
+def trainer(request, tmp_path):
+    from tests.ranks_evaluation import trainer_of
+
+    made = trainer_of(request.getfixturevalue(request.param), tmp_path)
+    made.create_optimizer_and_scheduler(num_training_steps=2)
+    made.current_gradient_accumulation_steps = 3
+    return made
+
+
+def passes_of(trainer) -> list[dict]:
+    """Three batches with different numbers of trained tokens; the second has none."""
+    from itertools import islice
+
+    batches = list(islice(trainer.get_train_dataloader(), 3))
+    batches[1]["labels"][:] = -100
+    return batches
+
+
+def test_loss_gradients_and_figures_are_those_that_trl_computes(trainer):
+    """TRL's figures are means of a batch; weighted by its tokens they are the means over tokens that are logged."""
+    import torch
+    from trl import SFTTrainer
+
+    in_step = sum((batch["labels"][:, 1:] != -100).sum() for batch in passes_of(trainer))
+    found, weights = [], []
+    for compute in (trainer.compute_loss, lambda *args, **options: SFTTrainer.compute_loss(trainer, *args, **options)):
+        trainer.model.zero_grad()
+        trainer.model.train()
+        losses = []
+        for batch in passes_of(trainer):
+            weights.append(int((batch["labels"][:, 1:] != -100).sum()))
+            inputs = {name: batch[name] for name in ("input_ids", "labels", "attention_mask")}
+            losses.append(compute(trainer.model, inputs, num_items_in_batch=in_step))
+            losses[-1].backward()
+        found.append((torch.stack(losses), [weight.grad.clone() for weight in trainer.model.parameters()]))
+    (ours, our_gradients), (theirs, their_gradients) = found
+    assert torch.equal(ours, theirs)
+    assert all(torch.equal(one, other) for one, other in zip(our_gradients, their_gradients, strict=True))
+
+    logged = trainer._monitor.take(steps=1, device=torch.device("cpu"))
+    of_trl = trainer._metrics["train"]
+    for name in ("entropy", "mean_token_accuracy"):
+        mean = sum(value * count for value, count in zip(of_trl[name], weights[3:], strict=True)) / sum(weights[3:])
+        assert logged[name] == pytest.approx(mean, rel=1e-5), name
+    assert ("aux_loss" in logged) == ("aux_loss" in of_trl) == trainer.aux_loss_enabled
+    if trainer.aux_loss_enabled:
+        assert logged["aux_loss"] == pytest.approx(sum(of_trl["aux_loss"]) / 3)
+
+
+def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
+    """Every way from a tensor to a Python number, and every gather, outside the model; TRL's own loss has them."""
+    import sys
+
+    import torch
+    from trl import SFTTrainer
+
+    waits: list[str] = []
+
+    def watched(owner, name):
+        real = getattr(owner, name)
+
+        def counted(*args, **options):
+            caller = str(sys._getframe(1).f_globals["__name__"])
+            if caller.startswith(("sft_play.", "trl.", "transformers.trainer", "accelerate.")):
+                waits.append(name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy"):
+        watched(torch.Tensor, name)
+    for name in ("gather", "gather_for_metrics", "reduce"):
+        watched(trainer.accelerator, name)
+
+    def found(compute) -> list[str]:
+        batch = passes_of(trainer)[0]
+        waits.clear()
+        compute(batch)
+        return sorted(waits)
+
+    assert found(lambda batch: trainer.training_step(trainer.model, batch, torch.tensor(5))) == []
+    trainer.model.eval()
+    assert found(lambda batch: trainer.prediction_step(trainer.model, batch, True)) == []
+    of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
+    assert of_trl.count("gather_for_metrics") >= 4
+    assert of_trl.count("item") >= 3

@@ -240,6 +240,20 @@ def trainer(config: RunConfig) -> Facts:
     return seen
 
 
+def kernels(config: RunConfig) -> Facts:
+    """Which kernels replace the model's own, on a machine that can run them."""
+    from sft_play.training import kernels as module
+
+    model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_problem", lambda plan: None)
+        patch.setattr(module, "_unknown", lambda model: None)
+        patch.setattr(module, "prove", lambda *_, **__: module.Proof(1e-7, 1.0))
+        patch.setattr(module, "_swap", lambda model: ("rms_norm",))
+        patch.setattr(module, "_left_by", [])
+        return {"kernels": module.take_kernels(model, config, on_cpu(config), device=None)}
+
+
 def _splits(config: RunConfig) -> Any:
     from sft_play.training.tokenizer import load_tokenizer
 
@@ -650,6 +664,8 @@ PROBES: list[tuple[str, Probe]] = [
         one(arguments, "train.lr_scheduler_type", name, "lr_scheduler_type", name)
         for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
     ),
+    one(kernels, "train.kernels", "auto", "kernels", ("rms_norm",)),
+    one(kernels, "train.kernels", "liger", "kernels", ("rms_norm",)),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),
     one(arguments, "train.weight_decay", 0.1, "weight_decay", 0.1),
     *(

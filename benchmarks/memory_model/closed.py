@@ -106,6 +106,7 @@ def _step(settings: StepSettings) -> Step:
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
         repeats_kv=False,
+        casts_inputs=settings.casts_inputs,
         saves=False,
         capability=settings.device.capability,
     )

@@ -609,6 +609,7 @@ def _from_columns(row: Row, config_of: ConfigOf, run_info: Config | None) -> dic
         "weights": compute if quantised else loaded,
         "autocast": compute if "autocast" in row.get("compute_dtype", "") else None,
         "adapters": _dtype(row.get("lora_dtype", "")) or "float32",
+        "casts_inputs": True,
         "fp32_rest": quantised and "rest fp32" in row.get("weights_dtype", ""),
         "double_quant": not quantised or row.get("quant", "") != "bnb-nf4",
         "quant_compute": compute,

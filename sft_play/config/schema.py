@@ -435,6 +435,12 @@ class TrainConfig(Section):
     layers, from the first on. offload does so for all layers and keeps what recomputation needs in RAM, for very long
     rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
 
+    kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.kernels")
+    """Kernels of norms, gated activations and rotations. liger: those of the package liger-kernel, on a CUDA GPU, if a
+    measurement before the first step shows that they compute the same; else the plain ones, with a warning. auto: the
+    same where the package is installed, else the plain ones. The plan counts the memory of the plain ones, which take
+    more."""
+
     logging_steps: int = leaf(1, owner="training.trainer", ge=1)
     """Log metrics every N steps."""
 

@@ -239,7 +239,7 @@ def _of_pass(
     matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
     times = 2.0 + again  # forward, backward, and what checkpointing computes again
-    traffic = _traffic(config, shape, precision, passes.places) * times / tp + reads * times
+    traffic = _traffic(config, shape, precision, step, passes.places) * times / tp + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
@@ -308,15 +308,16 @@ def _attended(shape: ModelShape, step: Step, length: float) -> float:
     return total
 
 
-def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, tokens: float) -> float:
+def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, tokens: float) -> float:
     """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
     written once and read about twice."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
     width = f * max(1, shape.rows_per_token)
     per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     if config.tuning.mode != "full":
-        inputs = sum(i + o for i, o in shape.linear_shapes.values())
-        per_token += inputs * (8 if config.tuning.mode == "lora" else 4)
+        inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
+        shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
+        per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
     return float(per_token * tokens * shape.num_layers)
 
 

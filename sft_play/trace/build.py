@@ -210,6 +210,8 @@ def peft_config_of(plain: Mapping[str, Any]) -> Any:
 def _with_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
     model = importlib.import_module("peft").get_peft_model(model, peft_config_of(settings.peft))
+    if not settings.casts_inputs:
+        importlib.import_module("sft_play.training.adapter_inputs").cast_outside_autocast(model)
     dtype = adapter_dtype(settings)
     if dtype is not None:
         for name, parameter in model.named_parameters():

@@ -50,6 +50,8 @@ class StepSettings:
     """None: the script runs without autocast."""
     adapters: DtypeName | None = None
     """None: what PEFT and TRL do in the mode (fp32 on unquantised bases, bf16 on NF4)."""
+    casts_inputs: bool = False
+    """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do unless they are told."""
     fp32_rest: bool = False
     """`prepare_model_for_kbit_training`: norms, embedding and head in fp32."""
     fp32_norms: bool = False

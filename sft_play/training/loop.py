@@ -6,14 +6,13 @@ overridden here are listed and guarded in `upstream`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from sft_play.endings import leave_with
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.training import context_parallel, distributed, varlen
-from sft_play.training.collate import COUNTS, SOURCE, Collator
+from sft_play.training.collate import COUNTS, Collator
 from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
-from sft_play.training.monitor import scored_labels, source_losses, source_sums, tokens_in
+from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.rows import (
     EpochOrder,
     LongestFirst,
@@ -100,10 +99,11 @@ class PlannedLoop(CheckpointedLoop):
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
-        self._tokens_per_eval_row = self._tokens_per_eval_pass = 1.0
+        self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0
         self._logged_step = 0
         self._layout = layout
+        self._eval_head: torch.Tensor | None = None
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
@@ -238,56 +238,44 @@ class PlannedLoop(CheckpointedLoop):
             self._monitor.lost(loss, in_step=in_step, ranks=ranks)
         return loss
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """The Trainer's loss; where sources are reported, the losses of the tokens are also summed by source.
-
-        They are the terms of the loss itself, so this costs neither a second pass nor logits.
-        """
-        sources = inputs.pop(SOURCE, None)
-        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
-        if sources is None:
-            return super().compute_loss(model, inputs, *args, **options)
-        with _outputs_of(model) as outputs:
-            loss = super().compute_loss(model, inputs, *args, **options)
-        sums = source_sums(outputs[0].log_probs, outputs[0].label_mask, sources, count=len(self._monitor.sources))
-        if model.training:
-            self._monitor.by_source(sums)
-        else:
-            self._eval_sources = sums if self._eval_sources is None else self._eval_sources + sums
-        return loss
+    def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Count a pass for the next log: the sums of `head_sums`, and of `source_sums` where sources are reported."""
+        if self.model.training:
+            self._monitor.scored(head, sources)
+            return
+        self._eval_head = head if self._eval_head is None else self._eval_head + head
+        if sources is not None:
+            self._eval_sources = sources if self._eval_sources is None else self._eval_sources + sources
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
             logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
             self._logged_step = self.state.global_step
-            # of packs TRL counts the places of one row a batch, padding included
-            self._trl_figures("train")["num_tokens"] = [self._monitor.tokens_seen]
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
-        if prefix is not None and self._eval_sources is not None:
-            sums = distributed.gathered_numbers(self._eval_sources.flatten())
-            logs |= source_losses(sums, self._monitor.sources, prefix=prefix)
-            self._eval_sources = None
-        if prefix == "test_":  # TRL would log the figures of every evaluation as those of validation
-            figures = self._trl_figures("eval")
-            logs |= {f"test_{name}": sum(values) / len(values) for name, values in figures.items()}
-            figures.clear()
+        if prefix is not None and self._eval_head is not None:
+            logs |= self._eval_figures(self._eval_head, prefix=prefix)
         if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
             logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
         super().log(logs, start_time)
 
-    def _trl_figures(self, mode: str) -> dict[str, list[float]]:
-        """What TRL has measured in "train" or "eval" since it last logged; empty where the loop is not TRL's."""
-        figures: dict[str, list[float]] = getattr(self, "_metrics", {}).get(mode, {})
-        return figures
+    def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
+        """What an evaluation found besides its loss, from the sums of all ranks in one collective."""
+        seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
+        of_sources = [] if self._eval_sources is None else [self._eval_sources.flatten()]
+        ranks = distributed.gathered_numbers(torch.cat([head, seen, *of_sources]))
+        width = len(head)
+        figures = head_figures([rank[:width] for rank in ranks], prefix=prefix)
+        if of_sources:
+            figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
+        counted = ranks[:: self._layout.tensor_parallel]
+        self._eval_head = self._eval_sources = None
+        return figures | {f"{prefix}num_tokens": sum(rank[width] for rank in counted)}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens.
-
-        TRL logs the mean of its own figures over batches, so those are weighted by the tokens of the batch too.
-        """
+        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
@@ -295,11 +283,6 @@ class PlannedLoop(CheckpointedLoop):
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
-            all_tokens = self.accelerator.gather(tokens.reshape(1)).sum().item() / self._layout.tensor_parallel
-            figures = self._trl_figures("eval")
-            for name in ("entropy", "mean_token_accuracy"):
-                if figures.get(name):
-                    figures[name][-1] *= all_tokens / self._tokens_per_eval_pass
         return loss, logits, labels
 
     def evaluate(
@@ -315,9 +298,8 @@ class PlannedLoop(CheckpointedLoop):
         most = self.args.per_device_eval_batch_size
         batch = evened(len(dataset), most=most, ranks=self.args.world_size)
         dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
-        tokens, passes = max(1, trained_tokens(dataset)), -(-len(dataset) // (batch * self._layout.data_parallel))
-        self._tokens_per_eval_row, self._tokens_per_eval_pass = tokens / max(1, len(dataset)), tokens / max(1, passes)
-        self._eval_sources = None
+        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        self._eval_head = self._eval_sources = None
         with torch.random.fork_rng(), self._monitor.part("evaluation"):
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
@@ -367,17 +349,6 @@ class PlannedLoop(CheckpointedLoop):
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
         """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
-
-
-@contextlib.contextmanager
-def _outputs_of(model: torch.nn.Module) -> Iterator[list[Any]]:
-    """The outputs of the model's forward passes while this is open."""
-    outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    try:
-        yield outputs
-    finally:
-        hook.remove()
 
 
 def _ending_with_me(batches: Any) -> Any:

@@ -116,6 +116,7 @@ class Monitor(TrainerCallback):
         self._tokens: torch.Tensor | int = 0
         self._places = 0
         self._samples: torch.Tensor | float = 0.0
+        self._head: torch.Tensor | None = None
         self._sources: torch.Tensor | None = None
         self._paused, self._since = 0.0, time.perf_counter()
 
@@ -163,9 +164,11 @@ class Monitor(TrainerCallback):
         """Count the loss of a pass, which was scaled by `ranks` / `in_step` (trained tokens of the step)."""
         self._loss = self._loss + loss.detach() * in_step / ranks
 
-    def by_source(self, sums: torch.Tensor) -> None:
-        """Count the losses of a pass by source: the sums of `source_sums`."""
-        self._sources = sums if self._sources is None else self._sources + sums
+    def scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Count a pass: the sums of `head_sums`, and of `source_sums` where sources are reported."""
+        self._head = head if self._head is None else self._head + head
+        if sources is not None:
+            self._sources = sources if self._sources is None else self._sources + sources
 
     def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
         """The figures since the last log, then start again from zero; all ranks call it.
@@ -175,10 +178,12 @@ class Monitor(TrainerCallback):
         """
         seconds = self._clock.take()
         elapsed = max(1e-9, time.perf_counter() - self._since - self._paused)
-        has_sources = self._sources is not None
+        has_head, has_sources = self._head is not None, self._sources is not None
+        of_head = [] if self._head is None else list(self._head)
         of_sources = [] if self._sources is None else list(self._sources.flatten())
         # one vector and one collective per log, whatever is measured
-        own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory(), *of_sources]
+        own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
+        own += [*of_head, *of_sources]
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         vector = torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in own])
         all_ranks = distributed.gathered_numbers(vector)
@@ -194,7 +199,10 @@ class Monitor(TrainerCallback):
             "step_time_s": elapsed / max(1, steps),
             "padding_share": 1 - tokens / max(1.0, sum(rank[3] for rank in counted)),
             "samples_seen": self.samples_seen,
+            "num_tokens": self.tokens_seen,
         }
+        if has_head:
+            figures |= head_figures([rank[8 : 8 + len(of_head)] for rank in counted])
         if has_sources:
             figures |= source_losses([rank[-2 * len(self.sources) :] for rank in counted], self.sources)
         figures |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
@@ -240,6 +248,26 @@ def tokens_in(inputs: Any) -> torch.Tensor:
     """Tokens of a batch, without padding."""
     counted: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
     return counted
+
+
+def head_sums(outputs: Any) -> torch.Tensor:
+    """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
+    routers, and 1 if there is one: [5], on the device."""
+    dtype = torch.float32 if outputs.log_probs.device.type == "mps" else torch.float64  # MPS has no float64
+    sums = [part.detach().sum(dtype=dtype) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+    none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
+    has_balance = outputs.aux_loss is not None
+    balance = [outputs.aux_loss.detach().to(none), none + 1] if has_balance else [none, none]
+    return torch.stack([*sums, *balance])
+
+
+def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
+    """TRL's figures from the sums of every rank: entropy and accuracy are means over trained tokens, `aux_loss` over
+    passes, as the loss has it."""
+    entropy, right, scored, balance, passes = (sum(column) for column in zip(*ranks, strict=True))
+    figures = {"entropy": entropy / max(1, scored), "mean_token_accuracy": right / max(1, scored)}
+    figures |= {"aux_loss": balance / passes} if passes else {}
+    return {f"{prefix}{name}": value for name, value in figures.items()}
 
 
 def source_sums(

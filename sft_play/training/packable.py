@@ -177,6 +177,19 @@ def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> A
         return Apart(*(gap / spread for gap in gaps))
 
 
+def small_config(hf_config: Any) -> Any:
+    """A config of the same class with few narrow layers, at least one of every kind, and a vocabulary of 128."""
+    small = _short(hf_config)
+    _narrow(small)
+    return small
+
+
+def random_model(small: Any, *, attention: str) -> Any:
+    """An fp32 model of a small config on the CPU, with large random weights, in evaluation mode."""
+    with torch.no_grad():
+        return _model(small, attention, trust_remote_code=False)
+
+
 def _gap(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max())
 

@@ -21,6 +21,7 @@ from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training.backend import Backend, choose_backend, fall_back, model_problem
 from sft_play.training.job import Job
+from sft_play.training.kernels import check_kernels
 from sft_play.training.model import ModelSpec, build_model_spec, weights_facts
 from sft_play.training.origin import Origin, origin_of
 from sft_play.training.tokenizer import LoadedTokenizer, load_tokenizer
@@ -78,6 +79,7 @@ def prepare(job: Job) -> Prepared:
             logger.warning("Backend: %s", backend.reason)
         if backend.name == "bnb":
             check_trackers(config)
+            check_kernels(config, job.plan)
         check_available(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
@@ -90,6 +92,7 @@ def prepare(job: Job) -> Prepared:
             backend = fall_back(config, problem)
             logger.warning("Backend: %s", backend.reason)
             check_trackers(config)
+            check_kernels(config, job.plan)
         origin = origin_of(config, model_spec, tokenizer_sha256=tokenizer.sha256)
         if origin is not None:
             model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))

@@ -29,9 +29,11 @@ from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.training import distributed
+from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of
+from sft_play.training.collate import COUNTS, SOURCE
 from sft_play.training.loop import PlannedLoop
-from sft_play.training.monitor import Monitor
+from sft_play.training.monitor import Monitor, head_sums, source_sums
 from sft_play.training.profile import window_of
 from sft_play.training.rounding import rounding
 from sft_play.training.rows import lengths_of, to_dataset
@@ -153,6 +155,38 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
 
     upstream = SFTTrainer
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, with its figures summed on the device.
+
+        To log them, TRL's own method gathers four numbers from all ranks and waits for the device in every pass; here
+        they are gathered once per log. The losses by source are sums of the terms of the loss itself, and cost neither
+        a second pass nor logits.
+        """
+        has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
+        options = {"output_router_logits": True} if has_balance else {}
+        outputs = model(
+            **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNTS)},
+            **options, use_cache=False, fused_lm_head=True,
+        )  # fmt: skip
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        # at least 1: a batch without a trained token has a loss of zero
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # the tokens are those of all ranks, and DDP takes the mean over ranks
+            loss = loss * (self.args.world_size // self._layout.tensor_parallel)
+        if has_balance:  # a mean over the pass, so it is divided by the passes of a step
+            passes = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / passes
+        of_sources = None
+        if SOURCE in inputs:
+            of_sources = source_sums(
+                outputs.log_probs, outputs.label_mask, inputs[SOURCE], count=len(self._monitor.sources)
+            )
+        self._scored(head_sums(outputs), of_sources)
+        return (loss, outputs) if return_outputs else loss
+
 
 class _CheckpointFirstLayers(TrainerCallback):
     """Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them."""
@@ -242,6 +276,7 @@ def build_trainer(
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
+        cast_outside_autocast(trainer.model)
     distributed.tell_accumulation(trainer, plan)
     distributed.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same

@@ -116,15 +116,22 @@ USED = (
         None,
         ("_inner_training_loop", "_maybe_log_save_evaluate"),
     ),
-    Private(
-        "_metrics",
-        "TRL logs the mean of its figures over batches, which are weighted by their tokens before",
-        None,
-        ("compute_loss", "log"),
-        owner="SFTTrainer",
+    *(
+        Private(name, f"the loss is computed here as TRL computes it: {reason}", None, ("compute_loss",), "SFTTrainer")
+        for name, reason in {
+            "log_probs": "from its head's log-probabilities of trained tokens",
+            "label_mask": "over the tokens that its head scores",
+            "average_tokens_across_devices": "scaled up for DDP's mean over ranks",
+            "aux_loss": "with the balancing loss of routers",
+            "aux_loss_enabled": "where the config of a mixture of experts has one",
+            "router_aux_loss_coef": "weighted by the config's coefficient",
+            "current_gradient_accumulation_steps": "as a mean over the passes of a step",
+            "entropy": "with the figures that are logged beside it",
+            "is_top1": "with the figures that are logged beside it",
+        }.items()
     ),
 )
-"""Private names that they call or read."""
+"""Names that they call or read: private ones, and those of TRL's loss."""
 
 
 def require_known(upstream: type, *, names: Sequence[Private] = (*OVERRIDDEN, *USED)) -> None:

@@ -88,6 +88,8 @@ class BlockSpec:
     nf4: bool = False
     lora_dropout: float = 0.0
     dora: bool = False
+    casts_inputs: bool = False
+    """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
     numbers: Numbers = field(default_factory=Numbers)
 
 
@@ -246,10 +248,12 @@ class Pass:
         return self.to(out, before)
 
     def _with_adapter(self, x: Ref, role: str, spec: LinearSpec) -> Ref:
-        """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target."""
+        """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
+        under autocast only where training/adapter_inputs.py leaves it."""
         result = self._base(x, role, spec)
         width = result.width
-        x = self.to(x, self.spec.numbers.adapters)
+        if self.spec.numbers.autocast is None or self.spec.casts_inputs or self.spec.dora or self.spec.lora_dropout:
+            x = self.to(x, self.spec.numbers.adapters)
         result = self.add(result, self._adapter(x, role, spec, result))
         return self.to(result, width)
 

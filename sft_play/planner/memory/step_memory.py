@@ -66,6 +66,8 @@ class Step:
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
     repeats_kv: bool = True
     """Keys and values are repeated for all heads where grouped ones would use PyTorch's math kernel, as in training."""
+    casts_inputs: bool = False
+    """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and training's do not."""
     offloads: bool = False
     """What checkpointed blocks need for recomputation is kept in RAM."""
     saves: bool = True
@@ -155,6 +157,7 @@ class Walk:
                 targets=tuning.lora.target_modules,
                 lora_dropout=tuning.lora.dropout,
                 dora=tuning.lora.use_dora,
+                casts_inputs=step.casts_inputs,
                 kernel=kernel,
                 masked=masked,
                 experts_in_turn=in_turn,

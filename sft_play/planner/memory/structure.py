@@ -105,6 +105,7 @@ def block_spec(
     targets: tuple[str, ...] | Literal["auto"],
     lora_dropout: float,
     dora: bool,
+    casts_inputs: bool,
     kernel: AttentionKernel,
     masked: bool,
     experts_in_turn: bool = False,
@@ -150,6 +151,7 @@ def block_spec(
         nf4=mode == "qlora",
         lora_dropout=lora_dropout,
         dora=dora,
+        casts_inputs=casts_inputs,
         numbers=widths,
     )
 

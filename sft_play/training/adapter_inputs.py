@@ -1,0 +1,44 @@
+"""LoRA layers under autocast without PEFT's cast of their input to the adapters' dtype.
+
+PEFT casts the input of a LoRA layer to the dtype of its adapters (fp32), once for each target, and autocast casts it
+back for lora_A's product: the product sees the same numbers, and each target keeps a copy of its own. Without the cast
+the targets that read one input hold it once. Values, gradients and their order are the same, so every bit is
+(tests/test_adapter_inputs.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+_DEVICES = ("cuda", "cpu", "mps")
+
+
+class _OutsideAutocast:
+    """True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base model."""
+
+    def __bool__(self) -> bool:
+        return not any(torch.is_autocast_enabled(device) for device in _DEVICES)
+
+
+def cast_outside_autocast(model: nn.Module) -> int:
+    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are.
+
+    Left as they are: DoRA, which takes the dtype of its weights from the input; dropout, which draws and scales in the
+    input's dtype; layers that are not linear.
+    """
+    chosen = [module for module in model.modules() if _is_plain(module)]
+    for layer in chosen:
+        layer.cast_input_dtype_enabled = _OutsideAutocast()
+    return len(chosen)
+
+
+def _is_plain(module: Any) -> bool:
+    if not isinstance(module, LoraLayer) or not isinstance(module.get_base_layer(), nn.Linear | Conv1D):
+        return False
+    drops = any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.lora_dropout.values())
+    return not module.lora_variant and not drops

@@ -1,0 +1,209 @@
+"""Liger's kernels: taken only where a measurement shows that they compute what the class computes.
+
+The package is not installed here; a stand-in with its interface replaces norms, MLPs and rotations by plain torch code
+that follows its formulas, or by code that is wrong in one way.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.training import kernels
+
+pytestmark = pytest.mark.build
+CPU = torch.device("cpu")
+
+
+def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """As Liger's "llama" mode: the mean in fp32, the product in x's dtype."""
+    wide = x.float()
+    return module.weight * (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + module.variance_epsilon)).to(x)
+
+
+def mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """silu in fp32, then in x's dtype times up."""
+    gate = module.gate_proj(x)
+    return module.down_proj(torch.nn.functional.silu(gate.float()).to(gate) * module.up_proj(x))
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.01
+
+
+class _Rounded(torch.autograd.Function):
+    """Exact in fp32; in 16 bits a multiple of 1/8, four bits short of bf16 at 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone() if x.dtype == torch.float32 else (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+FORMULAS = {
+    "right": norm,
+    "wrong by 1%": lambda module, x: norm(module, x) * 1.01,
+    "wrong gradient": lambda module, x: _WrongGradient.apply(norm(module, x)),
+    "worse in 16 bits": lambda module, x: _Rounded.apply(norm(module, x)),
+    "not a number": lambda module, x: norm(module, x) * float("nan"),
+}
+
+
+@pytest.fixture(params=list(FORMULAS))
+def formula(request):
+    return request.param
+
+
+def stand_in(monkeypatch, formula: str) -> list[dict[str, bool]]:
+    """Put the package in place; returns what it was asked to replace, each time."""
+    asked: list[dict[str, bool]] = []
+
+    def swap(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
+        asked.append({"loss": cross_entropy or fused_linear_cross_entropy, "norm": rms_norm, "mlp": swiglu})
+        module = sys.modules[type(model).__module__]
+        module.apply_rotary_pos_emb = rotated
+        module.LlamaMLP = "Liger's"
+        for one in model.modules():
+            if type(one).__name__ == "LlamaRMSNorm":
+                one.forward = MethodType(FORMULAS[formula], one)  # as Liger does: a copy of the model keeps it
+            elif type(one).__name__ == "LlamaMLP":
+                one.forward = MethodType(mlp, one)
+
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.apply_rotary_pos_emb
+
+    def rotated(*args: Any, **options: Any) -> Any:
+        return plain(*args, **options)
+
+    package, inner = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers.monkey_patch")
+    inner.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": swap}  # type: ignore[attr-defined]
+    package.__spec__ = SimpleNamespace(name="liger_kernel")  # type: ignore[assignment]
+    for name, module in (("liger_kernel", package), ("liger_kernel.transformers", ModuleType("transformers")),
+                         ("liger_kernel.transformers.monkey_patch", inner)):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kernels, "_left_by", [])
+    return asked
+
+
+def llama(**sizes: int) -> LlamaConfig:
+    given = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaConfig(**{**given, **sizes}, num_key_value_heads=2, vocab_size=300)
+
+
+def plan(device: str = "cuda", layout: Layout = SINGLE) -> Any:
+    return SimpleNamespace(
+        hardware=SimpleNamespace(device=device), choice=SimpleNamespace(layout=layout),
+        precision=SimpleNamespace(compute="bfloat16"),
+    )  # fmt: skip
+
+
+def config(kernels: str) -> Any:
+    return config_from_text(f"model: {{name: x}}\ntrain: {{kernels: {kernels}}}\n", name="run.yaml")
+
+
+def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
+    caplog.set_level(logging.INFO)
+    asked = stand_in(monkeypatch, formula)
+    model = AutoModelForCausalLM.from_config(llama())
+    module = sys.modules[type(model).__module__]
+    names, forwards = dict(vars(module)), [one.forward for one in model.modules()]
+    taken = kernels.take_kernels(model, config("auto"), plan(), device=CPU)
+    assert all(one == {"loss": False, "norm": True, "mlp": True} for one in asked)
+    if formula == "right":
+        assert taken == ("rms_norm", "swiglu", "rope")
+        assert len(asked) == 3  # two small models, and this one
+        assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
+        assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
+        kernels.take_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
+    else:
+        assert taken == ()
+        assert [one.forward for one in model.modules()] == forwards
+        assert "Kernels: the plain ones; train.kernels=auto: they differ on a small model of this class" in caplog.text
+    assert all(getattr(module, name) is value for name, value in names.items())
+
+
+def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula):
+    stand_in(monkeypatch, formula)
+    state = torch.get_rng_state()
+    proof = kernels.prove(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert proof.holds == (formula == "right")
+    if formula == "right":
+        assert proof.fp32 < 1e-5
+        assert 0.5 < proof.half < 1.3
+    elif formula == "worse in 16 bits":
+        assert proof.fp32 < 1e-5
+        assert proof.half > 2 * kernels.HALF_RATIO
+    elif formula.startswith("wrong"):
+        assert proof.fp32 > 5 * kernels.FP32_GAP
+
+
+def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
+    stand_in(monkeypatch, "right")
+    seen = []
+    real = kernels.random_model
+    monkeypatch.setattr(
+        kernels, "random_model", lambda small, **options: (seen.append(small), real(small, **options))[1]
+    )
+    kernels.prove(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
+    assert [(one.hidden_size, one.intermediate_size) for one in seen] == [(96, 64), (64, 320)]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"device": "cpu"}, "need a CUDA GPU"),
+        ({"layout": Layout("tp", 2, tensor_parallel=2)}, "tensor-parallel ranks replace the same forwards"),
+        ({}, None),
+    ],
+)
+def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, caplog, given, words):
+    caplog.set_level(logging.INFO)
+    asked = stand_in(monkeypatch, "right")
+    kernels.check_kernels(config("auto"), plan(**given))
+    if words is None:
+        kernels.check_kernels(config("liger"), plan(**given))
+        return
+    with pytest.raises(ConfigError, match=rf"train.kernels: liger: .*{words}.*; use train.kernels=auto, or none"):
+        kernels.check_kernels(config("liger"), plan(**given))
+    model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
+    assert kernels.take_kernels(model, config("auto"), plan(**given), device=CPU) == ()
+    assert words in caplog.text
+    assert not asked
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_install_line(monkeypatch):
+    monkeypatch.setattr(kernels, "PACKAGE", "liger_kernel_that_is_not_there")
+    with pytest.raises(ConfigError, match=r"liger-kernel is not installed here \(pip install liger-kernel==0\.8\.5\)"):
+        kernels.check_kernels(config("liger"), plan())
+
+
+def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones(monkeypatch, caplog):
+    stand_in(monkeypatch, "right")
+    model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
+    model.config.model_type = "nothing"
+    assert kernels.take_kernels(model, config("liger"), plan(), device=CPU) == ()
+    assert "it has no kernels for nothing" in caplog.text
+    model.config.model_type = "llama"
+    monkeypatch.setitem(FORMULAS, "right", lambda module, x: x[99])
+    assert kernels.take_kernels(model, config("liger"), plan(), device=CPU) == ()
+    assert "not proven: IndexError" in caplog.text
