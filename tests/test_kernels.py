@@ -160,9 +160,9 @@ def test_a_measurement_tells_rounding_from_another_formula(monkeypatch, formula)
 def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     stand_in(monkeypatch, "right")
     seen = []
-    real = kernels.random_model
+    real = kernels.small_model
     monkeypatch.setattr(
-        kernels, "random_model", lambda small, **options: (seen.append(small), real(small, **options))[1]
+        kernels, "small_model", lambda small, *rest, **options: (seen.append(small), real(small, *rest, **options))[1]
     )
     kernels.prove(llama(), attention="sdpa", device=CPU, dtype=torch.float32)
     assert [(one.hidden_size, one.intermediate_size) for one in seen] == [(96, 64), (64, 320)]

@@ -572,7 +572,7 @@ def _padding_words(job: Job, chosen: Candidate) -> str:
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
     """`Plan.masked_bytes`."""
     step = chosen.step
-    rows = max(1 if job.packed else step.micro_batch, step.eval_batch)
+    rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
         return None
     masked = candidate_of(

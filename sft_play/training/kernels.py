@@ -25,7 +25,7 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import context_parallel, distributed
-from sft_play.training.packable import random_model, small_config
+from sft_play.training.packable import small_config, small_model
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
         if isinstance(getattr(hf_config, width, None), int):
             setattr(small, width, getattr(hf_config, width))
         with torch.random.fork_rng(devices=[]):
-            model = random_model(small, attention=attention).to(device)
+            model = small_model(small, attention, trust_remote_code=False).to(device)
             plain, half = _numbers(model), _numbers(model, dtype)
             before = _names_of_module(model)
             try:

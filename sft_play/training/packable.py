@@ -184,12 +184,6 @@ def small_config(hf_config: Any) -> Any:
     return small
 
 
-def random_model(small: Any, *, attention: str) -> Any:
-    """An fp32 model of a small config on the CPU, with large random weights, in evaluation mode."""
-    with torch.no_grad():
-        return _model(small, attention, trust_remote_code=False)
-
-
 def _gap(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).abs().max())
 
