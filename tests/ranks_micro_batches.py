@@ -24,13 +24,15 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs import RunFolder
+from sft_play.training import varlen
 from sft_play.training.trainer import build_trainer
 from tests.ranks_evaluation import rows_of
 
 CUTS = {
     "one row": MicroBatches(1),
-    "by tokens": MicroBatches(1, tokens=45, overhead=2),
+    "by tokens": MicroBatches(1, tokens=45, overhead=15),
     "a cheap pass": MicroBatches(1, tokens=45, overhead=0),
+    "joined": MicroBatches(1, tokens=48, padded=False),
     "all at once": MicroBatches(4, tokens=4 * 48, overhead=2, single=True),
 }
 """11 rows of 2 to 40 tokens in steps of 4: an epoch ends with 3."""
@@ -54,7 +56,9 @@ def trainer_of(model: Path, folder: Path, cut: MicroBatches, *, ranks: int, bf16
     torch.manual_seed(1)
     return build_trainer(
         config, plan, RunFolder(folder), peft_config=None,
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa" if cut.padded else varlen.ATTENTION
+        ),
         tokenizer=AutoTokenizer.from_pretrained(model), train=Split(rows_of(), RowStats("rows", "rows")),
         evaluation=None,
     )  # fmt: skip
@@ -71,11 +75,20 @@ def trained(model: Path, folder: Path, *, ranks: int, bf16: bool = False) -> dic
         trainer = trainer_of(model, where, cut, ranks=ranks, bf16=bf16)
         trainer.train()
         found[name] = figures(trainer)
+        assert is_as_planned(trainer, cut)
         if name == "by tokens":
             again = trainer_of(model, where, cut, ranks=ranks, bf16=bf16)
             again.train(resume_from_checkpoint=str(where / "checkpoints" / "checkpoint-2"))
             found["resumed"] = figures(again)
     return found
+
+
+def is_as_planned(trainer: Any, cut: MicroBatches) -> bool:
+    """Whether the batches of an epoch are joined or padded as the cut says, and fewer than rows where a pass costs."""
+    batches = [batch for batch in trainer.get_train_dataloader() if batch]
+    joined = all("cu_seq_lens_q" in batch and batch["input_ids"].shape[0] == 1 for batch in batches)
+    saves = cut.tokens is not None and (cut.overhead > 0 or not cut.padded)
+    return joined != cut.padded and (trainer.args.world_size > 1 or saves == (len(batches) < 11))
 
 
 def figures(trainer: Any) -> dict[str, list[float]]:

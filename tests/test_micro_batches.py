@@ -173,7 +173,7 @@ def check_same(found: dict[str, list[float]], wanted: dict[str, list[float]], to
 
 @pytest.mark.build
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("cut", ["by tokens", "a cheap pass", "all at once", "resumed"])
+@pytest.mark.parametrize("cut", ["by tokens", "a cheap pass", "joined", "all at once", "resumed"])
 def test_the_cut_of_a_step_changes_no_number(alone, precision, cut):
     check_same(alone[precision][cut], alone[precision]["one row"], TOLERANCE[precision])
 

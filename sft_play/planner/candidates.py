@@ -329,9 +329,10 @@ def candidate_of(
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
     varlen = joins and not masks and job.unbounded_because(precision) is None
     masks = masks or job.masked_because is not None
-    # a packed row needs a mask even alone
+    # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
+    shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
     padded = not varlen and is_padded(
-        job.config, layout, rows=2 if job.packed else batch.micro_batch, masks=job.packed or masks
+        job.config, layout, rows=2 if shares else batch.micro_batch, masks=job.packed or masks
     )
     step = Step(
         micro_batch=batch.micro_batch,
