@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -57,7 +58,7 @@ def plan_of(card: str, model: str, mode: str, batch: int, rows: RowTokens | None
 
 def main(rows: Path, tokenizer: Path, out: Path) -> None:
     """Print and write the table."""
-    known = row_tokens(lengths_of(rows, tokenizer), limit=LENGTH)
+    known = row_tokens(Counter(lengths_of(rows, tokenizer)), limit=LENGTH)
     assert known is not None
     cards: list[dict[str, Any]] = []
     for batch in (32, 64):

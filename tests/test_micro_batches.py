@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -119,11 +120,13 @@ def test_very_large_steps_are_cut_in_time_and_within_their_tokens():
 def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(5, 400) for _ in range(draw.randint(1, 700))]
-    rows = row_tokens(lengths, limit=512)
+    rows = row_tokens(Counter(lengths), limit=512)
     assert rows is not None
     assert (rows.longest, rows.rows) == (max(lengths), len(lengths))
     assert rows.mean == pytest.approx(sum(lengths) / len(lengths))
     assert sum(length <= rows.p95 for length in lengths) >= 0.95 * len(lengths)
+    assert sum(length < rows.p95 for length in lengths) <= 0.95 * len(lengths)
+    assert list(rows.sample) == sorted(lengths, reverse=True)
     batch, ranks = draw.choice([4, 32, 64]), draw.choice([1, 2])
     for plan in (MicroBatches(2), MicroBatches(2, tokens=800, overhead=40), MicroBatches(2, tokens=800, padded=False)):
         passes = average_passes(rows, plan, effective_batch=batch, ranks=ranks)
@@ -134,20 +137,30 @@ def test_an_average_step_has_the_tokens_of_the_rows_and_the_places_of_its_cut(se
         assert passes.tokens == pytest.approx(batch * rows.mean, rel=0.6)
 
 
+def test_a_sample_of_very_many_rows_is_like_them():
+    draw = random.Random(3)
+    lengths = [int(draw.lognormvariate(5, 0.8)) + 1 for _ in range(50_000)]
+    rows = row_tokens(Counter(lengths), limit=10**6)
+    assert rows is not None
+    assert len(rows.sample) == 1024
+    assert sum(rows.sample) / 1024 == pytest.approx(rows.mean, rel=0.01)
+    assert list(rows.sample) == sorted(rows.sample, reverse=True)
+
+
 def test_another_limit_cuts_the_lengths_or_makes_them_unknown():
-    rows = row_tokens([100, 300, 512], limit=512, held_out=80)
+    rows = row_tokens(Counter([100, 300, 512]), limit=512, held_out=80)
     assert rows is not None
     assert rows.within(512) is rows
     assert rows.within(1024) is None  # a row was cut at 512, perhaps
     shorter = rows.within(256)
     assert shorter is not None
     assert (shorter.longest, shorter.p95, shorter.held_out, shorter.mean) == (256, 256, 80, pytest.approx(204))
-    loose = row_tokens([100, 300], limit=512, held_out=400)
+    loose = row_tokens(Counter([100, 300]), limit=512, held_out=400)
     assert loose is not None
     assert loose.within(4096) is loose
     assert loose.longest_of_all == 400
     assert type(rows).from_json(rows.as_json()) == rows
-    assert row_tokens([], limit=512) is None
+    assert row_tokens({}, limit=512) is None
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

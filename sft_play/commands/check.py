@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,8 +312,9 @@ class _Checks:
         limit = self._maker.max_seq_len
         held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
                     if name != "train" and survey.lengths]  # fmt: skip
-        lengths = (min(limit, length) for length in train.lengths)
-        return row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
+        return row_tokens(
+            Counter(min(limit, length) for length in train.lengths), limit=limit, held_out=max(held_out, default=0)
+        )
 
     def _padding(self) -> Iterator[Finding]:
         """How much padding each way to make batches needs."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sft_play.planner.micro_batches import MicroBatches
 
 SAMPLE = 1024
-"""Lengths that are kept, to draw steps from."""
+"""Lengths that are kept at most, to draw steps from."""
 _STEPS = 4
 """Steps that are drawn to see what an average one takes."""
 _MOST_ROWS = 512
@@ -71,20 +73,31 @@ class RowTokens:
         return None if data is None else RowTokens(**{**data, "sample": tuple(data["sample"])})
 
 
-def row_tokens(lengths: Iterable[int], *, limit: int, held_out: int = 0) -> RowTokens | None:
-    """The summary of all rows' lengths; None without rows."""
-    ordered = sorted(lengths)
-    if not ordered:
+def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
+    """The summary of all rows' lengths; None without rows.
+
+    Args:
+        counts: the number of rows of each length.
+    """
+    rows = sum(counts.values())
+    if not rows:
         return None
-    kept = ordered if len(ordered) <= SAMPLE else random.Random(0).sample(ordered, SAMPLE)
+    lengths = sorted(counts)
+    ends = list(itertools.accumulate(counts[length] for length in lengths))
+
+    def at(place: int) -> int:
+        """The length of a row, counted from the shortest."""
+        return lengths[bisect.bisect_right(ends, place)]
+
+    kept = min(rows, SAMPLE)  # spread evenly over all of them
     return RowTokens(
-        mean=sum(ordered) / len(ordered),
-        p95=ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        longest=ordered[-1],
-        rows=len(ordered),
+        mean=sum(length * count for length, count in counts.items()) / rows,
+        p95=at(min(rows - 1, int(0.95 * rows))),
+        longest=lengths[-1],
+        rows=rows,
         limit=limit,
         held_out=held_out,
-        sample=tuple(sorted(kept, reverse=True)),
+        sample=tuple(at((2 * place + 1) * rows // (2 * kept)) for place in reversed(range(kept))),
     )
 
 

@@ -85,6 +85,8 @@ def count_if_quick(loaded: LoadedConfig) -> None:
 
 def _count(config: RunConfig, today: date) -> None:
     with importing():
+        import numpy as np
+
         from sft_play.data.splits import build_splits
         from sft_play.training.rows import lengths_of, to_dataset
         from sft_play.training.tokenizer import load_tokenizer
@@ -95,11 +97,12 @@ def _count(config: RunConfig, today: date) -> None:
         config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
         today=today,
     )  # fmt: skip
+    lengths = lengths_of(to_dataset(splits.train.rows))
     held_out = [lengths_of(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
     found = row_tokens(
-        lengths_of(to_dataset(splits.train.rows)).tolist(),
+        dict(zip(*(found.tolist() for found in np.unique(lengths, return_counts=True)), strict=True)),
         limit=limit,
-        held_out=max((int(lengths.max()) for lengths in held_out if len(lengths)), default=0),
+        held_out=max((int(one.max()) for one in held_out if len(one)), default=0),
     )
     key = _key(config)
     _counted[key] = found
@@ -179,8 +182,9 @@ def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
     paths = data_paths(config.data)
     for _, source in paths.files():
         for part in data_files(source):
-            if part.kind == "hub":
-                raise FileNotFoundError(part.name)  # it has no state here: counted anew in every process
+            if part.kind == "hub":  # it has no state here: counted once a day
+                yield part.name, 0, date.today().toordinal()
+                continue
             where = part.path
             yield from (_state(path) for path in (where.rglob("*") if where.is_dir() else [where]) if path.is_file())
 
