@@ -535,7 +535,7 @@ def _row_words(job: Job, chosen: Candidate, padding: str) -> str:
     places = micro_batches(job, chosen.precision, chosen.step).tokens
     if places is None:
         return f"{known}{padding}"
-    return f"{known}: micro-batches of up to {places:,} tokens{padding}, as many rows as they hold"
+    return f"{known}: a micro-batch has as many rows as fit into {places:,} tokens{padding}"
 
 
 def _sharded_checkpoint_words(chosen: Candidate) -> str:
