@@ -25,7 +25,7 @@ from sft_play.planner.memory.margins import (
 )
 from sft_play.planner.memory.model_states import paged_bytes
 from sft_play.planner.memory.saving import Form, Saving, saving_of
-from sft_play.planner.memory.step_memory import Step, Walk, largest
+from sft_play.planner.memory.step_memory import Step, Walk, is_padded, largest
 from sft_play.planner.precision import Precision
 from sft_play.units import GIB, MIB
 
@@ -131,7 +131,7 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         reserved = max(reserved, reserved_over(steps, attention=step.attention, layout=layout))
     margin = margin_of(
         mode=mode,
-        padded=step.padded,
+        padded=step.padded or step.varlen or is_padded(config, layout, rows=step.micro_batch),
         attention=step.attention,
         optim=config.train.optim,
         layout=layout,

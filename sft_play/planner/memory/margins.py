@@ -49,7 +49,7 @@ MARGINS: dict[MarginClass, Margin] = {
     "autocast": Margin(
         0.06, "fp32 weights that train under autocast: their casts come and go; simulated up to 5% above"
     ),
-    "padded": Margin(0.06, "padded rows give attention a mask: sizes change from batch to batch"),
+    "padded": Margin(0.06, "rows of different lengths share batches: sizes change from batch to batch"),
     "eager": Margin(0.10, "eager attention: reserved memory of measured rows was up to 9% above the prediction"),
     "foreach": Margin(0.10, "AdamW one list at a time: reserved memory jumps with the row length (simulated)"),
     "several_gpus": Margin(0.10, "DDP and FSDP2: buckets and gathered weights are computed, not yet measured"),
