@@ -277,16 +277,24 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
     assert "stopped at step " in started.printed
 
 
-def test_bad_input_that_only_the_ranks_see_is_one_message_and_exit_code_2(start, long_run):
-    """Its first row can be read: the command itself looks no further."""
+@pytest.mark.parametrize(
+    ("settings", "said", "ranks_began"),
+    [
+        # its first row can be read: the command looks no further before it counts the rows
+        ("data.train_path=FOLDER/broken.jsonl", "broken.jsonl", False),
+        ("train.load_best_model_at_end=true eval.steps=5", "needs validation rows", True),
+    ],
+)
+def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long_run, settings, said, ranks_began):
     broken = '{"messages": [{"role": "user", "content": \n' * 8
     (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
     words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
-    started = start(*words, "output.name=bad", f"data.train_path={long_run}/broken.jsonl", STRATEGY="ddp", NPROC="2")
+    words += settings.replace("FOLDER", str(long_run)).split()
+    started = start(*words, "output.name=bad", STRATEGY="ddp", NPROC="2")
     assert started.end(WAIT_S) == 2
-    assert "Launch: " in started.printed, started.printed  # the ranks had begun
+    assert ("Launch: " in started.printed) == ranks_began, started.printed
     assert started.printed.count("error:") == 1, started.printed
-    assert "broken.jsonl" in last_line(started, "[train-distributed] error: ")
+    assert said in last_line(started, "[train-distributed] error: ")
     require_no_noise(started)
     assert not (long_run / "outputs" / "bad").exists()
 
