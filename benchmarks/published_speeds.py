@@ -105,6 +105,7 @@ def step_of(row: Mapping[str, str]) -> Step:
         seq_len=int(row["seq_len"]),
         layout=layout,
         checkpointed_layers=round(share * model.num_layers),
+        casts_inputs=True,
     )
 
 

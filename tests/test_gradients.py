@@ -178,8 +178,9 @@ def test_what_a_named_layout_cannot_do_stops_before_anything_loads(tmp_path, com
     config = tmp_path / "run.yaml"
     config.write_text(
         f"model: {{name: {MODEL}, max_seq_len: 64}}\ntuning: {{mode: lora}}\ntrain: {{effective_batch_size: 8, "
-        f"batch_size: 1}}\ndata: {{train_path: {tmp_path}/none.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n"
+        f"batch_size: 1}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\noutput: {{dir: {tmp_path}/outputs}}\n"
     )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "what is 1?", "completion": "it is 1."}\n')
     monkeypatch.setenv("STRATEGY", strategy)
     monkeypatch.setenv("NPROC", "2")
     code, printed = command("train-distributed", "--config", str(config), *settings)

@@ -472,7 +472,7 @@ def left_out(hardware: Hardware) -> dict[str, str | None]:
 def test_what_a_machine_lacks_is_left_out_by_name(monkeypatch):
     monkeypatch.setattr(selftest.importlib.util, "find_spec", lambda name: object())
     on_cpu, one, two = left_out(ALONE), left_out(named("1xH100")), left_out(named("2xH100"))
-    assert len(on_cpu) == 6 + 36 + 1 + 4
+    assert len(on_cpu) == 7 + 36 + 1 + 4
     assert {name for name, why in on_cpu.items() if why} == {
         "environment/triton", "environment/nvml", "out-of-memory", "several/verify-layouts",
     }  # fmt: skip
@@ -669,7 +669,7 @@ def test_all_of_it_on_the_cpu(tmp_path):
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = json.loads((tmp_path / "a.json").read_text())
     names = [part["name"] for part in found["parts"]]
-    assert len(names) == len(set(names)) == 6 + 36 + 1 + 4 + 6 + 3 + 1
+    assert len(names) == len(set(names)) == 7 + 36 + 1 + 4 + 6 + 3 + 1
     assert not [part for part in found["parts"] if part["status"] == "fail"]
     several_ranks = {part["name"]: part["status"] for part in found["parts"] if part["name"].startswith(several.PREFIX)}
     assert several_ranks == {"several/all-reduce": "pass", "several/fsdp-qlora": "pass", "several/resume": "pass",

@@ -184,7 +184,7 @@ def _steps(trainer: Any, count: int) -> Any:
             samples, trained = trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)
             if not samples:
                 break
-            yield [trainer._prepare_inputs(sample) for sample in samples], trained
+            yield [trainer._prepare_inputs(sample) for sample in samples if sample], trained
             done += 1
             if done == count:
                 return

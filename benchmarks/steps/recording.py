@@ -125,7 +125,8 @@ def record(trainer: Any, recorder: Recorder) -> None:
     def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         seen = dict(inputs)  # losses take keys out of it
         loss = real(model, inputs, *args, **options)
-        recorder.saw(seen, loss)
+        if seen:  # a step may need fewer micro-batches than the Trainer counts
+            recorder.saw(seen, loss)
         return loss
 
     trainer.training_step = training_step

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 QUICK_BYTES = 32 * MIB
 """Bytes of data that a plan reads to count their tokens: a few seconds."""
+_TOKENIZERS = ("tokenizer*", "vocab*")
 _OF_TOKENIZERS = ("*.json", "*.jinja", "*.model", "*.txt")
 _NOT_IN_KEY = frozenset({"on_bad_row", "max_lost_fraction", "workers", "process", "style", "documents"})
 """Options of the data section that decide neither which rows there are nor their tokens."""
@@ -75,7 +76,12 @@ def count_if_quick(loaded: LoadedConfig) -> None:
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue
         with contextlib.suppress(OSError):  # files or the starter's base are not there
-            if _model_folder(config.model.name) is None or _bytes(config) > QUICK_BYTES:
+            folder = _model_folder(config.model.name)
+            if (
+                folder is None
+                or not any(any(folder.glob(name)) for name in _TOKENIZERS)
+                or _bytes(config) > QUICK_BYTES
+            ):
                 continue
             try:
                 _count(config, date.today())

@@ -43,7 +43,7 @@ from sft_play.starting.before import (
 )
 from sft_play.starting.measured import remember
 from sft_play.starting.one_process import start_here
-from sft_play.starting.over_ranks import plan_stages
+from sft_play.starting.over_ranks import parts_of, plan_stages, refuse_strategy
 from sft_play.starting.plan_run import shape_for
 from sft_play.starting.resumed import stopped_run
 
@@ -110,6 +110,8 @@ def _launch(
     if not options.show_only:
         only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
         is_decided = options.deepspeed is not None or resumed is not None
+        for part, _ in () if is_decided else parts_of(loaded, None):
+            refuse_strategy(part.config, hardware, options.strategy)
         count_before_planning(loaded, hardware, only=None if is_decided else only, trains_here=False)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
     plan = planned[0][0]
