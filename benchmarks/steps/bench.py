@@ -258,7 +258,7 @@ class _Bench:
         """The overrides of our run: only the steps that are measured, nothing evaluated beside them."""
         return [
             *self.overrides, f"train.max_steps={self.warmup + self.steps}", "train.report_to=[]", "eval.steps=0",
-            "eval.before_training=false", "train.save_steps=1000000000", f"output.dir={json.dumps(str(self.folder))}",
+            "eval.before_training=false", "train.save_steps=1000000000", f"output.dir={json.dumps(str(self.folder / 'outputs'))}",
             f"output.name={name}", "output.if_exists=replace",
         ]  # fmt: skip
 
