@@ -258,8 +258,8 @@ class _Bench:
         """The overrides of our run: only the steps that are measured, nothing evaluated beside them."""
         return [
             *self.overrides, f"train.max_steps={self.warmup + self.steps}", "train.report_to=[]", "eval.steps=0",
-            "eval.before_training=false", "train.save_steps=1000000000", f"output.dir={json.dumps(str(self.folder))}",
-            f"output.name={name}", "output.if_exists=replace",
+            "eval.before_training=false", "train.save_steps=1000000000",
+            f"output.dir={json.dumps(str(self.folder / 'outputs'))}", f"output.name={name}", "output.if_exists=replace",
         ]  # fmt: skip
 
     def _order(self, side: str, turn: int = 0, **more: Any) -> Order:

@@ -1,4 +1,4 @@
-"""The figures of docs/bench.md that a CPU can give, in less than ten minutes on two cores.
+"""The figures of docs/bench.md that a CPU can give, in about ten minutes on two quiet cores.
 
     python -m benchmarks.steps.cpu --out benchmarks/bench_cpu.json        # --only bare,trl: some of them
 
