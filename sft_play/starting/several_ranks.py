@@ -108,11 +108,7 @@ def _launch(
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
     if not options.show_only:
-        only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
-        is_decided = options.deepspeed is not None or resumed is not None
-        for part, _ in () if is_decided else parts_of(loaded, None):
-            refuse_strategy(part.config, hardware, options.strategy)
-        count_before_planning(loaded, hardware, only=None if is_decided else only, trains_here=False)
+        _count_rows(loaded, hardware, options, is_resumed=resumed is not None)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
     plan = planned[0][0]
     if accelerate is not None:
@@ -152,6 +148,18 @@ def _launch(
             raise
         note_end(folder, code)
         return Launched(code, folder, plan, ranks)
+
+
+def _count_rows(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool) -> None:
+    """Count the rows for the plan, after what is wrong whatever their lengths is refused; a stopped run, and a
+    DeepSpeed file, decide the batch by themselves."""
+    if is_resumed or options.deepspeed is not None:
+        count_before_planning(loaded, hardware, only=None, trains_here=False)
+        return
+    for part, _ in parts_of(loaded, None):
+        refuse_strategy(part.config, hardware, options.strategy)
+    only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
+    count_before_planning(loaded, hardware, only=only, trains_here=False)
 
 
 def _threads(hardware: Hardware) -> int:
