@@ -27,10 +27,11 @@ from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
+from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.over_ranks import common_layout, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for
-from sft_play.starting.row_survey import count_if_quick
+from sft_play.starting.row_survey import count_if_quick, known_rows
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def run(request: Request) -> Answer:
     _warn_if_quantised(loaded.config)
     strategy = request.options.strategy
     only = (strategy,) if strategy else LAYOUT_NAMES
+    base = loaded.config
     count_if_quick(loaded)
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
@@ -67,7 +69,8 @@ def run(request: Request) -> Answer:
     cells = []
     for cell, config in configs:
         with _in_cell(cell):
-            cells.append((cell, plan_for(config, hardware, with_suggestions=False)))
+            rows = _rows_of(config, base)
+            cells.append((cell, plan_for(config, hardware, with_suggestions=False, rows=rows)))
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
     data = plan.as_json()
     if stages:
@@ -142,6 +145,12 @@ def _stage_plans(
     return [
         (stage.name, stage.config, plan_for(stage.config, hardware, only=(common,), trace=trace)) for stage in stages
     ]
+
+
+def _rows_of(cell: RunConfig, base: RunConfig) -> RowTokens | None:
+    """The lengths of the base's rows for a cell of WHATIF that has the same ones, at whatever limit."""
+    is_same = (cell.data, cell.task_mode, cell.model.name) == (base.data, base.task_mode, base.model.name)
+    return known_rows(base) if is_same else None
 
 
 @contextlib.contextmanager
