@@ -70,7 +70,7 @@ def random_plans() -> list[tuple[RunConfig, Plan]]:
     full = config_from_text(f"model: {{name: {MODELS[2]}}}\ntuning: {{mode: full}}", name="x")
     jobs = [(run_of(chance, chance.choice(MODELS)), machine_of(chance)) for _ in range(25)]
     for config, machine in [(full, named("1xH200,ram=8GiB")), *jobs]:
-        only = (chance.choice(LAYOUT_NAMES),) if chance.random() < 0.3 else LAYOUT_NAMES
+        only = (chance.choice(LAYOUT_NAMES),) if config is not full and chance.random() < 0.3 else LAYOUT_NAMES
         work = (lambda effective: Work(100, 1_000_000)) if chance.random() < 0.5 else None
         made = make_advised_plan(
             PlanRequest(config, shape_of(config.model.name), machine, only=only, earlier=runs),

@@ -104,11 +104,12 @@ def count_before_planning(
     Raises:
         SftPlayError: as planning, building the starter's base, or reading the rows does.
     """
-    configs = [loaded.of(stage).config for stage in loaded.stages] or [loaded.config]
-    if not any(has_own_lengths(config) and known_rows(config) is None for config in configs):
+    parts = [loaded.of(stage) for stage in loaded.stages] or [loaded]
+    if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in parts):
         return
-    for config in configs if only else ():
-        plan_for(config, hardware, only=only or (), with_suggestions=False)
+    for part in parts if only else ():
+        with in_stage(part.stage):
+            plan_for(part.config, hardware, only=only or (), with_suggestions=False)
     loaded = with_starter(loaded)
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_here:
