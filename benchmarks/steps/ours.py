@@ -196,6 +196,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
 
     Columns: input_ids, labels, attention_mask (ones). No row's first token has a label.
     """
+    from sft_play.training import varlen
     from sft_play.training.rows import to_dataset
 
     config, plan, spec = job.loaded.config, job.plan, prepared.model_spec
@@ -209,8 +210,10 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     prepared.tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     lora = spec.peft_config
     train = config.train
+    # peers do not have this toolkit's own attention
+    attention = "sdpa" if spec.attention.name == varlen.ATTENTION else spec.attention.name
     facts = {
-        "model": config.model.name, "revision": config.model.revision, "attention": spec.attention.name,
+        "model": config.model.name, "revision": config.model.revision, "attention": attention,
         "trust_remote_code": config.model.trust_remote_code, "mode": config.tuning.mode,
         "load_dtype": plan.precision.load, "compute_dtype": plan.precision.compute, "on_cpu": not plan.hardware.gpus,
         "lora": None if lora is None else {
