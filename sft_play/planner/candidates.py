@@ -26,7 +26,7 @@ from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries
 from sft_play.planner.precision import Precision, Updates, with_updates
-from sft_play.planner.row_tokens import RowTokens, average_passes
+from sft_play.planner.row_tokens import Passes, RowTokens, average_passes
 from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
@@ -326,15 +326,38 @@ def candidate_of(
             more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
     """
     precision = job.precision_of(layout)
+    walk = Walk(job.config, job.shape, precision, _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks))
+    if job.has_eval:
+        walk.evaluates(eval_batch(walk, otherwise=eval_rows))
+    step, memory, learned = walk.step, estimate_of(walk, precision), job.learned(layout)
+    passes = _passes_of(job, precision, step, batch)
+    speed = predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
+    raw = Raw(memory.reserved, speed.tokens_per_s)
+    return Candidate(
+        layout=layout,
+        batch=batch,
+        step=step,
+        precision=precision,
+        memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
+        speed=speed.scaled(1 / learned.speed),
+        room=Room(job.budget, job.host_budget),
+        host_required=_host_required(job, layout, memory),
+        raw=raw,
+        layers=job.shape.num_layers,
+    )
+
+
+def _step_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any, masks: bool) -> Step:
+    """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none."""
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
-    varlen = joins and not masks and job.unbounded_because(precision) is None
+    varlen = joins and not masks and job.unbounded_because(job.precision_of(layout)) is None
     masks = masks or job.masked_because is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
     padded = not varlen and is_padded(
         job.config, layout, rows=2 if shares else batch.micro_batch, masks=job.packed or masks
     )
-    step = Step(
+    return Step(
         micro_batch=batch.micro_batch,
         grad_accum=batch.grad_accum,
         seq_len=job.seq_len,
@@ -351,31 +374,19 @@ def candidate_of(
         capability=job.capability,
         pages=job.hardware.pages and bool(job.hardware.gpus),
     )
-    learned = job.learned(layout)
-    walk = Walk(job.config, job.shape, precision, step)
-    if job.has_eval:
-        walk.evaluates(eval_batch(walk, otherwise=eval_rows))
-    step, memory = walk.step, estimate_of(walk, precision)
-    cut = micro_batches(job, precision, step)
-    passes = None
-    if job.rows is not None:
-        passes = average_passes(
-            job.rows, cut, effective_batch=batch.effective_batch, ranks=layout.data_parallel
-        ).shared_by(layout.context_parallel)
-    speed = predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
-    raw = Raw(memory.reserved, speed.tokens_per_s)
-    return Candidate(
-        layout=layout,
-        batch=batch,
-        step=step,
-        precision=precision,
-        memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
-        speed=speed.scaled(1 / learned.speed),
-        room=Room(job.budget, job.host_budget),
-        host_required=_host_required(job, layout, memory),
-        raw=raw,
-        layers=job.shape.num_layers,
+
+
+def _passes_of(job: Job, precision: Precision, step: Step, batch: BatchPlan) -> Passes | None:
+    """What an average step of the run's own rows takes; None where their lengths are not known."""
+    if job.rows is None:
+        return None
+    passes = average_passes(
+        job.rows,
+        micro_batches(job, precision, step),
+        effective_batch=batch.effective_batch,
+        ranks=step.layout.data_parallel,
     )
+    return passes.shared_by(step.layout.context_parallel)
 
 
 def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:

@@ -116,18 +116,7 @@ def _launch(
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)
-    ranks = torchrun(
-        rank_words(loaded, options, plan),
-        processes=hardware.gpus_per_node,
-        nodes=options.nodes,
-        threads=None if hardware.gpus else _threads(hardware),
-        gpus=",".join(str(gpu) for gpu in options.gpus) or None,
-        folder=folder.path.absolute() if folder is not None and is_alone else None,
-        nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
-        given=os.environ,
-    )
-    if going_on is not None:
-        ranks = dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: going_on.path.name})
+    ranks = _ranks(loaded, hardware, options, plan, folder if is_alone else None, going_on)
     logger.info("Launch: %s", ranks.line)
     if options.show_only:
         return Launched(0, folder, plan, ranks)
@@ -148,6 +137,30 @@ def _launch(
             raise
         note_end(folder, code)
         return Launched(code, folder, plan, ranks)
+
+
+def _ranks(
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    plan: Plan,
+    folder: RunFolder | None,
+    going_on: RunFolder | None,
+) -> Launch:
+    """The command of the ranks; `folder`: the run's, where this process names it."""
+    ranks = torchrun(
+        rank_words(loaded, options, plan),
+        processes=hardware.gpus_per_node,
+        nodes=options.nodes,
+        threads=None if hardware.gpus else _threads(hardware),
+        gpus=",".join(str(gpu) for gpu in options.gpus) or None,
+        folder=folder.path.absolute() if folder is not None else None,
+        nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
+        given=os.environ,
+    )
+    if going_on is None:
+        return ranks
+    return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: going_on.path.name})
 
 
 def _count_rows(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool) -> None:

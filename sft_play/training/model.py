@@ -135,14 +135,7 @@ def build_model_spec(
     resize_to = _resize(config, vocab_size, tokenizer_size)
     peft_config = None if config.tuning.mode == "full" else _peft_config(config, skeleton)
     if peft_config is not None:
-        targets = sorted(peft_config.target_modules or ())
-        notes.append(f"Adapters: r {peft_config.r}, alpha {peft_config.lora_alpha} on {', '.join(targets)}")
-        if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
-            notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
-        names = {name.rpartition(".")[2] for name in linear_layers(skeleton)}
-        moved = sorted(name for name in names if not takes_adapter(hf_config.model_type, name))
-        if moved:
-            notes.append(f"Adapters: none on {', '.join(moved)}, which PEFT would put on the experts instead")
+        notes += _adapter_notes(peft_config, skeleton, hf_config)
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
@@ -159,16 +152,34 @@ def build_model_spec(
         padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
         notes.append(f"Attention: {padding.reason}")
         masks = padding.masks
-    # the most frequent checkpointed class is the decoder layer: some models have others beside it
-    layers = Counter(
-        type(module).__name__ for module in skeleton.modules() if isinstance(module, GradientCheckpointingLayer)
-    )
-    layer_class = max(layers, key=lambda name: layers[name], default="")
     return ModelSpec(
-        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, layer_class, tuple(notes), masks,
+        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
+        masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype, chosen,
     )  # fmt: skip
+
+
+def _adapter_notes(peft_config: PeftLoraConfig, skeleton: Any, hf_config: Any) -> list[str]:
+    """Where adapters are, and where they are not."""
+    targets = sorted(peft_config.target_modules or ())
+    notes = [f"Adapters: r {peft_config.r}, alpha {peft_config.lora_alpha} on {', '.join(targets)}"]
+    if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+        notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
+    names = {name.rpartition(".")[2] for name in linear_layers(skeleton)}
+    moved = sorted(name for name in names if not takes_adapter(hf_config.model_type, name))
+    if moved:
+        notes.append(f"Adapters: none on {', '.join(moved)}, which PEFT would put on the experts instead")
+    return notes
+
+
+def _layer_class(skeleton: Any) -> str:
+    """The class of the decoder layer: the most frequent one that is checkpointed, since some models have others beside
+    it; empty where there is none."""
+    layers = Counter(
+        type(module).__name__ for module in skeleton.modules() if isinstance(module, GradientCheckpointingLayer)
+    )
+    return max(layers, key=lambda name: layers[name], default="")
 
 
 def _experts(config: RunConfig, hf_config: Any, skeleton: Any, precision: Precision) -> Experts | None:

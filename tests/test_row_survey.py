@@ -1,0 +1,95 @@
+"""Rows are counted before the plan, which uses their lengths; a note keeps them until something changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.starting import row_survey
+from tests.conftest import chat
+
+LONG, SHORT = "yes no " * 20, "yes"
+
+
+@pytest.fixture
+def run(tmp_path, tiny_llama, monkeypatch) -> Path:
+    """A run YAML whose rows are far shorter than max_seq_len, and a longer one that is held out."""
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(row_survey, "_counted", {})
+    write(tmp_path / "train.jsonl", [SHORT] * 12)
+    write(tmp_path / "val.jsonl", [LONG])
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 400}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {tmp_path}/train.jsonl, val_path: {tmp_path}/val.jsonl, test_path: null}}\n"
+        f"train: {{effective_batch_size: 8, max_steps: 1, report_to: []}}\neval: {{steps: 0}}\n"
+        f"output: {{dir: {tmp_path}/outputs}}\n"
+    )
+    return path
+
+
+def write(path: Path, answers: list[str]) -> None:
+    path.write_text("".join(json.dumps(chat(f"what is {n}?", answer)) + "\n" for n, answer in enumerate(answers)))
+
+
+def planned(command: Any, run: Path, *words: str) -> dict[str, Any]:
+    code, said = command("plan", "--config", str(run), "--json", *words)
+    assert code == 0, said
+    found: dict[str, Any] = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    return found
+
+
+def tokens(tiny_llama: Path, path: Path) -> list[int]:
+    """Tokens of each row, by the tokenizer itself."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    return [len(tokenizer(tokenizer.apply_chat_template(row, tokenize=False))["input_ids"]) for row in rows]
+
+
+def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, tiny_llama, command):
+    plan = planned(command, run)
+    lengths, held_out = (tokens(tiny_llama, run.parent / f"{name}.jsonl") for name in ("train", "val"))
+    found = plan["row_tokens"]
+    assert (found["longest"], found["rows"], found["held_out"]) == (max(lengths), 12, max(held_out))
+    assert found["mean"] == pytest.approx(sum(lengths) / 12)
+    assert plan["step"]["seq_len"] == max(held_out) < plan["max_seq_len"] == 400
+    assert f"longest row {max(lengths)} tokens" in " ".join(plan["reasons"])
+    packed = planned(command, run, "data.packing=best_fit")
+    assert packed["row_tokens"] is None
+    assert packed["step"]["seq_len"] == 400
+
+
+def test_a_note_keeps_the_lengths_until_a_file_or_the_limit_changes(run, command, monkeypatch):
+    config = load_config(run).config
+    assert row_survey.known_rows(config) is None
+    first = planned(command, run)
+    monkeypatch.setattr(row_survey, "_counted", {})  # as in another process
+    kept = row_survey.known_rows(config)
+    assert kept is not None
+    assert kept.as_json() == first["row_tokens"]
+    assert row_survey.known_rows(load_config(run, overrides=["model.max_seq_len=300"]).config) is None
+    write(run.parent / "train.jsonl", [SHORT, LONG * 2])
+    assert row_survey.known_rows(config) is None
+    again = planned(command, run)
+    assert again["row_tokens"]["longest"] > first["row_tokens"]["longest"]
+
+
+def test_rows_that_cannot_be_read_leave_a_plan_for_full_rows(run, command):
+    (run.parent / "train.jsonl").write_text("{broken\n" * 5)
+    plan = planned(command, run)
+    assert plan["row_tokens"] is None
+    assert plan["step"]["seq_len"] == 400
+
+
+def test_a_run_trains_by_the_plan_of_its_own_rows(run, command):
+    code, said = command("train", "--config", str(run), "output.name=counted")
+    assert code == 0, said
+    plan = json.loads((run.parent / "outputs" / "counted" / "plan.json").read_text())
+    assert plan["row_tokens"]["rows"] == 12
+    assert plan["micro_batches"]["tokens"] == plan["micro_batch"] * plan["step"]["seq_len"]
