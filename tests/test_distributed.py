@@ -117,7 +117,7 @@ def shapes(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_ranks_that_a_person_starts_find_each_other_and_one_plans(world, alone):
+def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_plans(world, alone, tmp_path):
     """`torchrun --standalone --nproc-per-node 2 --no-python sft-play train …`, word for word."""
     torchrun_program = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     program = shutil.which("sft-play", path=str(Path(sys.executable).parent))
@@ -126,11 +126,14 @@ def test_ranks_that_a_person_starts_find_each_other_and_one_plans(world, alone):
     words = [torchrun_program, "--standalone", "--nproc-per-node", "2", "--no-python", program, "train", "--config"]
     words += [f"{world}/run.yaml", "tuning.mode=lora", "output.name=by-hand", "--lora-rank", "16", "--strategy", "ddp"]
     kept = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
-    kept["PYTHONPATH"] = str(ROOT)
+    kept |= {"PYTHONPATH": str(ROOT), "SFT_PLAY_CACHE": str(tmp_path / "cache")}
     answer = subprocess.run(words, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("Rows: counting their tokens before the plan is made") == 1
     assert answer.stdout.count("Engine: ddp proved") == 1
-    assert losses(world / "outputs" / "by-hand") == pytest.approx(alone["lora"], rel=1e-5)
+    run = world / "outputs" / "by-hand"
+    assert json.loads((run / "plan.json").read_text())["row_tokens"] is not None
+    assert losses(run) == pytest.approx(alone["lora"], rel=1e-5)
 
 
 def test_a_launch_that_fails_leaves_nothing_half_written(world):
