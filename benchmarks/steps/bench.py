@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order
+from benchmarks.steps.order import Order, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
@@ -440,15 +440,9 @@ def trl_cli_config(folder: Path, facts: dict[str, Any], *, steps: int) -> Path:
     settings: dict[str, Any] = {
         "model_name_or_path": facts["model"], "dataset_name": str(data), "output_dir": str(folder / "trl-cli-out"),
         "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "max_length": facts["seq_len"],
-        "packing": facts["packing"], "assistant_only_loss": not is_single, "max_steps": steps,
-        "per_device_train_batch_size": facts["micro_batch"], "gradient_accumulation_steps": facts["grad_accum"],
-        "learning_rate": facts["learning_rate"], "lr_scheduler_type": facts["scheduler"],
-        "warmup_steps": facts["warmup_steps"], "weight_decay": facts["weight_decay"], "seed": facts["seed"],
-        "adam_beta2": facts["adam_beta2"],
-        "max_grad_norm": facts["max_grad_norm"], "optim": facts["optim"], "logging_steps": facts["logging_steps"],
-        "bf16": facts["compute_dtype"] == "bfloat16", "fp16": facts["compute_dtype"] == "float16",
-        "use_cpu": facts["on_cpu"], "gradient_checkpointing": facts["gradient_checkpointing"], "report_to": "none",
-        "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True, "use_peft": lora is not None,
+        "packing": facts["packing"], "assistant_only_loss": not is_single, "eval_strategy": "no",
+        "gradient_checkpointing": facts["gradient_checkpointing"], "use_peft": lora is not None,
+        **trainer_arguments(facts, steps=steps, micro=facts["micro_batch"]),
     }  # fmt: skip
     if lora is not None:
         settings |= {
