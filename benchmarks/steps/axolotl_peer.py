@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ def main(path: Path) -> None:
 
     from benchmarks.steps.peer import next_trainer_recorded, recorder_for
 
-    os.environ.setdefault("AXOLOTL_DO_NOT_TRACK", "1")  # without a network it waits for its telemetry at the end
     order = Order.read(path)
     facts = order.known()
     folder = Path(order.folder)
