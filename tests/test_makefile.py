@@ -162,8 +162,9 @@ def taker(name):
 
 def test_every_target_has_a_help_line_and_is_phony():
     assert set(TARGETS) == set(re.findall(r"^([a-z-]+):.* ## \S", MAKEFILE, re.MULTILINE))
-    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
-    assert sorted(phony.group(1).split()) == sorted(TARGETS)
+    every = re.search(r"^override EVERY := (.*)$", MAKEFILE, re.MULTILINE)
+    assert sorted(every.group(1).split()) == sorted(TARGETS)
+    assert re.search(r"^\.PHONY: \$\(EVERY\)$", MAKEFILE, re.MULTILINE)
 
 
 def test_help_shows_every_target_group_and_variable():
@@ -198,10 +199,24 @@ def test_make_alone_is_help(tmp_path):
     assert make("-C", str(ROOT), "--no-print-directory", cwd=tmp_path).stdout == make("help").stdout
 
 
-def test_an_unknown_target_gets_makes_own_error():
-    result = make("trian")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "make trian: there is no such target; did you mean make train?"),
+        (["tests"], "make tests: there is no such target; did you mean make test?"),  # a folder that there is
+        (["docs"], "make docs: there is no such target; make alone lists them"),
+        # a file that there is: make would train the starter, and find nothing to do for the file
+        (["train", "configs/run_bnb.yaml"], "a run YAML is given as CONFIG=configs/run_bnb.yaml"),
+        (["trian", "CONFIG=my.yaml"], "did you mean make train?"),
+        (["$(shell touch MARK)'"], "there is no such target"),
+    ],
+)
+def test_an_unknown_target_is_refused_before_anything_runs(words, said, fake, copy):
+    result = make(*words, f"VENV={fake.folder}", cwd=copy)
     assert result.returncode == 2
-    assert "No rule to make target 'trian'" in result.stderr
+    assert said in result.stderr
+    assert fake.starts() == []
+    assert not (copy / "MARK").exists()
 
 
 # Dry runs
