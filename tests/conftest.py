@@ -27,6 +27,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup what it runs with SIGHUP ignored
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share the cores
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False  # a hundred processes of tests would each compile the package anew, for two seconds
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -82,6 +84,12 @@ VARIABLES = (
     "PYTEST_ADDOPTS",
 )
 """Variables of make and of launchers, which a test sets for itself."""
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The environment of a command that a test starts: nothing of make or a launcher, one thread a process."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
 
 
 @pytest.fixture(autouse=True)
