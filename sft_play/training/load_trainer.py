@@ -13,6 +13,7 @@ from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
 from sft_play.training.job import Job
 from sft_play.training.kernels import take_kernels
+from sft_play.training.varlen_proof import take_kernel
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.measure import Watch
 from sft_play.training.model import ModelSpec, grown, load_model, read_model
@@ -51,6 +52,7 @@ def load_trainer(
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
     take_kernels(model, config, plan, device=arguments.device)
+    take_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
