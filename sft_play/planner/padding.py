@@ -15,7 +15,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE, flash_runs
 
-
 ROCM_SINCE = (2, 12)
 """Version of torch from which its varlen attention runs on ROCm: it has AOTriton 0.11.2b
 (https://github.com/ROCm/pytorch/pull/3419), with which PyTorch runs all of its tests there and windows are CUDA's

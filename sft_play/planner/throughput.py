@@ -43,9 +43,9 @@ PASS_OVERHEAD_S = 0.0007
 an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again."""
 CHAT_STARTS = 0.13
 """Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
-dispatcher need 34 us forwards and 113 in both directions, a block of Llama 195 and 848 (with LoRA 776 and 1,506), so 3 to
-17%. On a CPU with two tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number
-of kernels it is 3 of 119. Not measured on a GPU."""
+dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with two
+tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it is 3
+of 119. Not measured on a GPU."""
 STARTS_SHOWN = 0.5
 """Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
 what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to

@@ -13,7 +13,6 @@ from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
 from sft_play.training.job import Job
 from sft_play.training.kernels import take_kernels
-from sft_play.training.varlen_proof import take_kernel
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.measure import Watch
 from sft_play.training.model import ModelSpec, grown, load_model, read_model
@@ -22,6 +21,7 @@ from sft_play.training.prepare import Prepared
 from sft_play.training.rows import SOURCES
 from sft_play.training.trainable import train_only
 from sft_play.training.trainer import build_trainer, training_arguments
+from sft_play.training.varlen_proof import take_kernel
 
 
 def load_trainer(

@@ -173,7 +173,7 @@ def one_by_one(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may be wider or narrower
+    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
     than `key`."""
     lengths = list(lengths)
     times = query.shape[1] // key.shape[1]

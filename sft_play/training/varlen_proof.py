@@ -29,8 +29,8 @@ LENGTHS = (100, 1, 27, 256, 129)
 WINDOW = 48
 """Longest window that is tried: shorter than most of the chats."""
 TOLERANCE = 0.02
-"""Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is off
-by one, is off by 0.1 and more."""
+"""Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
+off by one, is off by 0.1 and more."""
 
 
 @dataclass(frozen=True, order=True)
@@ -43,8 +43,8 @@ class Heads:
 
 
 def take_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
-    """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is a
-    call of its own. All ranks call it, and do the same."""
+    """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is
+    a call of its own. All ranks call it, and do the same."""
     varlen.use_flash(used=False)
     if model_spec.attention.name != varlen.ATTENTION or plan.choice.step.one_by_one:
         return
@@ -54,13 +54,15 @@ def take_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> N
         for heads, window in () if problem else _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
             worst = max(worst, found := error(varlen.flash, heads, window=window, dtype=dtype, device=device))
             if not found <= TOLERANCE:
-                problem = f"PyTorch's kernel for boundaries is wrong on {device} for {heads}, window {window}: {found:.2g}"
+                problem = (
+                    f"PyTorch's kernel for boundaries is wrong on {device} for {heads}, window {window}: {found:.2g}"
+                )
                 break
     except Exception as raised:  # a kernel that this GPU does not have, in the words of its library
         problem = f"PyTorch's kernel for boundaries raises {type(raised).__name__}: {one_line(str(raised), limit=200)}"
     if distributed.any_rank(problem is not None):
         logger.warning(
-            "Attention: each chat is attended to by a call of its own, with the same numbers, but slower than planned: %s",
+            "Attention: each chat is a call of its own, with the same numbers, but slower than planned: %s",
             problem or "another rank cannot",
         )
         return
@@ -71,8 +73,9 @@ def take_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> N
 def error(
     kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an output's
-    or gradient's difference in one chat, over that of its values; nan where any is. No random state is changed."""
+    """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an
+    output's or gradient's difference in one chat, over that of its values; nan where any is. No random state changes.
+    """
     draw = torch.Generator().manual_seed(1)
     shapes = [(sum(LENGTHS), count, heads.width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
     *exact, weight = (torch.randn(shape, generator=draw).to(dtype).float() for shape in shapes)
@@ -94,7 +97,7 @@ def error(
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The largest relative difference of a chat [T, H, D]; one whose values are (nearly) 0 is measured by the others'."""
+    """The largest relative difference of a chat [T, H, D]; one whose values are nearly 0 is measured by the others'."""
     least = wanted.square().mean() / 10
     parts = zip((found - wanted).split(LENGTHS), wanted.split(LENGTHS), strict=True)
     return torch.stack([gap.square().mean() / one.square().mean().clamp(min=least) for gap, one in parts]).amax().sqrt()
@@ -105,7 +108,8 @@ def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
     queries = hf_config.num_attention_heads
     own = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
     widths = {own, getattr(hf_config, "global_head_dim", None) or own}
-    groups = {getattr(hf_config, name, None) or queries for name in ("num_key_value_heads", "num_global_key_value_heads")}
+    grouped = getattr(hf_config, "num_key_value_heads", None) or queries
+    groups = {grouped, getattr(hf_config, "num_global_key_value_heads", None) or grouped}
     window = getattr(hf_config, "sliding_window", None)
     windows = [None, *([min(window, WINDOW)] if isinstance(window, int) and window > 0 else [])]
     heads = {Heads(max(1, queries // parts), max(1, keys // parts), width) for keys in groups for width in widths}
