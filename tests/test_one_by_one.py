@@ -119,6 +119,8 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
             assert step.varlen == (speeds[True] >= speeds[False]), (card, model, mean, spread, speeds)
             assert candidate.speed.tokens_per_s == pytest.approx(max(speeds.values()))
             seen[step.varlen] += 1
+        said = "each chat would be a call of its own" in " ".join(plan.reasons)
+        assert said == (not plan.choice.step.varlen and plan.choice.batch.micro_batch > 1)
     assert min(seen.values()) > 10, seen
 
 
@@ -381,6 +383,24 @@ def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     varlen_proof.take_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False, True]
     assert "torch 2.10 has none" in caplog.text
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("reset")
+def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from sft_play.training import varlen
+
+    monkeypatch.setattr(varlen, "flash", lambda *_, **__: "one call")
+    monkeypatch.setattr(varlen, "one_by_one", lambda *_, **__: "each chat")
+    for device, used in itertools.product(("cuda", "cpu"), (True, False)):
+        varlen.use_flash(used=used)
+        with FakeTensorMode():
+            heads = torch.empty(7, 2, 8, device=device)
+            found = varlen.kernel(heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None)
+        assert found == ("one call" if used and device == "cuda" else "each chat")
 
 
 @pytest.mark.build

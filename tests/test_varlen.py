@@ -205,7 +205,7 @@ def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import varlen
+    from sft_play.training import load_trainer, varlen
 
     calls: list[int] = []
     real = varlen.kernel
@@ -215,6 +215,10 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         return real(*args, **options)
 
     monkeypatch.setattr(varlen, "kernel", counted)
+    tried: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        load_trainer, "take_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
+    )
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
         calls.clear()
@@ -228,6 +232,8 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
         assert plan["step"]["varlen"] == (name == "apart")
         assert plan["step"]["padded"] == (name == "masked")
+        assert plan["step"]["one_by_one"] == (name == "apart")
+    assert tried == [("sdpa", "cpu"), (varlen.ATTENTION, "cpu")]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
         assert apart

@@ -567,9 +567,12 @@ def _padding_words(job: Job, chosen: Candidate) -> str:
         return words + _calls_words(job, chosen)
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
+    joins = job.by_tokens and job.rows is not None and job.unbounded_because is None
+    slower = joins and chosen.layout.context_parallel == 1
+    why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
     if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because})"
-    return ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
+    return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
 
 
 def _calls_words(job: Job, chosen: Candidate) -> str:

@@ -490,7 +490,8 @@ class Pass:
                 part.node.backward = fresh(whole)
             parts.append(part)
         del q, k, v, whole, part
-        out = self._flash(*parts) if self.spec.kernel == "flash" else self._efficient(*parts)
+        is_flash = self.spec.kernel == "flash" and not self.spec.masked
+        out = self._flash(*parts) if is_flash else self._efficient(*parts)
         parts.clear()
         return self.tape.op((out,), out.elements, out.width, backward=shared(1))
 
