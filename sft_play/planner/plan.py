@@ -14,6 +14,7 @@ from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import release_of
 from sft_play.log import one_line
 from sft_play.planner import calibration
 from sft_play.planner.attention import attention_of
@@ -433,6 +434,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         learned=learned,
         masters=masters,
         rows=rows,
+        torch=release_of("torch"),
     )
 
 
@@ -552,21 +554,31 @@ def _sharded_checkpoint_words(chosen: Candidate) -> str:
 def _packing_words(job: Job, chosen: Candidate) -> str:
     """How chats that share a row are told apart, and why."""
     if chosen.step.varlen:
-        return ", several chats to a row, told apart by their boundaries, without a mask"
+        return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
     if chosen.step.attention == "flash_attention_2":
         return ", several chats to a row, told apart by their boundaries"
-    return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
+    return f", several chats to a row, with a mask between them ({job.unbounded_because})"
 
 
 def _padding_words(job: Job, chosen: Candidate) -> str:
     """What becomes of rows that are shorter than others in their batch, and why."""
     if chosen.step.varlen:
-        return ", rows one behind the other without padding, told apart by their boundaries"
+        words = ", rows one behind the other without padding, told apart by their boundaries"
+        return words + _calls_words(job, chosen)
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
+    joins = job.by_tokens and job.rows is not None and job.unbounded_because is None
+    slower = joins and chosen.layout.context_parallel == 1
+    why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
     if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because})"
-    return ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
+    return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
+
+
+def _calls_words(job: Job, chosen: Candidate) -> str:
+    """Why each chat is attended to by itself, where it is."""
+    because = job.one_by_one_because(chosen.precision)
+    return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
 
 
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:

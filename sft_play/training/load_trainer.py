@@ -21,6 +21,7 @@ from sft_play.training.prepare import Prepared
 from sft_play.training.rows import SOURCES
 from sft_play.training.trainable import train_only
 from sft_play.training.trainer import build_trainer, training_arguments
+from sft_play.training.varlen_proof import take_kernel
 
 
 def load_trainer(
@@ -51,6 +52,7 @@ def load_trainer(
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
     take_kernels(model, config, plan, device=arguments.device)
+    take_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))

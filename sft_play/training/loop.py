@@ -130,8 +130,9 @@ class PlannedLoop(CheckpointedLoop):
         parts = layout.context_parallel
         part = distributed.batch_rank(layout) % parts
         self.data_collator: Any = Collator(
-            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts
-        )
+            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
+            tells_lengths=attention == varlen.ATTENTION,
+        )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
