@@ -114,8 +114,8 @@ TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
 Llama-3.2-1B full 2048 2 ddp=2
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
-blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, an accumulation, rows of an evaluation batch, `fsdp` or
-`ddp` ranks."""
+blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, an accumulation, rows of an
+evaluation batch, `fsdp` or `ddp` ranks."""
 
 
 @dataclass(frozen=True)

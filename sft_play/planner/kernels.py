@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import PACKAGE, REPLACED, VERSION, Replaced
 from sft_play.facts.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
+
+KernelsName = Literal["plain", "liger"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,18 @@ class PlannedKernels:
     memory: Replaced | None
     speed: Replaced | None
     reason: str
+
+
+@dataclass(frozen=True)
+class CountedKernels:
+    """Which kernels a plan counts, by name: `kernels` of its JSON.
+
+    `plain_bytes`: what the choice would require of a device with the plain ones; None where those are counted.
+    """
+
+    memory: KernelsName = "plain"
+    speed: KernelsName = "plain"
+    plain_bytes: int | None = None
 
 
 def planned_kernels(
@@ -50,6 +65,17 @@ def planned_kernels(
         return PlannedKernels(replaced, replaced, f"{words}, {check}")
     counted = "the speed is theirs, the memory that of the plain ones, which take more"
     return PlannedKernels(None, replaced, f"{words}, {check}: {counted}")
+
+
+def counted_kernels(
+    config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, without: Collection[str] = ()
+) -> CountedKernels:
+    """The same by name, without the bytes of the plain ones."""
+    planned = planned_kernels(config, shape, layout, on_gpu=on_gpu, without=without)
+    names: list[KernelsName] = [
+        "liger" if part is not None else "plain" for part in (planned and planned.memory, planned and planned.speed)
+    ]
+    return CountedKernels(*names)
 
 
 def liger_in_memory(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> Replaced | None:

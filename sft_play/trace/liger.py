@@ -1,7 +1,8 @@
 """Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do.
 
-Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The functions follow
-liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, and `replaced` the modules that transformers/monkey_patch.py changes.
+Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The functions
+follow liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, and `replaced` the modules that transformers/monkey_patch.py
+changes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def replaced(model: Any) -> Iterator[None]:
     missing += ["gated MLPs"] if chosen.gate and not has_experts and not gates else []
     missing += [ROTATION] if chosen.rotation and not hasattr(module, ROTATION) else []
     if missing:
-        raise TraceUnavailable(f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {VERSION} replaces")
+        raise TraceUnavailable(
+            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {VERSION} replaces"
+        )
     with contextlib.ExitStack() as undo:
         if chosen.rotation:
             undo.callback(setattr, module, ROTATION, getattr(module, ROTATION))

@@ -50,7 +50,7 @@ def load_trainer(
     distributed.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
-    take_kernels(model, config, plan, device=arguments.device)
+    taken = take_kernels(model, config, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
@@ -58,6 +58,7 @@ def load_trainer(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=model_spec.peft_config,
         stop_ids=stops, in_parts=in_parts,
     )  # fmt: skip
+    trainer.kernels = taken
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
     train_only(trainer.model, config.tuning.trainable)

@@ -211,6 +211,8 @@ class Pass:
             tape: Tape, grad: Ref, size: int = x.elements, e: int = x.width, wanted: bool = x.node is not None
         ) -> Grads:
             out = tape.new(size, e) if wanted else None
+            if out is not None:
+                out.is_view = True
             if trained:
                 self._weight_gradient(inputs * outputs, width)
             return (out,)
