@@ -117,8 +117,8 @@ TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
 Llama-3.2-1B full 2048 2 ddp=2
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
-blocks, `eager` attention or the package `flash`, `padded` rows, rows that are attended to one by one on a Turing GPU
-(`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
+blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by
+one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,10 @@ def setting_of(line: str) -> Setting:
                         "target_modules": targets.split(",") if targets else "auto",
                     },
                 },
-                "train": {"optim": options.get("optim", "adamw_torch_fused")},
+                "train": {
+                    "optim": options.get("optim", "adamw_torch_fused"),
+                    "kernels": "liger" if "liger" in options else "none",
+                },
             }
         ),
         name=line,
@@ -210,6 +213,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         loss=step.loss,
         attention="one_by_one" if step.one_by_one else step.attention,
         mask="packed" if step.varlen else "padded" if step.padded else "ones",
+        kernels="liger" if config.train.kernels == "liger" else "plain",
         optimizer={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw_foreach"}[config.train.optim],
         eval_batch=step.eval_batch or None,
         quant_storage="bfloat16" if name == "fsdp" else "uint8",

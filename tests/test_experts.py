@@ -345,7 +345,7 @@ def test_qwen3_next_has_both(monkeypatch):
     assert [(kind.count, kind.linear_width, kind.num_experts) for kind in shape.layers] == [(3, 4096, 16), (1, 0, 16)]
     assert not shape.own_experts
     monkeypatch.setattr(installed, "version_of", lambda name: "1.0" if name == "causal-conv1d" else None)
-    assert installed.missing_kernels() == {"flash-linear-attention", "mamba-ssm"}
+    assert installed.missing_kernels() == {"flash-linear-attention", "mamba-ssm", "liger-kernel"}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

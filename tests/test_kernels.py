@@ -112,7 +112,7 @@ def llama(**sizes: int) -> LlamaConfig:
 def plan(device: str = "cuda", layout: Layout = SINGLE) -> Any:
     return SimpleNamespace(
         hardware=SimpleNamespace(device=device), choice=SimpleNamespace(layout=layout),
-        precision=SimpleNamespace(compute="bfloat16"),
+        precision=SimpleNamespace(compute="bfloat16"), kernels=None,
     )  # fmt: skip
 
 
@@ -129,13 +129,14 @@ def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
     taken = kernels.take_kernels(model, config("auto"), plan(), device=CPU)
     assert all(one == {"loss": False, "norm": True, "mlp": True} for one in asked)
     if formula == "right":
-        assert taken == ("rms_norm", "swiglu", "rope")
+        assert taken == kernels.Taken(("rms_norm", "swiglu", "rope"))
         assert len(asked) == 3  # two small models, and this one
         assert "Kernels: Liger's rms_norm, swiglu, rope (on small models of this class: " in caplog.text
         assert module.apply_rotary_pos_emb is not names["apply_rotary_pos_emb"]
         kernels.take_kernels(model, config("none"), plan(), device=CPU)  # of the next stage
     else:
-        assert taken == ()
+        assert taken.replaced == ()
+        assert taken.reason.startswith("they differ on a small model of this class")
         assert [one.forward for one in model.modules()] == forwards
         assert "Kernels: the plain ones; train.kernels=auto: they differ on a small model of this class" in caplog.text
     assert all(getattr(module, name) is value for name, value in names.items())
@@ -186,7 +187,9 @@ def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, capl
     with pytest.raises(ConfigError, match=rf"train.kernels: liger: .*{words}.*; use train.kernels=auto, or none"):
         kernels.check_kernels(config("liger"), plan(**given))
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
-    assert kernels.take_kernels(model, config("auto"), plan(**given), device=CPU) == ()
+    taken = kernels.take_kernels(model, config("auto"), plan(**given), device=CPU)
+    assert not taken.replaced
+    assert words in taken.reason
     assert words in caplog.text
     assert not asked
 
@@ -201,9 +204,9 @@ def test_a_class_without_kernels_and_kernels_that_fail_leave_the_plain_ones(monk
     stand_in(monkeypatch, "right")
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=1))
     model.config.model_type = "nothing"
-    assert kernels.take_kernels(model, config("liger"), plan(), device=CPU) == ()
+    assert not kernels.take_kernels(model, config("liger"), plan(), device=CPU).replaced
     assert "it has no kernels for nothing" in caplog.text
     model.config.model_type = "llama"
     monkeypatch.setitem(FORMULAS, "right", lambda module, x: x[99])
-    assert kernels.take_kernels(model, config("liger"), plan(), device=CPU) == ()
+    assert not kernels.take_kernels(model, config("liger"), plan(), device=CPU).replaced
     assert "not proven: IndexError" in caplog.text

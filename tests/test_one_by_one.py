@@ -251,7 +251,7 @@ def test_values_may_have_another_width_than_keys(dtype):
 
 # --- which kernel is trusted ------------------------------------------------------------------------------------------
 def prepared(**changes: Any) -> tuple[Any, Any]:
-    """A model's spec and a plan, as far as `take_kernel` reads them."""
+    """A model's spec and a plan, as far as `trust_kernel` reads them."""
     from transformers import MistralConfig
 
     from sft_play.training import varlen
@@ -325,19 +325,19 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     monkeypatch.setattr(varlen, "flash", watched)
     caplog.set_level(logging.INFO)
     state = torch.get_rng_state()
-    varlen_proof.take_kernel(*prepared(compute=compute), device=torch.device("cpu"))
+    varlen_proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
     assert varlen._flash_in_use
     assert torch.equal(torch.get_rng_state(), state)
     assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, varlen_proof.WINDOW)]
     assert "PyTorch's kernel for boundaries is within" in caplog.text
     # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
     asked.clear()
-    varlen_proof.take_kernel(*prepared(parts=2), device=torch.device("cpu"))
+    varlen_proof.trust_kernel(*prepared(parts=2), device=torch.device("cpu"))
     assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
     asked.clear()
     for changes in ({"name": "sdpa"}, {"one_by_one": True}):
         varlen.use_flash(used=True)
-        varlen_proof.take_kernel(*prepared(**changes), device=torch.device("cpu"))
+        varlen_proof.trust_kernel(*prepared(**changes), device=torch.device("cpu"))
         assert not varlen._flash_in_use
     assert not asked
 
@@ -358,7 +358,7 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     from sft_play.training import varlen, varlen_proof
 
     monkeypatch.setattr(varlen, "flash", kernel)
-    varlen_proof.take_kernel(*prepared(), device=torch.device("cpu"))
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert not varlen._flash_in_use
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith("Attention: each chat is a call of its own, with the same numbers, but slower than planned")
@@ -375,12 +375,12 @@ def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     told = []
     monkeypatch.setattr(varlen, "flash", right)
     monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
-    varlen_proof.take_kernel(*prepared(), device=torch.device("cpu"))
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False]
     assert not varlen._flash_in_use
     assert "another rank cannot" in caplog.text
     monkeypatch.setattr(varlen, "why_not", lambda: "torch 2.10 has none")
-    varlen_proof.take_kernel(*prepared(), device=torch.device("cpu"))
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert told == [False, True]
     assert "torch 2.10 has none" in caplog.text
 

@@ -251,7 +251,7 @@ def kernels(config: RunConfig) -> Facts:
         patch.setattr(module, "prove", lambda *_, **__: module.Proof(1e-7, 1.0))
         patch.setattr(module, "_swap", lambda model: ("rms_norm",))
         patch.setattr(module, "_left_by", [])
-        return {"kernels": module.take_kernels(model, config, on_cpu(config), device=None)}
+        return {"kernels": module.take_kernels(model, config, on_cpu(config), device=None).replaced}
 
 
 def _splits(config: RunConfig) -> Any:

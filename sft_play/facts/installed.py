@@ -8,12 +8,15 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from sft_play.facts.liger import PACKAGE
+
 COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 """Packages that compute on every rank: with two versions of one, two models would be trained."""
 LINEAR_ATTENTION = "flash-linear-attention"
 """The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`."""
-KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm")
-"""Packages whose kernels transformers' classes run where they are installed, and slower code where not."""
+KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", PACKAGE)
+"""Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
+where `train.kernels` asks for them."""
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 

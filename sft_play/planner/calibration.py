@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from sft_play.cache import cache_dir, locked
+from sft_play.planner.kernels import CountedKernels, KernelsName
 
 FILE = "measured.jsonl"
 VERSION = 2
@@ -34,6 +35,10 @@ MOST_MEMORY = 4.0
 """A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
 SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
+
+
+PLAIN = CountedKernels()
+"""A model's own kernels."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Measured:
     versions: str
     finished: str
     version: int = VERSION
+    kernels: KernelsName = "plain"
+    """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
 
     @property
     def memory_ratio(self) -> float:
@@ -128,9 +135,9 @@ def add(measured: Measured) -> None:
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:
     """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str, bool], Measured] = {}
+    furthest: dict[tuple[str, str, str, bool, str], Measured] = {}
     for run in runs:
-        kind = (run.device, run.mode, run.layout, run.model == SELFTEST)
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST, run.kernels)
         if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
             furthest[kind] = run
     # by identity: two runs can have the same figures
@@ -163,21 +170,29 @@ def _read(line: str) -> Measured | None:
 
 
 def correction(
-    runs: Iterable[Measured], *, device: str, mode: str, layout: str, model: str | None = None
+    runs: Iterable[Measured],
+    *,
+    device: str,
+    mode: str,
+    layout: str,
+    model: str | None = None,
+    kernels: CountedKernels = PLAIN,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios.
 
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
-    layout does not make another look faster; if there is none, from the self-test's trials.
+    layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
+    runs with the kernels that the plan counts for it.
     """
     of_all = [run for run in runs if (run.device, run.mode) == (device, mode)]
-    trainings = [run for run in of_all if run.model != SELFTEST]
-    same = _nearest(trainings, lambda run: run.layout == layout)
+    counted = [run for run in of_all if run.kernels == kernels.memory and run.predicted_reserved]
+    same = _nearest([run for run in counted if run.model != SELFTEST], lambda run: run.layout == layout)
     same = _nearest(same, lambda run: run.model == model)
     memory = max([1.0, *(run.memory_ratio for run in same)])
-    near = _nearest(trainings, lambda run: run.model == model)
-    speeds = [run.speed_ratio for run in near or of_all if run.speed_ratio > 0]
+    of_all = [run for run in of_all if run.kernels == kernels.speed and run.speed_ratio > 0]
+    near = _nearest([run for run in of_all if run.model != SELFTEST], lambda run: run.model == model)
+    speeds = [run.speed_ratio for run in near or of_all]
     speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
     low, high = SPEEDS
     return Correction(

@@ -35,6 +35,7 @@ from sft_play.planner.candidates import (
 )
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import effects
+from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.planner.memory.generation import answer_tokens
@@ -131,6 +132,8 @@ class Plan:
     """How the rows of a step become micro-batches."""
     row_tokens: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known."""
+    kernels: CountedKernels | None = None
+    """The kernels that memory and speed count; None where the config leaves the model's own."""
 
     @property
     def layout(self) -> LayoutName:
@@ -197,6 +200,7 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
+            **({"kernels": asdict(self.kernels)} if self.kernels else {}),
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -315,6 +319,7 @@ def make_plan(
         work=work(chosen.batch.effective_batch) if work else None,
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
         row_tokens=job.rows,
+        kernels=_counted_kernels(job, chosen),
     )
 
 
@@ -348,11 +353,37 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_not
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
+        *_kernel_words(job, chosen),
         *trace_notes,
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
     )
+
+
+def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
+    """`Plan.kernels`."""
+    if job.config.train.kernels == "none":
+        return None
+    step = chosen.step
+    counted = counted_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    if counted.memory == "plain":
+        return counted
+    train = job.config.train.model_copy(update={"kernels": "none"})
+    plain_job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
+    plain = candidate_of(plain_job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
+                         eval_rows=step.eval_batch)  # fmt: skip
+    return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
+
+
+def _kernel_words(job: Job, chosen: Candidate) -> list[str]:
+    """Which kernels are counted, and what the plain ones would need."""
+    step = chosen.step
+    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    counted = _counted_kernels(job, chosen)
+    if planned is None or counted is None or counted.plain_bytes is None:
+        return [planned.reason] if planned else []
+    return [f"{planned.reason}; the plain ones, which run otherwise, would need {counted.plain_bytes / GIB:.1f} GiB"]
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
@@ -404,6 +435,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         work=None if run is None else Work(run["steps"], run["tokens"]),
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
+        kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
     )
 
 
@@ -417,8 +449,11 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
 
     @functools.cache
     def learned(layout: Layout) -> calibration.Correction:
-        model, mode = config.model.name, config.tuning.mode
-        return calibration.correction(request.earlier, device=device, mode=mode, layout=layout.name, model=model)
+        counted = counted_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
+        return calibration.correction(
+            request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
+            kernels=counted,
+        )  # fmt: skip
 
     return Job(
         config=config,

@@ -20,6 +20,8 @@ from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.planner.experts import planned_experts
+from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.kernels import planned_kernels
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision
@@ -244,7 +246,10 @@ def _of_pass(
     matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
     times = 2.0 + again  # forward, backward, and what checkpointing computes again
-    traffic = _traffic(config, shape, precision, step, passes.places) * times / tp + reads * times
+    kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
+    if kernels is not None and kernels.speed is not None:
+        saved = saved_bytes(shape, kernels.speed, e=BYTES[precision.compute], again=again) / (times * shape.num_layers)
+    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
@@ -253,6 +258,8 @@ def _of_pass(
     starts_of_layer = 1.0 if mode == "full" else 1.5
     starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
     starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
+    if kernels is not None and kernels.speed is not None:
+        starting = max(0.0, starting - saved_starts_s(shape, kernels.speed, again=again))
     busy = matrix + moving + dequantise
     # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
     starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
@@ -315,12 +322,16 @@ def _attended(shape: ModelShape, step: Step, length: float) -> float:
     return total
 
 
-def _traffic(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, tokens: float) -> float:
+def _traffic(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, tokens: float, *, saved: float = 0.0
+) -> float:
     """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
-    written once and read about twice."""
+    written once and read about twice. `saved`: bytes per token and layer that fused kernels move less than plain
+    ones."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
     width = f * max(1, shape.rows_per_token)
     per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+    per_token = max(STILL_MOVED * per_token, per_token - saved)
     if config.tuning.mode != "full":
         inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
         shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")

@@ -9,6 +9,7 @@ from typing import Any
 from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.planner import calibration
+from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan
 
 
@@ -31,6 +32,9 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:
         return
+    used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
+    counted = plan.kernels or CountedKernels()
+    is_memory, is_speed = counted.memory == used, counted.speed == used
     calibration.add(
         calibration.Measured(
             device=gpus[0].name if gpus else "cpu",
@@ -39,13 +43,14 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
             model=config.model.name,
             micro_batch=plan.batch.micro_batch,
             seq_len=plan.max_seq_len,
-            predicted_allocated=plan.memory.allocated,
+            predicted_allocated=plan.memory.allocated if is_memory else 0,
             measured_allocated=peak["measured_allocated"] or 0,
-            predicted_reserved=plan.choice.raw.reserved,
+            predicted_reserved=plan.choice.raw.reserved if is_memory else 0,
             measured_reserved=reserved,
-            predicted_tokens_per_s=plan.choice.raw.tokens_per_s,
+            predicted_tokens_per_s=plan.choice.raw.tokens_per_s if is_speed else 0.0,
             measured_tokens_per_s=summary["tokens_per_s"],
             versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            kernels=used,
         )
     )

@@ -11,6 +11,7 @@ from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of
+from sft_play.planner.kernels import liger_in_memory
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.plan import Traced
@@ -80,6 +81,7 @@ def settings_of(
         mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
+        kernels="liger" if liger_in_memory(config, shape, candidate.layout, on_gpu=step.on_gpu) else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask=_row_mask(

@@ -97,6 +97,8 @@ class StepSettings:
     """stacked: grouped products, as the installed transformers runs them by itself; cast: the same in autocast's dtype
     (training/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
     transformers 5.0."""
+    kernels: Literal["plain", "liger"] = "plain"
+    """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs (its logits) through backward and step."""
     holds_until_next: bool = False

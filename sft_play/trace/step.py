@@ -21,7 +21,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, patches
+from sft_play.trace import build, fakes, kernels, liger, patches
 from sft_play.trace.replay import replay
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -82,6 +82,8 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         stack.enter_context(patches.installed(situation))
         stack.enter_context(repeated_keys.using(repeated=settings.repeats_kv))
         model = build.skeleton(settings)
+        if settings.kernels == "liger":
+            stack.enter_context(liger.replaced(model))
         if settings.strategy in SHARDED and mesh is None:
             from sft_play.trace import ranks
 

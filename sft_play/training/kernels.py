@@ -15,23 +15,31 @@ import inspect
 import logging
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DoesNotFit
+from sft_play.facts import liger
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import context_parallel, distributed
 from sft_play.training.packable import small_config, small_model
+from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "liger_kernel"
-KINDS = ("rms_norm", "swiglu", "geglu", "rope")
-"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off."""
+GATES = ("swiglu", "geglu")
+KINDS = ("rms_norm", *GATES, "rope")
+"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off.
+
+Gates stay as they are in a model with experts, since the package replaces the experts with them: its own code computes
+gradients of all experts' weights even where they are frozen, and multiplies in the dtype of the hidden states, not in
+autocast's (0.8.5, ops/fused_moe.py).
+"""
 FP32_GAP = 1e-3
 """Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
 phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
@@ -42,6 +50,31 @@ HALF_RATIO = 1.5
 Names = tuple[Any, dict[str, Any]]
 _left_by: list[Names] = []
 """What the module of this process's model was before Liger's functions were put into it."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The kernels of a run: what Liger's replaced (KINDS), or why the plain ones run where the config asks for more."""
+
+    replaced: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def as_json(self, plan: Plan) -> dict[str, Any]:
+        """`kernels` of the summary: what was used, what the plan counted, and why they differ."""
+        counted = asdict(plan.kernels) if plan.kernels else None
+        return {"used": list(self.replaced), "counted": counted, "reason": self.reason}
+
+    def words(self, plan: Plan) -> str | None:
+        """Why measured memory and speed are not those of the kernels that the plan counted; None where they are."""
+        counted, used = plan.kernels, "liger" if self.replaced else "plain"
+        if counted is None or counted.memory == counted.speed == used:
+            return None
+        if self.replaced:
+            return "Kernels: Liger's ran; the predicted memory is that of the plain ones, which take more"
+        text = f"Kernels: the plain ones ran ({self.reason}); the predicted "
+        if counted.plain_bytes is None:
+            return f"{text}speed is that of Liger's"
+        return f"{text}memory and speed are those of Liger's, {counted.plain_bytes / GIB:.2f} GiB with the plain ones"
 
 
 @dataclass(frozen=True)
@@ -66,15 +99,18 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
         raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
 
 
-def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> tuple[str, ...]:
+def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Taken:
     """Replace what Liger has kernels for, if the config wants it and they are proven; returns what was replaced.
 
     The model is one of transformers, without adapters yet. All ranks call it, and do the same.
+
+    Raises:
+        DoesNotFit: the plan counted Liger's, and does not fit with the plain ones.
     """
     if _left_by:  # another stage of this process
         _put_back(_left_by.pop())
     if config.train.kernels == "none":
-        return ()
+        return Taken()
     dtype = getattr(torch, plan.precision.compute)
     reason, proof = _problem(plan), None
     try:
@@ -86,14 +122,36 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     if proof is not None and not proof.holds:
         reason = f"they differ on a small model of this class: {_words(proof)}"
     if distributed.any_rank(reason is not None):
+        reason = reason or "another rank cannot"
         say = logger.warning if config.train.kernels == "liger" else logger.info
-        say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason or "another rank cannot")
-        return ()
+        say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason)
+        _require_room(config, plan, reason)
+        return Taken(reason=reason)
     _left_by.append(_names_of_module(model))
     replaced = _swap(model)
     assert proof is not None
     logger.info("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), _words(proof))
-    return replaced
+    return Taken(replaced)
+
+
+def _require_room(config: RunConfig, plan: Plan, reason: str) -> None:
+    """Warns that the plain kernels take more than was planned.
+
+    Raises:
+        DoesNotFit: the plan chose its batch for Liger's, and does not fit with the plain ones.
+    """
+    if plan.kernels is None or plan.kernels.plain_bytes is None:
+        return
+    need, room = plan.kernels.plain_bytes, plan.budget_bytes
+    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
+    train = config.train
+    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
+        raise DoesNotFit(
+            f"{one_line(config.model.name)} was planned with Liger's kernels, which it cannot have ({reason}), and "
+            f"with the plain ones this plan needs {words}; set train.kernels=none",
+            plan=plan.as_json(),
+        )
+    logger.warning("Kernels: with the plain ones this run needs %s", words)
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
@@ -126,7 +184,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 def _problem(plan: Plan) -> str | None:
     """Why no kernel of Liger's can run here, whatever the model; None where they can."""
     if importlib.util.find_spec(PACKAGE) is None:
-        return "liger-kernel is not installed here (pip install liger-kernel==0.8.5)"
+        return f"{liger.PACKAGE} is not installed here (pip install {liger.PACKAGE}=={liger.VERSION})"
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"
     if plan.choice.layout.tensor_parallel > 1:
@@ -158,8 +216,10 @@ def _swap(model: Any) -> tuple[str, ...]:
     """Replace the forwards of the model's modules by Liger's; returns which kinds."""
     swap = _functions()[model.config.model_type]
     options = inspect.signature(swap).parameters
-    swap(model=model, **{name: False for name in options if name not in (*KINDS, "model")})
-    return tuple(kind for kind in KINDS if kind in options and options[kind].default)
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    kinds = tuple(kind for kind in KINDS if not (has_experts and kind in GATES))
+    swap(model=model, **{name: False for name in options if name not in (*kinds, "model")})
+    return tuple(kind for kind in kinds if kind in options and options[kind].default)
 
 
 def _names_of_module(model: Any) -> Names:

@@ -21,7 +21,7 @@ from sft_play.training.prepare import Prepared
 from sft_play.training.rows import SOURCES
 from sft_play.training.trainable import train_only
 from sft_play.training.trainer import build_trainer, training_arguments
-from sft_play.training.varlen_proof import take_kernel
+from sft_play.training.varlen_proof import trust_kernel
 
 
 def load_trainer(
@@ -51,8 +51,8 @@ def load_trainer(
     distributed.allow_fsdp_on_cpu(plan)
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
-    take_kernels(model, config, plan, device=arguments.device)
-    take_kernel(model_spec, plan, device=arguments.device)
+    taken = take_kernels(model, config, plan, device=arguments.device)
+    trust_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
@@ -60,6 +60,7 @@ def load_trainer(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=model_spec.peft_config,
         stop_ids=stops, in_parts=in_parts,
     )  # fmt: skip
+    trainer.kernels = taken
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
     train_only(trainer.model, config.tuning.trainable)

@@ -31,6 +31,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.training import context_parallel, distributed, varlen
 from sft_play.training.collate import COUNTS, Collator
 from sft_play.training.exact_match import Answer, Question, answers
+from sft_play.training.kernels import Taken
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
 from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.rows import (
@@ -73,6 +74,8 @@ class PlannedLoop(CheckpointedLoop):
 
     upstream: type[Trainer] = Trainer
     """The library's class that the loop refines."""
+    kernels = Taken()
+    """What the model computes norms, gated activations and rotations with."""
 
     def __init__(
         self,

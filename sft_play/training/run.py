@@ -103,7 +103,8 @@ def train(
         watch.beat.note(trainer.state.global_step, "saving the trained weights")
         result = Result(
             trained, before.figures, after, split=eval_set.name, by_moment=watch.memory.by_moment(),
-            engine_check=before.engine_check, loading=before.loading, wall_s=time.time() - watch.started,
+            engine_check=before.engine_check, loading=before.loading, kernels=trainer.kernels,
+            wall_s=time.time() - watch.started,
         )  # fmt: skip
         summary = finish(job, prepared, trainer, result, watch.memory)
     if job.folder.stage is not None:  # another model is loaded into this process

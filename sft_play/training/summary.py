@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from sft_play.training import distributed
 from sft_play.training.callbacks import StopAfter
 from sft_play.training.evaluate import Figures
 from sft_play.training.job import Job, resume_command
+from sft_play.training.kernels import Taken
 from sft_play.training.load_memory import LoadMemory
 from sft_play.training.updates import UpdateFacts
 from sft_play.units import GIB
@@ -48,6 +49,7 @@ class Result:
     engine_check: distributed.EngineCheck
     loading: LoadMemory | None
     wall_s: float
+    kernels: Taken = field(default_factory=Taken)
 
     @property
     def exit_code(self) -> int:
@@ -80,6 +82,7 @@ class Result:
             "loading": self.loading.as_json() if self.loading else None,
             "evaluations": runs.evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
             "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
+            **({"kernels": self.kernels.as_json(job.plan)} if job.plan.kernels else {}),
         }
 
 
@@ -91,6 +94,8 @@ def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str
     lines += _figure_lines(result)
     lines += _answer_lines(result.before, result.after)
     lines += [_memory_line(result.trained.peak_bytes), _moments_line(result.by_moment)]
+    others = result.kernels.words(job.plan)
+    lines += [others] if others else []
     lines.append(f"Written to: {job.folder.path}")
     if result.status == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]

@@ -42,7 +42,7 @@ class Heads:
     width: int
 
 
-def take_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
+def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
     """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is
     a call of its own. All ranks call it, and do the same."""
     varlen.use_flash(used=False)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from sft_play.facts.liger import Replaced
+from sft_play.planner.memory import fused
 from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, shared
 
 AttentionKernel = Literal["flash", "varlen", "efficient", "math", "eager"]
@@ -92,6 +94,8 @@ class BlockSpec:
     dora: bool = False
     casts_inputs: bool = False
     """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
+    liger: Replaced | None = None
+    """What Liger's kernels replace; None: nothing."""
     numbers: Numbers = field(default_factory=Numbers)
 
 
@@ -209,6 +213,8 @@ class Pass:
             tape: Tape, grad: Ref, size: int = x.elements, e: int = x.width, wanted: bool = x.node is not None
         ) -> Grads:
             out = tape.new(size, e) if wanted else None
+            if out is not None:
+                out.is_view = True
             if trained:
                 self._weight_gradient(inputs * outputs, width)
             return (out,)
@@ -334,9 +340,12 @@ class Pass:
         return self.tape.op((x,), size, 4, saved=(x,), backward=backward, trains=True)
 
     # --- norms -------------------------------------------------------------------------------------------------------
-    def norm(self, x: Ref, kind: str = "") -> Ref:
+    def norm(self, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
         """A norm over hidden states or heads; RMSNorms compute in fp32, LayerNorm is one kernel."""
-        kind = kind or self.spec.norm
+        kind, liger = kind or self.spec.norm, self.spec.liger
+        if liger is not None and (liger.head_norms or not of_heads):
+            rows = x.elements // self.spec.head_dim if of_heads else self.tokens
+            return fused.norm(self.tape, x, rows, in_place=liger.in_place, trains=self.spec.full)
         if kind == "layer":
             if self.spec.numbers.autocast is not None:  # in autocast's fp32 list on CUDA
                 x = self.to(x, 4)
@@ -379,14 +388,10 @@ class Pass:
         if not self.spec.attends or "o" not in self.linears:
             return self._by_widths(x, "attention.")
         q, k, v = self._latent(x) if "kv_b" in self.linears else self._query_key_value(x)
-        if self.spec.rotary:
-            q_turned = self._rotated(q)
-            k = self._rotated(k)
-            q = q_turned  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
-            del q_turned
+        q, k = self._turned(q, k)
         out = self._attend(q, k, v)
-        by_head = self.spec.rotary_by_cat and self.spec.kernel == "flash" and not self.spec.one_by_one
-        if by_head:  # in memory, as the rotated q is
+        by_cat = self.spec.rotary_by_cat and not self._turns_in_place
+        if by_cat and self.spec.kernel == "flash" and not self.spec.one_by_one:  # head by head, as the rotated q is
             out = self.tape.op((out,), out.elements, out.width)
         out = self.linear(out, "o")
         return self.drop(out, self.spec.dropout)
@@ -401,9 +406,27 @@ class Pass:
             q, k, v = self.linear(x, "q"), self.linear(x, "k"), self.linear(x, "v")
         if spec.qk_norm:
             kind = "rms" if spec.norm == "layer" else spec.norm
-            q = self.norm(q, kind)
-            k = self.norm(k, kind)
+            q = self.norm(q, kind, of_heads=True)
+            k = self.norm(k, kind, of_heads=True)
         return q, k, v
+
+    @property
+    def _turns_in_place(self) -> bool:
+        return self.spec.liger is not None and self.spec.liger.rotation
+
+    def _turned(self, q: Ref, k: Ref) -> tuple[Ref, Ref]:
+        """Queries and keys after the rotation."""
+        spec = self.spec
+        if not spec.rotary:
+            return q, k
+        if self._turns_in_place:
+            copies, by_head = "qkv" in self.linears, spec.kernel in ("eager", "math")
+            sums = spec.kernel == "efficient" and spec.heads != spec.kv_heads
+            q = fused.rotated(self.tape, q, copies=copies, copies_gradient=by_head)
+            return q, fused.rotated(self.tape, k, copies=copies, copies_gradient=by_head or sums)
+        q_turned = self._rotated(q)
+        k = self._rotated(k)
+        return q_turned, k  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
 
     def _by_widths(self, x: Ref, prefix: str) -> Ref:
         """Layers of an unknown arrangement: each holds its output; the sum has the hidden width."""
@@ -721,17 +744,27 @@ class Pass:
         if "gate_up" in self.linears:
             both = self.linear(x, "gate_up")
             gate, up = self._parts(both, both.elements // 2, both.elements // 2)
-            up = self.product(up, self._activated(gate))
+            up = self._gated(gate, up)
             return self.drop(self.linear(up, "down"), self.spec.dropout)
         if "gate" in self.linears:
-            inner = self.product(self._activated(self.linear(x, "gate")), self.linear(x, "up"))
-            return self.linear(inner, "down")
+            return self.linear(self._gated_mlp(x), "down")
         if "up" not in self.linears:
             return self._by_widths(x, "mlp.")
         x = self.linear(x, "up")
         x = self._activated(x)
         x = self.linear(x, "down")
         return self.drop(x, self.spec.dropout)
+
+    def _gated_mlp(self, x: Ref) -> Ref:
+        if self.spec.liger is not None and self.spec.liger.gate:
+            return fused.gated(self.tape, self.linear(x, "gate"), self.linear(x, "up"), copies=False)
+        return self.product(self._activated(self.linear(x, "gate")), self.linear(x, "up"))
+
+    def _gated(self, gate: Ref, up: Ref) -> Ref:
+        """Two halves of one tensor."""
+        if self.spec.liger is not None and self.spec.liger.gate:
+            return fused.gated(self.tape, gate, up, copies=True)
+        return self.product(up, self._activated(gate))
 
     def _activated(self, x: Ref) -> Ref:
         if self.spec.activation == "kernel":

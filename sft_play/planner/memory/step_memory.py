@@ -13,6 +13,7 @@ from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
+from sft_play.planner.kernels import liger_in_memory
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
 from sft_play.planner.memory.gather import Gathering, units, zero_buckets
@@ -167,6 +168,7 @@ class Walk:
                 masked=masked,
                 one_by_one=step.one_by_one,
                 experts_in_turn=in_turn,
+                liger=liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
             )
             specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
         return tuple(specs)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
+from sft_play.facts.liger import Replaced
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
@@ -110,6 +111,7 @@ def block_spec(
     masked: bool,
     one_by_one: bool = False,
     experts_in_turn: bool = False,
+    liger: Replaced | None = None,
 ) -> BlockSpec:
     """A block of this kind, trained this way."""
     key_dim, value_dim = shape.head_dim, shape.head_dim
@@ -154,6 +156,7 @@ def block_spec(
         lora_dropout=lora_dropout,
         dora=dora,
         casts_inputs=casts_inputs,
+        liger=liger,
         numbers=widths,
     )
 

@@ -65,10 +65,11 @@ class _Storage:
 class Ref:
     """A handle on a storage: `elements` of `width` bytes each, and the node that made it, if it has a gradient."""
 
-    __slots__ = ("elements", "node", "storage", "width")
+    __slots__ = ("elements", "is_view", "node", "storage", "width")
 
     def __init__(self, storage: _Storage, elements: int, width: int, node: Node | None = None) -> None:
         self.storage, self.elements, self.width, self.node = storage, elements, width, node
+        self.is_view = False
         storage.handles += 1
 
     def __del__(self) -> None:
@@ -195,7 +196,9 @@ class Tape:
                 del incoming
 
     def _sum(self, slot: list[Ref], added: Ref) -> None:
-        if slot[0].storage.handles > 1:
+        """In place, unless something else holds the older gradient, or it is a view: of a matrix product over rows and
+        tokens, whose two dimensions are seen as one."""
+        if slot[0].storage.handles > 1 or slot[0].is_view:
             slot[0] = self.new(added.elements, added.width)
 
 

@@ -1,0 +1,135 @@
+"""Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do.
+
+Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The functions
+follow liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, and `replaced` the modules that transformers/monkey_patch.py
+changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+
+from sft_play.facts.liger import MULTIPROCESSORS, REPLACED, VERSION
+from sft_play.trace.settings import TraceUnavailable
+
+HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
+ROTATION = "apply_rotary_pos_emb"
+
+
+class Norm(torch.autograd.Function):
+    """LigerRMSNormFunction. x: [..., width]; weight: [width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, in_place: bool) -> Any:
+        """x's shape and dtype."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        statistics = torch.empty(x.numel() // x.shape[-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.in_place = in_place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradient of x, over that of the output where it may, and of the weight if it trains."""
+        grad = grads[0].contiguous()
+        _, weight, _ = ctx.saved_tensors
+        trains = ctx.needs_input_grad[1]
+        parts = torch.empty((MULTIPROCESSORS, weight.shape[0]), dtype=torch.float32) if trains else None
+        out = grad if ctx.in_place else torch.zeros_like(grad)
+        return out, None if parts is None else parts.sum(dim=0).to(weight.dtype), None
+
+
+class Gate(torch.autograd.Function):
+    """LigerSiLUMulFunction and LigerGELUMulFunction: gradients are written over what was held."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Any, up: Any) -> Any:
+        """Both of one shape, and so is the result."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of both."""
+        grads[0].contiguous()
+        return ctx.saved_tensors
+
+
+class Rotation(torch.autograd.Function):
+    """LigerRopeFunction: query and key, [batch, heads, tokens, head size], are rotated where they lie."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        """Both of their shapes; token by token in memory."""
+        ctx.save_for_backward(cos.contiguous(), sin.contiguous())
+        return _by_token(query), _by_token(key)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Of both, where they lie."""
+        return _by_token(grads[0]), _by_token(grads[1]), None, None
+
+
+def _by_token(x: Any) -> Any:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@contextlib.contextmanager
+def replaced(model: Any) -> Iterator[None]:
+    """Let a model run these functions in place of its own, as the package changes one that is built.
+
+    Raises:
+        TraceUnavailable: the table of types has not this one, or the class is not arranged as the table says.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = base.config.model_type
+    if kind not in REPLACED:
+        raise TraceUnavailable(f"nothing is known of liger-kernel {VERSION} on {kind}")
+    chosen, names = REPLACED[kind], dict(base.named_modules())
+    norms = [one for name, one in names.items() if _is_norm(name, one, of_heads=chosen.head_norms)]
+    for norm in norms:
+        norm.forward = MethodType(lambda self, x: Norm.apply(x, self.weight, chosen.in_place), norm)
+    has_experts = any(name.rpartition(".")[2] == "experts" for name in names)
+    gates = [one for one in names.values() if _is_gated(one)] if chosen.gate and not has_experts else []
+    for mlp in gates:
+        mlp.forward = MethodType(_gated_mlp, mlp)
+    module = importlib.import_module(type(base).__module__)
+    missing = [] if norms else ["norms"]
+    missing += ["gated MLPs"] if chosen.gate and not has_experts and not gates else []
+    missing += [ROTATION] if chosen.rotation and not hasattr(module, ROTATION) else []
+    if missing:
+        raise TraceUnavailable(
+            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {VERSION} replaces"
+        )
+    with contextlib.ExitStack() as undo:
+        if chosen.rotation:
+            undo.callback(setattr, module, ROTATION, getattr(module, ROTATION))
+            setattr(module, ROTATION, lambda q, k, cos, sin, *_, **__: Rotation.apply(q, k, cos, sin))
+        yield
+
+
+def _is_norm(name: str, module: Any, *, of_heads: bool) -> bool:
+    is_norm = type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None
+    return is_norm and (of_heads or name.rpartition(".")[2] not in HEAD_NORMS)
+
+
+def _is_gated(module: Any) -> bool:
+    has = {name for name, _ in module.named_children()}
+    return "down_proj" in has and ("gate_up_proj" in has or {"gate_proj", "up_proj"} <= has)
+
+
+def _gated_mlp(self: Any, x: Any) -> Any:
+    if hasattr(self, "gate_up_proj"):
+        up = self.gate_up_proj(x)
+        gate, up = up.chunk(2, dim=-1)
+        return self.down_proj(Gate.apply(gate, up))
+    return self.down_proj(Gate.apply(self.gate_proj(x), self.up_proj(x)))

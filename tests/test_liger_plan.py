@@ -1,0 +1,426 @@
+"""A plan's figures with Liger's kernels: their bytes by rules written again and against traces, their speed, and what
+is counted where the run may fall back."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import RunConfig
+from sft_play.errors import DoesNotFit
+from sft_play.facts.architecture import parse_config, shape_of
+from sft_play.facts.hardware import named
+from sft_play.facts.liger import PACKAGE, REPLACED
+from sft_play.planner import calibration
+from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.memory import fused
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.tape import OWN_SEGMENT, Tape
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.precision import Precision
+from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.starting.measured import remember
+from sft_play.trace.settings import StepSettings
+from sft_play.units import GIB
+
+MIB = 2**20
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 64,
+    "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {"pad_token_id": 0, "num_key_value_heads": 8},
+    "gemma": {},
+    "gemma3_text": {"sliding_window": 4096, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+}
+LORA = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+BF16, FP32 = Precision("bfloat16", "bfloat16", ""), Precision("float32", "float32", "")
+
+
+def config(kernels: str, mode: str = "lora", **changes: Any) -> RunConfig:
+    words = [f"train.kernels={kernels}", f"tuning.mode={mode}", *(f"{key}={value}" for key, value in changes.items())]
+    return config_from_text("model: {name: meta-llama/Llama-3.1-8B}\n", name="run.yaml", overrides=words)
+
+
+def plan_of(kernels: str, *, without: frozenset[str] = frozenset(), hardware: str = "H100", **options: Any) -> Any:
+    run = config(kernels, **options)
+    shape = shape_of(run.model.name)
+    return make_plan(PlanRequest(run, shape, named(f"1x{hardware}"), without=without))
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(20))
+def test_a_norm_holds_its_input_and_a_number_a_row_and_its_gradient_takes_the_place_of_the_outputs(seed: int) -> None:
+    draw = random.Random(seed)
+    rows, width, e = draw.randint(1, 400), draw.randint(1, 2000), draw.choice((2, 4))
+    in_place, trains = draw.random() < 0.5, draw.random() < 0.5
+    size = rows * width * e
+    assert size < OWN_SEGMENT  # no rest of a segment
+    tape = Tape()
+    x = tape.leaf(rows * width, e)
+    out = fused.norm(tape, x, rows, in_place=in_place, trains=trains)
+    assert tape.meter.peak == tape.meter.live == 2 * size + 4 * rows
+    node = out.node
+    del x, out
+    assert tape.meter.live == size + 4 * rows
+    grad = tape.new(rows * width, e)
+    tape.meter.restart()
+    assert node is not None
+    tape.backward(node, grad)
+    sums = 188 * 4 * width if trains else 0
+    assert tape.meter.peak == size + 4 * rows + size + (0 if in_place else size) + sums
+    del grad, node
+    assert tape.meter.live == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_gate_holds_both_its_inputs_and_writes_their_gradients_over_them(seed: int) -> None:
+    draw = random.Random(seed)
+    count, e, copies = draw.randint(1, 300_000), draw.choice((2, 4)), draw.random() < 0.5
+    tape = Tape()
+    gate, up = tape.leaf(count, e), tape.leaf(count, e)
+    out = fused.gated(tape, gate, up, copies=copies)
+    assert tape.meter.live == (5 if copies else 3) * count * e
+    node = out.node
+    del gate, up, out
+    assert tape.meter.live == 2 * count * e
+    grad = tape.new(count, e)
+    tape.meter.restart()
+    assert node is not None
+    tape.backward(node, grad)
+    del grad
+    assert tape.meter.peak == 3 * count * e
+    assert tape.meter.live == 0
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("copies_gradient", [False, True])
+def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_token(
+    copies: bool, copies_gradient: bool
+) -> None:
+    tape = Tape()
+    x = tape.leaf(1000, 2)
+    out = fused.rotated(tape, x, copies=copies, copies_gradient=copies_gradient)
+    node = out.node
+    del x
+    assert tape.meter.live == 2000
+    del out
+    assert tape.meter.live == 0
+    grad = tape.new(1000, 2)
+    tape.meter.restart()
+    assert node is not None
+    tape.backward(node, grad)
+    assert tape.meter.peak == (4000 if copies_gradient else 2000)
+
+
+def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
+    """Allocated bytes by the closed form and by the trace."""
+    from sft_play.trace.step import trace_step
+
+    model = {"model_type": kind, **SIZES, **MODELS[kind]}
+    run = config("liger" if kernels == "liger" else "none", mode)
+    step = Step(4, 1, 2048, checkpointed_layers=None if checkpointing else 0)
+    closed = estimate(run, parse_config(dict(model), name="m"), precision, step)
+    half = precision.compute != "float32"
+    adapters = None if mode == "full" else "bfloat16" if mode == "qlora" else "float32"
+    peft = None if mode == "full" else LORA
+    words: dict[str, Any] = {"mode": mode, "kernels": kernels, "adapters": adapters, "peft": peft}
+    traced = trace_step(
+        StepSettings(
+            model=model,
+            micro_batch=4,
+            seq_len=2048,
+            checkpointing=checkpointing,
+            weights=precision.load,
+            autocast="bfloat16" if half else None,
+            repeats_kv=not half,
+            **words,
+        )
+    )
+    return closed.allocated, traced.allocated
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(
+    ("kind", "mode", "checkpointing"),
+    [
+        ("llama", "lora", False), ("llama", "qlora", True), ("qwen3", "full", False), ("qwen3", "lora", True),
+        ("phi3", "lora", True), ("gemma3_text", "lora", False), ("mistral", "full", True), ("qwen2", "qlora", False),
+        ("gemma", "full", False),
+    ],
+)  # fmt: skip
+def test_the_closed_form_is_what_a_trace_with_the_kernels_measures(kind: str, mode: str, checkpointing: bool) -> None:
+    closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="liger")
+    plain_closed, plain_traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="plain")
+    assert closed == pytest.approx(traced, rel=0.01)
+    assert closed < plain_closed
+    assert plain_closed - closed == pytest.approx(plain_traced - traced, rel=0.1, abs=2 * MIB)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_closed_form_is_what_a_trace_in_fp32_measures(mode: str) -> None:
+    closed, traced = _both("llama", mode, checkpointing=False, precision=FP32, kernels="liger")
+    assert closed == pytest.approx(traced, rel=0.01)
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(MODELS))
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_family_mode_and_checkpointing_is_traced_as_the_closed_form_says(
+    kind: str, mode: str, checkpointing: bool
+) -> None:
+    closed, traced = _both(kind, mode, checkpointing=checkpointing, precision=BF16, kernels="liger")
+    assert closed == pytest.approx(traced, rel=0.01)
+
+
+@pytest.mark.build
+def test_what_is_not_arranged_as_the_table_says_is_not_traced() -> None:
+    from sft_play.trace.settings import TraceUnavailable
+    from sft_play.trace.step import trace_step
+
+    with pytest.raises(TraceUnavailable, match=r"nothing is known of liger-kernel 0\.8\.5 on gpt2"):
+        trace_step(StepSettings(model={"model_type": "gpt2", "n_layer": 1}, mode="full", kernels="liger"))
+
+
+@pytest.mark.build
+def test_the_trace_leaves_the_class_as_it_was() -> None:
+    from transformers.models.llama import modeling_llama
+
+    before = dict(vars(modeling_llama)), modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward
+    _both("llama", "full", checkpointing=False, precision=BF16, kernels="liger")
+    assert (dict(vars(modeling_llama)), modeling_llama.LlamaRMSNorm.forward, modeling_llama.LlamaMLP.forward) == before
+
+
+@pytest.mark.build
+def test_the_table_is_the_packages_own() -> None:
+    patches = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    for kind, replaced in REPLACED.items():
+        options = inspect.signature(patches.MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters
+        assert options["rms_norm"].default is True
+        assert options["rope"].default is replaced.rotation, kind
+        gate = options.get("swiglu", options.get("geglu"))
+        assert gate is not None
+        assert gate.default or not replaced.gate, kind
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -> None:
+    draw = random.Random(seed)
+    wish = draw.choice(("none", "auto", "liger"))
+    on_gpu, installed, backend = draw.random() < 0.7, draw.random() < 0.6, draw.choice(("bnb", "bnb", "unsloth"))
+    model = draw.choice(("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "gpt2", "mistralai/Mixtral-8x7B-v0.1"))
+    layout = draw.choice((SINGLE, SINGLE, Layout("ddp", 2), Layout("tp", 2, tensor_parallel=2)))
+    run, shape = config(wish, **{"tuning.backend": backend}), shape_of(model)
+    without = frozenset() if installed else frozenset({PACKAGE})
+    found = planned_kernels(run, shape, layout, on_gpu=on_gpu, without=without)
+    can = on_gpu and backend == "bnb" and layout.tensor_parallel == 1 and model != "gpt2"
+    if wish == "none":
+        assert found is None
+        return
+    assert found is not None
+    speed = can and (wish == "liger" or installed)
+    memory = can and wish == "liger"
+    assert (found.memory is not None, found.speed is not None) == (memory, speed)
+    assert ("the plain ones, because" in found.reason) == (not speed)
+    if found.speed is not None:
+        assert found.speed.gate == (shape.num_experts == 0)
+        assert found.speed.head_norms == ("Qwen3" in model)
+    names = counted_kernels(run, shape, layout, on_gpu=on_gpu, without=without)
+    assert names == CountedKernels("liger" if memory else "plain", "liger" if speed else "plain")
+
+
+def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
+    batch = {"train.batch_size": 4, "train.grad_accum": 1, "model.max_seq_len": 1024,
+             "train.gradient_checkpointing": "false"}  # fmt: skip
+    none, auto, liger = (plan_of(kernels, **batch) for kernels in ("none", "auto", "liger"))
+    missing = plan_of("auto", without=frozenset({PACKAGE}), **batch)
+    assert "kernels" not in none.as_json()
+    assert auto.memory == missing.memory == none.memory
+    assert missing.speed == none.speed
+    assert auto.speed == liger.speed
+    assert none.speed.step_s > liger.speed.step_s > 0.8 * none.speed.step_s
+    # of 4 x 1024 tokens a block holds neither x in fp32 for its two norms (4 h bytes a token each) nor the activated
+    # gate (2 f): at least 4 GiB over 32 layers
+    assert none.memory.allocated - liger.memory.allocated > 4 * GIB
+    assert liger.kernels.plain_bytes == none.memory.required > liger.memory.required
+    assert any("would need" in reason and "train.kernels=liger" in reason for reason in liger.reasons)
+    assert any("liger-kernel is not installed here" in reason for reason in missing.reasons)
+    assert liger.as_json()["kernels"] == {
+        "memory": "liger", "speed": "liger", "plain_bytes": none.memory.required,
+    }  # fmt: skip
+    assert plan_from_json(json.loads(json.dumps(liger.as_json()))).kernels == liger.kernels
+
+
+def test_a_plan_on_a_cpu_says_that_the_plain_ones_run() -> None:
+    run = config("liger")
+    plan = make_plan(PlanRequest(run, shape_of(run.model.name), named("cpu,ram=64GiB")))
+    assert plan.kernels == CountedKernels()
+    assert any("the plain ones, because Liger's need a CUDA GPU" in reason for reason in plan.reasons)
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+def test_saved_bytes_are_those_counted_by_hand() -> None:
+    # Llama: 2 norms of h = 4, q + kv = 4 + 2 rotated, gate of f = 3, one layer, e = 2
+    model = {"model_type": "llama", "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 8}  # fmt: skip
+    shape = parse_config(model, name="m")
+    # a norm moves 36 bytes an element and then 84, Liger's 4 and 6; a rotation 20 and 30, Liger's 4 and 4; a gate 10
+    # and 18, Liger's 6 and 10
+    forward = 2 * 4 * 32 + 6 * 16 + 3 * 4
+    backward = 2 * 4 * 78 + 6 * 26 + 3 * 8
+    assert saved_bytes(shape, REPLACED["llama"], e=2, again=0.0) == forward + backward
+    assert saved_bytes(shape, REPLACED["llama"], e=2, again=1.0) == 2 * forward + backward
+    # in fp32 nothing is cast: 28 and 76 against 8 and 12; 40 and 60 against 8 and 8; 20 and 36 against 12 and 20
+    fp32 = 2 * 4 * (20 + 64) + 6 * (32 + 52) + 3 * (8 + 16)
+    assert saved_bytes(shape, REPLACED["llama"], e=4, again=0.0) == fp32
+    assert saved_starts_s(shape, REPLACED["llama"], again=0.0) == pytest.approx(2 * 32e-6 + 242e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_speed_promises_more_than_the_kernels_leave(seed: int) -> None:
+    draw = random.Random(seed)
+    model = draw.choice(
+        ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "google/gemma-2-9b", "microsoft/Phi-3.5-mini-instruct")
+    )
+    mode, machine = draw.choice(("full", "lora", "qlora")), draw.choice(("H100", "A100-80GB", "RTX4090", "T4"))
+    step = Step(draw.choice((1, 4)), 1, draw.choice((256, 4096)), checkpointed_layers=draw.choice((None, 0)))
+    shape, rates = shape_of(model), rates_of(named(f"1x{machine}"), BF16)
+    speeds = [predict_speed(config(kernels, mode), shape, BF16, step, rates) for kernels in ("none", "liger", "auto")]
+    plain, liger, auto = (speed.parts for speed in speeds)
+    assert auto == liger
+    assert liger["matrix"] == plain["matrix"]
+    assert STILL_MOVED * plain["memory"] <= liger["memory"] < plain["memory"]
+    assert speeds[1].step_s < speeds[0].step_s
+
+
+# --- what later plans learn, and falling back -----------------------------------------------------------------------
+def _run(**changes: Any) -> calibration.Measured:
+    usual: dict[str, Any] = {
+        "device": "H100", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 1,
+        "predicted_allocated": 100, "measured_allocated": 100, "predicted_reserved": 100, "measured_reserved": 100,
+        "predicted_tokens_per_s": 100.0, "measured_tokens_per_s": 100.0, "versions": "", "finished": "",
+    }  # fmt: skip
+    return calibration.Measured(**{**usual, **changes})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_runs_correct_only_plans_of_their_own_kernels(seed: int) -> None:
+    draw = random.Random(seed)
+    runs = [
+        _run(kernels=draw.choice(("plain", "liger")), measured_reserved=draw.randint(90, 200),
+             measured_tokens_per_s=float(draw.randint(20, 200)), predicted_reserved=draw.choice((0, 100)))
+        for _ in range(draw.randint(0, 8))
+    ]  # fmt: skip
+    for names in (("plain", "plain"), ("plain", "liger"), ("liger", "liger")):
+        counted = CountedKernels(*names)
+        found = calibration.correction(runs, device="H100", mode="lora", layout="single", model="m", kernels=counted)
+        of_memory = [run.measured_reserved / 100 for run in runs if run.kernels == names[0] and run.predicted_reserved]
+        of_speed = sorted(run.measured_tokens_per_s / 100 for run in runs if run.kernels == names[1])
+        assert found.memory == max([1.0, *of_memory])
+        assert found.runs == len(of_memory)
+        middle = len(of_speed) // 2
+        expected = (of_speed[middle] + of_speed[-middle - 1]) / 2 if of_speed else 1.0
+        assert found.speed == pytest.approx(expected)
+
+
+def test_lines_without_kernels_are_runs_of_the_plain_ones(tmp_path: Any) -> None:
+    line = dataclasses.asdict(_run())
+    del line["kernels"]
+    (tmp_path / "measured.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert [run.kernels for run in calibration.load(tmp_path / "measured.jsonl")] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "used", "memory", "speed"),
+    [
+        ("none", [], True, True),
+        ("auto", ["rms_norm"], False, True),  # the memory of the plain ones was predicted
+        ("auto", [], True, False),
+        ("liger", ["rms_norm"], True, True),
+        ("liger", [], False, False),
+    ],
+)
+def test_a_prediction_of_other_kernels_is_not_learned_from(
+    monkeypatch: Any, wish: str, used: list[str], memory: bool, speed: bool
+) -> None:
+    kept: list[calibration.Measured] = []
+    monkeypatch.setattr(calibration, "add", kept.append)
+    plan = plan_of(wish)
+    summary = {
+        "peak_bytes": {"measured_reserved": 5, "measured_allocated": 4}, "tokens_per_s": 3.0,
+        **({"kernels": {"used": used}} if wish != "none" else {}),
+    }  # fmt: skip
+    remember([(config(wish), plan)], summary)
+    (run,) = kept
+    assert run.kernels == ("liger" if used else "plain")
+    assert bool(run.predicted_reserved) == memory
+    assert bool(run.predicted_tokens_per_s) == speed
+
+
+@pytest.mark.build
+def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_differ(caplog: Any) -> None:
+    from sft_play.training.kernels import Taken, _require_room
+
+    caplog.set_level(logging.WARNING)
+    plan = plan_of("liger")
+    assert plan.kernels.plain_bytes > plan.memory.required
+    _require_room(config("liger"), plan, "they differ")
+    assert f"with the plain ones this run needs {plan.kernels.plain_bytes / GIB:.2f} GiB" in caplog.text
+    tight = dataclasses.replace(plan, budget_bytes=plan.kernels.plain_bytes - 1)
+    with pytest.raises(DoesNotFit, match=r"cannot have \(they differ\), and with the plain ones .*train\.kernels=none"):
+        _require_room(config("liger"), tight, "they differ")
+    _require_room(config("liger", **{"train.batch_size": 1}), tight, "they differ")  # a given batch is tried
+    caplog.clear()
+    _require_room(config("auto"), plan_of("auto"), "they differ")
+    assert not caplog.text
+
+    fell, took = Taken(reason="they differ"), Taken(("rms_norm",))
+    assert took.words(plan) is None
+    assert "the plain ones ran (they differ); the predicted memory and speed are those of Liger's" in fell.words(plan)
+    assert "the predicted speed is that of Liger's" in fell.words(plan_of("auto"))
+    assert "the predicted memory is that of the plain ones" in took.words(plan_of("auto"))
+    nowhere = plan_of("auto", without=frozenset({PACKAGE}))
+    assert fell.words(nowhere) is None
+    assert Taken().words(plan_of("none")) is None
+    assert fell.as_json(plan) == {
+        "used": [], "counted": plan.as_json()["kernels"], "reason": "they differ",
+    }  # fmt: skip
+
+
+@pytest.mark.build
+def test_experts_keep_their_gates(monkeypatch: Any) -> None:
+    from torch import nn
+
+    from sft_play.training import kernels
+
+    asked: list[dict[str, bool]] = []
+
+    def swap(model: Any, rms_norm: bool = True, swiglu: bool = True, rope: bool = True, loss: bool = True) -> None:
+        asked.append({"rms_norm": rms_norm, "swiglu": swiglu, "rope": rope, "loss": loss})
+
+    monkeypatch.setattr(kernels, "_functions", lambda: {"kind": swap})
+    for name in ("experts", "expertise"):
+        model: Any = nn.ModuleDict({"mlp": nn.ModuleDict({name: nn.Identity()})})
+        model.config = SimpleNamespace(model_type="kind")
+        has_experts = name == "experts"
+        assert kernels._swap(model) == (("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope"))
+        assert asked[-1] == {"rms_norm": True, "swiglu": not has_experts, "rope": True, "loss": False}
