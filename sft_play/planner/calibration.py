@@ -66,6 +66,8 @@ class Measured:
     versions: str
     finished: str
     version: int = VERSION
+    compiled: bool = False
+    """Whether its blocks were compiled: such runs and plain ones do not correct each other's plans."""
 
     @property
     def memory_ratio(self) -> float:
@@ -128,9 +130,9 @@ def add(measured: Measured) -> None:
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:
     """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str, bool], Measured] = {}
+    furthest: dict[tuple[str, str, str, bool, bool], Measured] = {}
     for run in runs:
-        kind = (run.device, run.mode, run.layout, run.model == SELFTEST)
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST, run.compiled)
         if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
             furthest[kind] = run
     # by identity: two runs can have the same figures
@@ -163,15 +165,15 @@ def _read(line: str) -> Measured | None:
 
 
 def correction(
-    runs: Iterable[Measured], *, device: str, mode: str, layout: str, model: str | None = None
+    runs: Iterable[Measured], *, device: str, mode: str, layout: str, model: str | None = None, compiled: bool = False
 ) -> Correction:
-    """The correction from recorded runs of the closest kind, by their raw ratios.
+    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
 
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials.
     """
-    of_all = [run for run in runs if (run.device, run.mode) == (device, mode)]
+    of_all = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
     trainings = [run for run in of_all if run.model != SELFTEST]
     same = _nearest(trainings, lambda run: run.layout == layout)
     same = _nearest(same, lambda run: run.model == model)

@@ -66,6 +66,8 @@ def why_no_boundaries(
         return "the kernel that takes boundaries has no dropout"
     if config.tuning.backend == "unsloth":
         return "Unsloth has attention of its own, which is not measured here"
+    if device == "cpu" and config.train.compile:
+        return "on a CPU it asks for the chats' lengths, which a compiled block cannot do"
     if device == "cpu":
         return None
     if device != "cuda":

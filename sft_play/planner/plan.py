@@ -15,7 +15,7 @@ from sft_play.facts.architecture import ModelShape
 from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
 from sft_play.log import one_line
-from sft_play.planner import calibration
+from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan, arithmetic
 from sft_play.planner.candidate_json import candidate_from_json, candidate_json
@@ -130,6 +130,8 @@ class Plan:
     """How the rows of a step become micro-batches."""
     row_tokens: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known."""
+    compile_s: float = 0.0
+    """Seconds of compiling blocks at the start of the run."""
 
     @property
     def layout(self) -> LayoutName:
@@ -180,9 +182,11 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run, with every row at full length where the rows' lengths are not known; None where the
-        work or the speed is unknown."""
-        return self.work.steps * self.speed.step_s / 3600 if self.work and self.speed_known else None
+        """Hours of the whole run with its compiling, and every row at full length where the rows' lengths are not
+        known; None where the work or the speed is unknown."""
+        if self.work is None or not self.speed_known:
+            return None
+        return (self.work.steps * self.speed.step_s + self.compile_s) / 3600
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
@@ -196,6 +200,7 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
+            "compile_s": self.compile_s,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -284,6 +289,7 @@ def make_plan(
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     check_targets(config, shape)
+    compiled.refuse(config)
     planned_experts(config, shape, choose_precision(config, hardware, shape))  # refuses what cannot run
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     layouts, refused = _layouts(request, keeps_params=keeps_params)
@@ -314,6 +320,7 @@ def make_plan(
         work=work(chosen.batch.effective_batch) if work else None,
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
         row_tokens=job.rows,
+        compile_s=compiled.compile_s(config, shape),
     )
 
 
@@ -347,6 +354,7 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_not
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
+        *compiled.words(job.config, job.shape),
         *trace_notes,
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
@@ -403,6 +411,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         work=None if run is None else Work(run["steps"], run["tokens"]),
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
+        compile_s=data["compile_s"],
     )
 
 
@@ -417,7 +426,9 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
     @functools.cache
     def learned(layout: Layout) -> calibration.Correction:
         model, mode = config.model.name, config.tuning.mode
-        return calibration.correction(request.earlier, device=device, mode=mode, layout=layout.name, model=model)
+        return calibration.correction(
+            request.earlier, device=device, mode=mode, layout=layout.name, model=model, compiled=config.train.compile
+        )
 
     return Job(
         config=config,

@@ -19,6 +19,7 @@ from sft_play.facts.architecture import ModelShape
 from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.planner.compiled import STARTS, TRAFFIC
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
@@ -239,13 +240,15 @@ def _of_pass(
     matrix = products / tp / (rates.matrix * rates.share)
     reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
     times = 2.0 + again  # forward, backward, and what checkpointing computes again
-    traffic = _traffic(config, shape, precision, step, passes.places) * times / tp + reads * times
+    traffic = _traffic(config, shape, precision, step, passes.places) * times / tp
+    traffic = traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
         # half a byte read and two written per weight
         dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
     starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * (1.0 if mode == "full" else 1.5)
+    starting *= STARTS if config.train.compile else 1.0
     busy = matrix + moving + dequantise
     # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
     starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
