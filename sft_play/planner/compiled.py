@@ -18,7 +18,7 @@ elementwise operations reads its inputs and writes its result, without what lies
 plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f."""
 STARTS = 0.5
 """Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
-products and attention, and about 4 are what is fused. With both constants published runs gain 6 to 7% by the roofline,
+products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the roofline,
 and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios)."""
 COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
 """Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,

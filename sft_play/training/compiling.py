@@ -1,7 +1,7 @@
 """Blocks of a model compiled by torch.compile, where it computes what the plain code computes.
 
-Each block is compiled in place (`nn.Module.compile`), so that names of modules and tensors stay what they are. Blocks of
-one kind share their graphs, whose lengths and numbers of rows are symbols: passes of other lengths compile nothing
+Each block is compiled in place (`nn.Module.compile`), so that names of modules and tensors stay what they are. Blocks
+of one kind share their graphs, whose lengths and numbers of rows are symbols: passes of other lengths compile nothing
 again. Gradient checkpointing is inside a block's forward in transformers, and so in its graph.
 
 Before that a small model of the class is compiled on the run's device and compared (`proof`). Evaluation and generation
