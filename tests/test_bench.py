@@ -372,7 +372,10 @@ def test_recording_and_orders_need_nothing_of_this_project():
 def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
     gpu = importlib.import_module("benchmarks.gpu_bench")
     every = gpu.trials()
-    assert len(every) == len(set(every)) == 24
+    assert len(every) == len({one.name for one in every}) == 26
+    plain = {(one.model, one.mode, one.length, one.kind) for one in every[:6]}
+    assert all(one.compiled and (one.model, one.mode, one.length, one.kind) in plain for one in every[6:8])
+    assert sum(one.compiled for one in every) == 2
     for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
         assert all(values.count(value) >= 2 for value in set(values))
     assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}

@@ -188,10 +188,12 @@ class Job:
             on_gpu=bool(self.hardware.gpus),
         )  # fmt: skip
 
-    @property
-    def unbounded_because(self) -> str | None:
+    def unbounded_because(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
-        return why_no_boundaries(self.config, self.shape, attention=self.attention)
+        reason = why_no_boundaries(self.config, self.shape, attention=self.attention)
+        if reason is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
+            return "a call for each chat has its length, for which a compiled block would be compiled again"
+        return reason
 
     def one_by_one_because(self, precision: Precision) -> str | None:
         """Why attention between boundaries is a call for each chat; None where one call takes them all."""
@@ -375,7 +377,7 @@ def _step_of(
     """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
     padded even where boundaries tell them apart."""
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
-    varlen = joins and not masks and not pads and job.unbounded_because is None
+    varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
     masks = masks or job.masked_because is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)

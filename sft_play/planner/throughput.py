@@ -19,6 +19,7 @@ from sft_play.facts.architecture import ModelShape
 from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.planner.compiled import STARTS, TRAFFIC
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.kernels import planned_kernels
@@ -249,13 +250,15 @@ def _of_pass(
     kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
     if kernels is not None and kernels.speed is not None:
         saved = saved_bytes(shape, kernels.speed, e=BYTES[precision.compute], again=again) / (times * shape.num_layers)
-    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp + reads * times
+    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp
+    traffic = traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
         # half a byte read and two written per weight
         dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
     starts_of_layer = 1.0 if mode == "full" else 1.5
+    starts_of_layer *= STARTS if config.train.compile else 1.0
     starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
     starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
     if kernels is not None and kernels.speed is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.training import context_parallel, distributed, fsdp_loading, tensor_parallel
+from sft_play.training.compiling import compile_blocks
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
@@ -64,6 +65,7 @@ def load_trainer(
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
     train_only(trainer.model, config.tuning.trainable)
+    trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     widens = plan.precision.compute != "float32"
     if model_spec.tensor_plan:
