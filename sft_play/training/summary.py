@@ -102,6 +102,8 @@ def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str
     others = result.kernels.words(job.plan)
     lines += [others] if others else []
     lines.append(f"Written to: {job.folder.path}")
+    if result.exit_code:  # its error says how to resume
+        return lines
     if result.status == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
     lines.append(f"Trained weights: {summary['model_path']}")
@@ -160,8 +162,8 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
     if "measured_rss" in peak:
         return (
-            f"Peak memory: {show(peak['predicted_allocated'])} of tensors predicted, "
-            f"{show(peak['predicted_reserved'])} resident; {show(peak['measured_rss'])} resident measured"
+            f"Peak memory: predicted {show(peak['predicted_allocated'])} of tensors and "
+            f"{show(peak['predicted_reserved'])} resident; measured {show(peak['measured_rss'])} resident"
         )
     return (
         f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
