@@ -383,7 +383,9 @@ def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     assert "in work" in started.printed
 
 
+@pytest.mark.slow
 def test_the_same_mistake_of_all_ranks_is_told_once(probe):
+    """The default tier has a run whose ranks refuse the same in test_fsdp_loading."""
     started = probe("user")
     assert started.end(WAIT_S) == 2
     assert started.printed.count("the same mistake is seen by every rank") == 1, started.printed
