@@ -115,6 +115,28 @@ Llama-3.1-8B lora 4096 1 fsdp=4
 Qwen3-4B full 4096 1 fsdp=4 accum=2
 TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 fsdp=2
 Llama-3.2-1B full 2048 2 ddp=2
+Llama-3.2-1B full 2048 4 liger
+Llama-3.2-1B full 1024 4 masters off liger
+Llama-3.2-1B lora 4096 2 liger
+Llama-3.1-8B lora 1024 4 off liger
+Llama-3.1-8B qlora 2048 2 liger
+Mistral-7B-v0.3 full 1024 2 off liger
+Mistral-7B-v0.3 lora 8192 1 liger
+Mistral-7B-v0.3 qlora 4096 2 off liger
+Qwen2.5-0.5B full 1024 8 liger
+Qwen2.5-0.5B lora 1024 4 off liger
+Qwen2.5-7B qlora 4096 1 liger
+Qwen3-4B full 1024 2 off liger
+Qwen3-4B lora 8192 1 liger
+Qwen3-4B qlora 2048 2 off liger
+gemma-2-9b qlora 4096 1 eager liger
+gemma-3-1b-it full 2048 2 liger
+gemma-3-1b-it lora 1024 4 off liger
+gemma-3-1b-it qlora 8192 1 liger
+Phi-3.5-mini-instruct full 2048 2 off liger
+Phi-3.5-mini-instruct lora 4096 1 liger
+Phi-3.5-mini-instruct qlora 8192 2 liger
+Llama-3.1-8B lora 4096 1 fsdp=4 liger
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
 blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by

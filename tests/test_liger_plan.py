@@ -46,10 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "phi3": {"pad_token_id": 0, "num_key_value_heads": 8},
     "gemma": {},
-    "gemma3_text": {
-        "sliding_window": 4096,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {"sliding_window": 4096, "layer_types": 2 * ["sliding_attention"] + ["full_attention"]},
 }
 LORA = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 BF16, FP32 = Precision("bfloat16", "bfloat16", ""), Precision("float32", "float32", "")

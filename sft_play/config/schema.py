@@ -438,8 +438,8 @@ class TrainConfig(Section):
     kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.kernels")
     """Kernels of norms, gated activations and rotations. liger: those of the package liger-kernel, on a CUDA GPU, if a
     measurement before the first step shows that they compute the same; else the plain ones, with a warning. auto: the
-    same where the package is installed, else the plain ones. The plan counts the memory of the plain ones, which take
-    more."""
+    same where the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger, and
+    for auto the memory of the plain ones, which take more."""
 
     compile: bool = leaf(False, owner="training.compiling")
     """Compile each block of the model by torch.compile, for training passes of any length, if a measurement before the

@@ -72,10 +72,9 @@ def counted_kernels(
 ) -> CountedKernels:
     """The same by name, without the bytes of the plain ones."""
     planned = planned_kernels(config, shape, layout, on_gpu=on_gpu, without=without)
-    names: list[KernelsName] = [
-        "liger" if part is not None else "plain" for part in (planned and planned.memory, planned and planned.speed)
-    ]
-    return CountedKernels(*names)
+    if planned is None:
+        return CountedKernels()
+    return CountedKernels("liger" if planned.memory else "plain", "liger" if planned.speed else "plain")
 
 
 def liger_in_memory(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> Replaced | None:

@@ -305,6 +305,7 @@ def make_plan(
         candidates += weigh(job, with_context_parallel(config, shape, hardware))
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
+    kernels = _counted_kernels(job, chosen)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
@@ -316,7 +317,7 @@ def make_plan(
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
-        reasons=_reasons(job, candidates, chosen, notes),
+        reasons=_reasons(job, candidates, chosen, [*_kernel_words(job, chosen, kernels), *notes]),
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
         speed_known=speed_known,
@@ -325,7 +326,7 @@ def make_plan(
         work=work(chosen.batch.effective_batch) if work else None,
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
         row_tokens=job.rows,
-        kernels=_counted_kernels(job, chosen),
+        kernels=kernels,
         compile_s=compiled.compile_s(config, shape),
     )
 
@@ -349,8 +350,8 @@ def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout],
     return layouts, refused
 
 
-def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_notes: Sequence[str]) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, shape, layout, what the trace measured, and advice."""
+def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, notes: Sequence[str]) -> tuple[str, ...]:
+    """Why the plan is as it is: precision, length, shape, layout, `notes` on kernels and the trace, and advice."""
     wish = job.config.model.max_seq_len
     used = min(wish, job.shape.max_positions or wish)
     shortened = [f"max_seq_len {used} instead of {wish}: the model has {used} positions"] if used != wish else []
@@ -360,9 +361,8 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, trace_not
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_why(job, candidates, chosen),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
-        *_kernel_words(job, chosen),
+        *notes,
         *compiled.words(job.config, job.shape),
-        *trace_notes,
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
@@ -384,14 +384,15 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
 
 
-def _kernel_words(job: Job, chosen: Candidate) -> list[str]:
+def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
     """Which kernels are counted, and what the plain ones would need."""
     step = chosen.step
     planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    counted = _counted_kernels(job, chosen)
-    if planned is None or counted is None or counted.plain_bytes is None:
-        return [planned.reason] if planned else []
-    return [f"{planned.reason}; the plain ones, which run otherwise, would need {counted.plain_bytes / GIB:.1f} GiB"]
+    if planned is None or counted is None:
+        return []
+    need = counted.plain_bytes
+    otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
+    return [f"{planned.reason}{otherwise}"]
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:

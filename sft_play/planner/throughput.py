@@ -333,7 +333,7 @@ def _traffic(
     ones."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
     width = f * max(1, shape.rows_per_token)
-    per_token = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+    per_token: float = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     per_token = max(STILL_MOVED * per_token, per_token - saved)
     if config.tuning.mode != "full":
         inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora

@@ -16,6 +16,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.liger import PACKAGE, REPLACED
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.whatif import largest
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
@@ -158,6 +159,8 @@ def _changes(request: PlanRequest) -> list[str]:
         wishes.append("eval.batch_size=auto")
     if config.model.attn_implementation == "eager":
         wishes.append("model.attn_implementation=auto")
+    if config.train.kernels == "auto" and PACKAGE not in request.without and request.shape.model_type in REPLACED:
+        wishes += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
     if config.model.max_seq_len > LENGTH_STEP:
         wishes.append(f"model.max_seq_len={_longest(request)}")
     if config.tuning.mode == "full":
