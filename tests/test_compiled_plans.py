@@ -49,7 +49,9 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
         checkpointing = draw.choice(["true", "false"])
         words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
                  f"train.grad_accum={16 // 2 // len(named(machine).gpus)}")  # fmt: skip
-        plain, fast = (planned(machine, model, *words, compile=on, only=("single", "ddp", "fsdp")) for on in (False, True))
+        plain, fast = (
+            planned(machine, model, *words, compile=on, only=("single", "ddp", "fsdp")) for on in (False, True)
+        )
         assert fast.memory.allocated == plain.memory.allocated
         if fast.layout != plain.layout:
             continue
@@ -112,7 +114,7 @@ def test_layouts_that_exchange_inside_blocks_are_not_possible():
     because = {item.name: item.because for item in refused}
     assert set(because) >= {*DEEPSPEED, "tp", "fsdp_tp"}
     assert all("train.compile: " in because[name] for name in (*DEEPSPEED, "tp", "fsdp_tp"))
-    with pytest.raises(ConfigError, match="train.compile: ranks that share rows"):
+    with pytest.raises(ConfigError, match=r"train\.compile: ranks that share rows"):
         layouts_for(config("model.mesh_shape=[[2,2],[fsdp,cp]]"), shape, hardware)
     assert {layout.name for layout in layouts_for(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
 

@@ -285,14 +285,31 @@ def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, m
     passed(model, length=9)
     compiler.on_step_end()
     assert compiler.facts.breaks > 0
-    assert caplog.text.count("run plain code between compiled parts") == 1
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
     for rows in (1, 2):
         for block in model.model.layers:
             block.self_attn.scaling *= 1.0 + rows / 10 + float(torch.rand(())) / 100  # a constant of each graph
         passed(model, length=9, rows=rows)
         compiler.on_step_end()
     assert compiler.facts.gave_up
-    assert caplog.text.count("run plain code between compiled parts") == 1
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
+    assert caplog.text.count("passes of more than 2 kinds were seen, and the others run the plain code") == 1
+
+
+def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched, caplog):
+    """As checkpointed ones do that break: a graph that recomputes has to be whole."""
+    caplog.set_level(logging.INFO)
+    model = AutoModelForCausalLM.from_config(llama()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in model.model.layers:
+        block.mlp.forward = torch.compiler.disable(block.mlp.forward)
+    compiler = watched(model)
+    for length in (9, 12):
+        passed(model, length=length)
+        compiler.on_step_end()
+    assert compiler.facts.graphs == 0
+    assert caplog.text.count("nothing of them could be compiled, and the plain code runs") == 1
+    assert caplog.text.count("Compiled blocks: 0 graphs") == 1
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
