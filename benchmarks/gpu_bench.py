@@ -56,8 +56,8 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    """All 24, and two with compiled blocks. First six in which every mode, length, kind and model occurs at least twice;
-    then the compiled ones, to be compared with two of these."""
+    """All 24, and two with compiled blocks: first six in which every mode, length, kind and model occurs at least
+    twice, then the compiled ones, to be compared with two of these."""
     every = [Trial(*cell) for cell in itertools.product(MODELS, MODES, LENGTHS, KINDS)]
     first = [
         Trial("8b", "lora", 2048, "mixed"), Trial("8b", "qlora", 8192, "blocks"), Trial("4b", "full", 2048, "mixed"),

@@ -64,7 +64,7 @@ def passed(model: Any, *, length: int, rows: int = 2, half: bool = False) -> tup
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     grads = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
-    return float(loss), torch.cat(grads)
+    return float(loss.detach()), torch.cat(grads)
 
 
 def config(text: str = "") -> Any:
@@ -81,8 +81,13 @@ def graphs() -> int:
     return compiling._counted()[0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
+ALL = [(kind, checkpointing) for kind in ("full", "lora", "qlora") for checkpointing in (False, True)]
+QUICK = [("full", False), ("full", True), ("lora", True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL]
+)
 def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_llama, kind, checkpointing):
     half = kind != "full"
     model = model_of(tiny_llama, kind, checkpointing=checkpointing)
@@ -151,7 +156,38 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
     return logits
 
 
-def test_generation_and_evaluation_run_the_plain_code():
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(tiny_llama, kind):
+    """The plan counts the plain one's bytes: the partitioner, which inductor has too, keeps fewer."""
+    model = model_of(tiny_llama, kind, checkpointing=False)
+    block = compiling.blocks_of(model)[1]
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
+    angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)
+    kept = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            block.compile(backend=compiling.BACKEND, dynamic=True)
+        held: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "lora"),
+        ):
+            output = block(states + 0, position_embeddings=angles, attention_mask=None, position_ids=ids)
+        kept.append(sum(held.values()))
+        output.float().sum().backward()
+    assert 0.5 * kept[0] < kept[1] < 0.9 * kept[0]
+
+
+def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
     model = AutoModelForCausalLM.from_config(llama())
     ids = torch.arange(3, 20)[None]
     model.eval()
@@ -161,7 +197,7 @@ def test_generation_and_evaluation_run_the_plain_code():
     with compiling.plain_code():
         assert model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist() == answer
         assert graphs() == before
-    model(input_ids=ids)
+    model(input_ids=ids, use_cache=False)
     assert graphs() == before + 1
     assert all(one._compiled_call_impl is None for one in copy.deepcopy(model).modules())
 
@@ -245,7 +281,8 @@ def watched():
         compiler.close()
 
 
-def test_seconds_and_graphs_are_told_and_said_once(watched, caplog):
+def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
     caplog.set_level(logging.INFO)
     handler = torch._dynamo.callback.callback_handler
     listening = len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
@@ -272,6 +309,7 @@ def test_seconds_and_graphs_are_told_and_said_once(watched, caplog):
 
 
 def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
     monkeypatch.setattr(compiling, "GRAPHS_OF_A_BLOCK", 2)
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4))
     forward = type(model.model.layers[0].mlp).forward
@@ -285,14 +323,31 @@ def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, m
     passed(model, length=9)
     compiler.on_step_end()
     assert compiler.facts.breaks > 0
-    assert caplog.text.count("run plain code between compiled parts") == 1
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
     for rows in (1, 2):
         for block in model.model.layers:
             block.self_attn.scaling *= 1.0 + rows / 10 + float(torch.rand(())) / 100  # a constant of each graph
         passed(model, length=9, rows=rows)
         compiler.on_step_end()
     assert compiler.facts.gave_up
-    assert caplog.text.count("run plain code between compiled parts") == 1
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
+    assert caplog.text.count("passes of more than 2 kinds were seen, and the others run the plain code") == 1
+
+
+def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched, caplog):
+    """As checkpointed ones do that break: a graph that recomputes has to be whole."""
+    caplog.set_level(logging.INFO)
+    model = AutoModelForCausalLM.from_config(llama()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in model.model.layers:
+        block.mlp.forward = torch.compiler.disable(block.mlp.forward)
+    compiler = watched(model)
+    for length in (9, 12):
+        passed(model, length=length)
+        compiler.on_step_end()
+    assert compiler.facts.graphs == 0
+    assert caplog.text.count("nothing of them could be compiled, and the plain code runs") == 1
+    assert caplog.text.count("Compiled blocks: 0 graphs") == 1
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -304,7 +359,7 @@ def run_yaml(tmp_path, tiny_llama, sums):
     path.write_text(
         f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
         f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
-        "tuning: {mode: lora}\n"
+        "tuning: {mode: full}\n"
         "train: {effective_batch_size: 8, max_steps: 4, learning_rate: 1e-2, report_to: [], warmup_steps: 0,\n"
         "        gradient_checkpointing: true, save_steps: 2}\n"
         "eval: {steps: 2, generate_rows: 2, max_new_tokens: 4}\n"
@@ -318,7 +373,7 @@ def losses(folder: Path, key: str = "loss") -> list[float]:
     return [line[key] for line in lines if key in line]
 
 
-def test_a_run_trains_what_the_plain_one_trains_resumes_and_says_what_it_cost(command, run_yaml, tmp_path):
+def test_a_run_trains_what_the_plain_one_trains_and_says_what_it_cost(command, run_yaml, tmp_path):
     folders = {}
     for name, words in (("plain", []), ("compiled", ["train.compile=true"])):
         code, printed = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
@@ -331,20 +386,28 @@ def test_a_run_trains_what_the_plain_one_trains_resumes_and_says_what_it_cost(co
     assert "Compiled blocks: 1 graph in " in printed
     for key in ("loss", "eval_loss"):
         assert losses(folders["compiled"], key) == pytest.approx(losses(folders["plain"], key), rel=1e-5)
-    plain, compiled = (load_file(folder / "adapter/adapter_model.safetensors") for folder in folders.values())
+    plain, compiled = (load_file(folder / "model/model.safetensors") for folder in folders.values())
     assert plain.keys() == compiled.keys()
     steps = [json.loads(line) for line in (folders["compiled"] / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in steps if "time_compile_s" in line)
     assert first["time_compile_s"] == pytest.approx(summary["compile"]["seconds"], abs=0.1)
     assert first["step_time_s"] < first["time_compile_s"]  # which the step and its speed leave out
     assert sum("time_compile_s" in line for line in steps) == 1
-    code, printed = command(
-        "train", "--config", str(run_yaml), "output.name=stopped", "train.compile=true", "train.stop_after_steps=2"
-    )
+
+
+@pytest.mark.slow
+def test_a_stopped_run_with_adapters_goes_on_compiled_or_plain(command, run_yaml, tmp_path):
+    words = ["--config", str(run_yaml), "tuning.mode=lora", "train.compile=true"]
+    code, printed = command("train", *words, "output.name=whole")
     assert code == 0, printed
-    code, printed = command("resume", "--run", str(tmp_path / "outputs" / "stopped"))
-    assert code == 0, printed
-    assert losses(tmp_path / "outputs" / "stopped") == pytest.approx(losses(folders["compiled"]), rel=1e-5)
+    for name, compiled in (("compiled", "true"), ("plain", "false")):
+        code, printed = command("train", *words, f"output.name={name}", "train.stop_after_steps=2")
+        assert code == 0, printed
+        code, printed = command("resume", *words, f"output.name={name}", f"train.compile={compiled}")
+        assert code == 0, printed
+        found = losses(tmp_path / "outputs" / name)
+        assert found == pytest.approx(losses(tmp_path / "outputs" / "whole"), rel=1e-5)
+        assert len(found) == 4
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """What `train.compile` changes in a plan: what it is refused beside, the time of a step and of compiling.
 
 Bytes stay those of the plain code, an upper bound: what a compiled block keeps for its backward pass is the choice of
-inductor's partitioner, which fewer bytes decide. Published peaks fall by 7% (8B in full on H100s, 82.4 to 77.0 GiB,
+inductor's partitioner. Blocks of Llama and Qwen3 kept 0.64 to 0.78 of the plain code's bytes on a CPU
+(benchmarks/LOG.md). Published peaks fall by 7% (8B in full on H100s, 82.4 to 77.0 GiB,
 https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md) and by 15% with a compiled
 loss, which is not this one (3B on an A100, 60.0 to 51.0 GiB, https://github.com/meta-pytorch/torchtune).
 """

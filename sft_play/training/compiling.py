@@ -64,13 +64,17 @@ class CompileFacts:
         )
 
     @property
-    def problem(self) -> str | None:
-        """What of the blocks is not compiled; None where all is."""
-        if self.gave_up:
-            return f"passes of more than {GRAPHS_OF_A_BLOCK} kinds were seen, and the others run the plain code"
-        if self.breaks:
-            return f"{self.breaks} places run plain code between compiled parts (TORCH_LOGS=graph_breaks names them)"
-        return None
+    def problems(self) -> dict[str, str]:
+        """What of the blocks is not compiled, in words, by its kind; empty where all is."""
+        found = {
+            "nothing": (self.graphs == 0, "nothing of them could be compiled, and the plain code runs"),
+            "breaks": (self.breaks > 0, f"plain code runs between compiled parts, at {self.breaks} places"),
+            "gave up": (
+                self.gave_up,
+                f"passes of more than {GRAPHS_OF_A_BLOCK} kinds were seen, and the others run the plain code",
+            ),
+        }
+        return {kind: text for kind, (is_so, text) in found.items() if is_so}
 
 
 class Compiler(TrainerCallback):
@@ -85,7 +89,8 @@ class Compiler(TrainerCallback):
 
         self.waiting: list[Callable[[float], None]] = []
         self._proof_s, self._seconds, self._began = proof_s, 0.0, 0.0
-        self._said: tuple[int, str | None] = (0, None)
+        self._said: tuple[int | None, frozenset[str]] = (None, frozenset())
+        """Graphs of the last line, and kinds of problems that were said."""
         self._open = contextlib.ExitStack()
         for add, remove, call in (
             (callback_handler.register_start_callback, callback_handler.remove_start_callback, self._start),
@@ -94,11 +99,7 @@ class Compiler(TrainerCallback):
             add(call)
             self._open.callback(remove, call)
         # DDP's own optimizer splits graphs by its buckets, and takes none that recompute; blocks are small already
-        self._open.enter_context(
-            config.patch(
-                optimize_ddp=False, recompile_limit=GRAPHS_OF_A_BLOCK, accumulated_recompile_limit=8 * GRAPHS_OF_A_BLOCK
-            )
-        )
+        self._open.enter_context(config.patch(optimize_ddp=False, recompile_limit=GRAPHS_OF_A_BLOCK))
         self._before = _counted()
 
     def close(self) -> None:
@@ -122,21 +123,21 @@ class Compiler(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Say what was compiled in the first step, and once what is not compiled."""
-        self._say(first=True)
+        self._say(again=False)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Say what was compiled since."""
-        self._say(first=False)
+        self._say(again=True)
 
-    def _say(self, *, first: bool) -> None:
-        facts, (graphs, problem) = self.facts, self._said
-        if graphs == 0 if first else facts.graphs > graphs:
+    def _say(self, *, again: bool) -> None:
+        facts, (graphs, known) = self.facts, self._said
+        if graphs is None or (again and facts.graphs > graphs):
             logger.info("%s", facts.line)
             graphs = facts.graphs
-        if facts.problem is not None and problem is None:
-            logger.warning("Compiled blocks: %s", facts.problem)
-            problem = facts.problem
-        self._said = (graphs, problem)
+        for kind, text in facts.problems.items():
+            if kind not in known:
+                logger.warning("Compiled blocks: %s (TORCH_LOGS=graph_breaks,recompiles says where and why)", text)
+        self._said = (graphs, known | facts.problems.keys())
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:
