@@ -249,6 +249,14 @@ def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
         bench.check_peer(None, sys.executable)
 
 
+def test_the_python_may_lie_in_the_home_folder(command, small, tmp_path, monkeypatch):
+    """Shells leave `~` alone in make's words."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", "~/python")
+    assert code == 2
+    assert f"PEER_PYTHON={tmp_path}/python is not a program that can be run" in said
+
+
 def test_stages_are_refused(command, small):
     path = small / "stages.yaml"
     settings = json.loads((small / "padded.yaml").read_text())
