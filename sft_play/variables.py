@@ -134,7 +134,7 @@ VARIABLES: Dict[str, Variable] = {
         "what it is compared with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory",
         "trl",
     ),
-    "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH"),
+    "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH", kind="path"),
     "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", kind="switch"),
     "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", kind="switch"),
     "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", kind="names"),

@@ -217,6 +217,21 @@ def test_a_peer_that_cannot_be_imported_is_refused_before_our_run(command, small
     bench.check_peer("axolotl", None)
 
 
+def test_unsloth_is_found_in_the_environment_of_make_setup_unsloth(tmp_path, monkeypatch):
+    """A module of the standard library stands for it; another Python that is given comes first."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "unsloth": "json"})
+    monkeypatch.setenv("UNSLOTH_VENV", str(tmp_path))
+    assert bench.check_peer("unsloth", None) == str(python)
+    assert bench.check_peer("unsloth", sys.executable) == sys.executable
+    assert bench.check_peer("trl", None) == sys.executable
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "unsloth": "a_package_that_is_nowhere"})
+    with pytest.raises(ConfigError, match="make setup-unsloth builds one"):
+        bench.check_peer("unsloth", None)
+
+
 def test_packs_are_refused_where_the_peer_packs_only_its_own_rows(command, small, monkeypatch):
     monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "llamafactory": "json"})
     code, said = command("bench", "--config", str(small / "packed.yaml"), "--peer", "llamafactory")
@@ -232,6 +247,14 @@ def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
         bench.check_peer("bare", sys.executable)
     with pytest.raises(ConfigError, match="none is asked for"):
         bench.check_peer(None, sys.executable)
+
+
+def test_the_python_may_lie_in_the_home_folder(command, small, tmp_path, monkeypatch):
+    """Shells leave `~` alone in make's words."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "trl", "--peer-python", "~/python")
+    assert code == 2
+    assert f"PEER_PYTHON={tmp_path}/python is not a program that can be run" in said
 
 
 def test_stages_are_refused(command, small):

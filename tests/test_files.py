@@ -674,3 +674,12 @@ def test_the_parts_of_a_config_name_their_files(tmp_path):
     assert [part.name for part in data_files(data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
     assert files.suffix_of(Path("x.JSONL.gz")) == ".jsonl"
     assert json_rows.parse_line('{"a": 1}', "x:1") == RawRow("x:1", {"a": 1}, True)
+
+
+def test_a_missing_file_shows_the_data_beside_it_first_and_nothing_hidden(tmp_path):
+    for name in (".hidden.jsonl", *(f"a{n}.md" for n in range(12)), "train.jsonl", "more.csv.gz"):
+        (tmp_path / name).touch()
+    said = refusal(str(tmp_path / "trian.jsonl"))
+    assert f"trian.jsonl does not exist; {tmp_path} holds more.csv.gz, train.jsonl, a0.md, " in said
+    assert ".hidden" not in said
+    assert said.count(", ") == 11  # twelve names

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.order import Order, trainer_arguments
+from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
@@ -33,6 +34,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.throughput import predict_speed, rates_of
 from sft_play.runs import versions
 from sft_play.starting.plan_run import shape_for
+from sft_play.training.unsloth_environment import find_python
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +197,7 @@ def compare(
         ConfigError: there is no such peer, its package is missing, or it cannot train this run.
         TrainingError: a process failed.
     """
-    check_peer(peer, python)
+    python = check_peer(peer, python)
     loaded = load_config(config, overrides=overrides)
     if loaded.stages:
         raise ConfigError(f"{config} has {len(loaded.stages)} stages, and make bench measures a run of one: give a run "
@@ -205,7 +207,7 @@ def compare(
                           "tokenised itself, and here both sides train the same tokens; add "
                           "SET=data.packing=none")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as place:
-        bench = _Bench(loaded, Path(place), list(overrides), python or sys.executable, steps, warmup, progress)
+        bench = _Bench(loaded, Path(place), list(overrides), python, steps, warmup, progress)
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         if peer == "trl-cli":
             bench.facts_alone()
@@ -231,8 +233,12 @@ importlib.import_module(sys.argv[1])
 """What a peer's Python is asked before anything is measured: an import that fails there would fail after our run."""
 
 
-def check_peer(peer: str | None, python: str | None) -> None:
-    """Raises ConfigError for a peer that does not exist, or that its Python does not have or cannot import."""
+def check_peer(peer: str | None, python: str | None) -> str:
+    """The Python that runs a peer: the one that is given, for Unsloth else that of `make setup-unsloth`, else this one.
+
+    Raises:
+        ConfigError: the peer does not exist, or that Python does not have its package or cannot import it.
+    """
     if peer is not None and peer not in PEERS:
         raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
     module = PEERS[peer] if peer is not None else None
@@ -240,22 +246,25 @@ def check_peer(peer: str | None, python: str | None) -> None:
         if python is not None:
             raise ConfigError("PEER_PYTHON= names the Python of another trainer, and none is asked for: give PEER=trl, "
                               "unsloth, axolotl or llamafactory, or leave it out")  # fmt: skip
-        return
-    asked, package = python or sys.executable, module.partition(".")[0]
+        return sys.executable
+    own = find_python(os.environ) if peer == "unsloth" and python is None else None
+    asked, package = python or str(own or sys.executable), module.partition(".")[0]
     if shutil.which(asked) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")
     found = subprocess.run(
         [asked, "-c", _IMPORTED, module], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
     )
     if found.returncode == _MISSING:
+        own_way = " (make setup-unsloth builds one that is found by itself)" if peer == "unsloth" else ""
         raise ConfigError(
             f"PEER={peer} needs the package {package}, which {one_line(asked)} does not have; install it in an "
-            "environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python"
+            f"environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python{own_way}"
         )
     if found.returncode:
         reason = [line for line in found.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
         raise ConfigError(f"PEER={peer}: {one_line(asked)} has the package {package} and cannot import {module}: "
                           f"{one_line(redact(' '.join(reason)), limit=400)}; mend that environment")  # fmt: skip
+    return asked
 
 
 @dataclass
@@ -399,6 +408,7 @@ def peers_environment() -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "AXOLOTL_DO_NOT_TRACK": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(cache_dir() / "unsloth"),  # else it writes code into the working folder
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
 

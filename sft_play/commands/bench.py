@@ -22,7 +22,7 @@ def run(request: Request) -> Answer:
         request.config,
         request.overrides,
         peer=request.peer,
-        python=request.peer_python,
+        python=str(request.peer_python) if request.peer_python else None,
         steps=request.steps or bench.STEPS,
         warmup=request.warmup or bench.WARMUP,
         rounds=request.rounds or bench.ROUNDS,

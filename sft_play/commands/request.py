@@ -62,7 +62,7 @@ class Request:
     warmup: int | None = None
     rounds: int | None = None
     peer: str | None = None
-    peer_python: str | None = None
+    peer_python: Path | None = None
     full: bool = False
     watch: bool = False
     yes: bool = False

@@ -254,9 +254,12 @@ def _absent(value: str) -> str:
         return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
     parent = Path(value).parent
     try:
-        names = sorted(one_line(item.name, limit=60) for item in parent.expanduser().iterdir())[:12]
+        there = [item for item in parent.expanduser().iterdir() if not item.name.startswith(".")]
     except (OSError, RuntimeError, ValueError):
-        names = []
+        there = []
+    # data first: a folder such as a checkout has much else
+    there.sort(key=lambda item: (Path(item.name.removesuffix(".gz")).suffix.lower() not in DATA_SUFFIXES, item.name))
+    names = [one_line(item.name, limit=60) for item in there[:12]]
     if names:
         return f"{shown} does not exist; {parent} holds {', '.join(names)}"
     is_empty = _existing(str(parent)) is not None
