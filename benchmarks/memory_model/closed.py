@@ -89,7 +89,7 @@ def _config(settings: StepSettings) -> RunConfig:
 
 
 def _step(settings: StepSettings) -> Step:
-    world = settings.world
+    world, own = settings.world, settings.attention
     layouts = {"single": SINGLE, "ddp": Layout("ddp", world)}
     layouts |= {"zero1": Layout("zero1", world, world), "zero2": Layout("zero2", world, world)}
     layouts |= {"zero3": Layout("zero3", world, world)}
@@ -101,9 +101,9 @@ def _step(settings: StepSettings) -> Step:
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
         loss="chunked" if settings.loss == "chunked" else "logits",
-        attention="sdpa" if settings.attention in BY_BOUNDARIES else settings.attention,
-        varlen=settings.attention in BY_BOUNDARIES,
-        one_by_one=settings.attention == "one_by_one",
+        attention="sdpa" if own == "varlen" or own == "one_by_one" else own,
+        varlen=own in BY_BOUNDARIES,
+        one_by_one=own == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
         repeats_kv=False,

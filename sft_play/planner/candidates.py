@@ -168,8 +168,6 @@ class Job:
     """How updates have reached the weights of a run that is resumed."""
     rows: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
-    torch: tuple[int, ...] | None = None
-    """The version of torch; None where it is not known, which counts as a current one."""
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -201,7 +199,7 @@ class Job:
         return why_one_by_one(
             self.shape, half=precision.compute != "float32", capability=self.capability,
             device="rocm" if any(gpu.is_amd for gpu in gpus) else self.hardware.device,
-            architectures=[gpu.architecture for gpu in gpus], torch=self.torch,
+            architectures=[gpu.architecture for gpu in gpus],
         )  # fmt: skip
 
     @property

@@ -15,12 +15,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE, flash_runs
 
-ROCM_SINCE = (2, 12)
-"""Version of torch from which its varlen attention runs on ROCm: it has AOTriton 0.11.2b
-(https://github.com/ROCm/pytorch/pull/3419), with which PyTorch runs all of its tests there and windows are CUDA's
-(https://github.com/pytorch/pytorch/pull/174105; the first tests: 170969). 2.13 has 0.12b."""
 AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")
-"""AMD's architectures that AOTriton has kernels for (PyTorch's cmake/External/aotriton.cmake, its list of images)."""
+"""AMD's architectures that AOTriton has kernels for (its images in PyTorch's cmake/External/aotriton.cmake). torch has
+AOTriton 0.11.2b since 2.11 (https://github.com/huggingface/kernels/pull/401). With it PyTorch's tests of varlen
+attention run on ROCm, and windows are CUDA's (https://github.com/pytorch/pytorch/pull/174105, after 170969)."""
 
 
 def why_masked(
@@ -70,7 +68,6 @@ def why_one_by_one(
     capability: tuple[int, int] | None,
     device: str,
     architectures: Sequence[str | None] = (),
-    torch: tuple[int, ...] | None = None,
 ) -> str | None:
     """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
     call of PyTorch's flash kernel takes them all.
@@ -80,7 +77,6 @@ def why_one_by_one(
         capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
         device: `cuda`, `rocm`, `cpu` or `mps`.
         architectures: of AMD's GPUs (`gfx942`); None where one is unknown, which counts as one that AOTriton knows.
-        torch: the installed version; None where there is none, which counts as a current one.
     """
     if device not in ("cuda", "rocm"):
         return f"no kernel for boundaries runs on {device}"
@@ -93,7 +89,5 @@ def why_one_by_one(
         return None if runs else "flash attention does not run on this GPU in this precision"
     if not half:
         return "flash attention does not run in this precision"
-    if torch is not None and torch < ROCM_SINCE:
-        return f"torch {'.'.join(map(str, torch))} was not tested with boundaries on ROCm"
     unknown = [name for name in architectures if name is not None and not AOTRITON.match(name)]
     return f"AOTriton has no kernel for {unknown[0]}" if unknown else None

@@ -14,7 +14,6 @@ from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import release_of
 from sft_play.log import one_line
 from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
@@ -479,7 +478,6 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         learned=learned,
         masters=masters,
         rows=rows,
-        torch=release_of("torch"),
     )
 
 

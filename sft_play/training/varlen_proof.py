@@ -84,7 +84,8 @@ def error(
     scale = heads.width**-0.5
     ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
     found = kernel(*given, ends, max(LENGTHS), scale=scale, window=window)
-    wanted = varlen.one_by_one(*exact, LENGTHS, scale=scale, window=window)
+    query, key, value = exact
+    wanted = varlen.one_by_one(query, key, value, LENGTHS, scale=scale, window=window)
     pairs = [
         (found, wanted),
         *zip(
