@@ -9,10 +9,12 @@ override SHELL := /bin/sh
 override .SHELLFLAGS := -c
 
 # A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
-# that of the defaults. Python words it (sft_play/variables.py has the table); without variables none is started.
+# that of the defaults. So is a target that there is not: for `make tests` make would find a folder and nothing to do.
+# Python words it (sft_play/variables.py has the table); where nothing can be wrong none is started.
 override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v))))
 override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
-ifneq ($(GIVEN),)
+override EVERY := help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score bench test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+ifneq ($(GIVEN)$(filter-out $(EVERY),$(MAKECMDGOALS)),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
 override REFUSED := $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
   '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py \
@@ -301,4 +303,4 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
 
-.PHONY: help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score bench test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
+.PHONY: $(EVERY)

@@ -28,7 +28,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs import versions, write_json
-from sft_play.trace.settings import StepSettings, TracedPeak
+from sft_play.trace.settings import Device, StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
 MASTERS = Precision("bfloat16", "float32", "")
@@ -106,6 +106,9 @@ gpt2 full 1024 8
 gpt2 full 512 2 off
 gpt2 lora 1024 4
 gpt2 qlora 1024 8 off
+Llama-3.2-1B lora 1024 4 off apart
+Qwen2.5-3B qlora 2048 2 apart
+gemma-3-1b-it lora 2048 2 off apart
 Llama-3.2-1B full 2048 2 fsdp=2
 Llama-3.1-8B full 2048 1 fsdp=8
 Llama-3.1-8B lora 4096 1 fsdp=4
@@ -136,8 +139,8 @@ Phi-3.5-mini-instruct qlora 8192 2 liger
 Llama-3.1-8B lora 4096 1 fsdp=4 liger
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
-blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, an accumulation, rows of an
-evaluation batch, `fsdp` or `ddp` ranks."""
+blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by
+one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,9 @@ def setting_of(line: str) -> Setting:
         loss="logits" if options.get("loss") == "logits" else "chunked",
         attention="eager" if "eager" in options else "flash_attention_2" if "flash" in options else "sdpa",
         padded="padded" in options,
+        varlen="apart" in options,
+        one_by_one="apart" in options,
+        capability=(7, 5) if "apart" in options else (9, 0),
         eval_batch=int(options.get("eval", 0)),
     )
     return Setting(model, config, step, MASTERS if "masters" in options else BF16)
@@ -227,8 +233,8 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         checkpointing=step.checkpointed_layers != 0,
         checkpointed_layers=step.checkpointed_layers or None,
         loss=step.loss,
-        attention=step.attention,
-        mask="padded" if step.padded else "ones",
+        attention="one_by_one" if step.one_by_one else step.attention,
+        mask="packed" if step.varlen else "padded" if step.padded else "ones",
         kernels="liger" if config.train.kernels == "liger" else "plain",
         optimizer={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw_foreach"}[config.train.optim],
         eval_batch=step.eval_batch or None,
@@ -236,6 +242,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         strategy=strategy,
         sync_each_batch=name == "fsdp" and gradients_of(config, setting.precision, "fsdp").every == "micro_batch",
         world=step.layout.ranks,
+        device=Device(capability=step.capability or (9, 0)),
     )
 
 

@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +47,24 @@ class Trial:
     mode: str
     length: int
     kind: str
+    compiled: bool = False
 
     @property
     def name(self) -> str:
         """As in the file."""
-        return f"{self.model}-{self.mode}-{self.length}-{self.kind}"
+        return f"{self.model}-{self.mode}-{self.length}-{self.kind}{'-compiled' if self.compiled else ''}"
 
 
 def trials() -> list[Trial]:
-    """All 24. First six in which every mode, length, kind and model occurs at least twice."""
+    """All 24, and two with compiled blocks: first six in which every mode, length, kind and model occurs at least
+    twice, then the compiled ones, to be compared with two of these."""
     every = [Trial(*cell) for cell in itertools.product(MODELS, MODES, LENGTHS, KINDS)]
     first = [
         Trial("8b", "lora", 2048, "mixed"), Trial("8b", "qlora", 8192, "blocks"), Trial("4b", "full", 2048, "mixed"),
         Trial("4b", "lora", 8192, "blocks"), Trial("8b", "qlora", 2048, "mixed"), Trial("4b", "full", 8192, "blocks"),
     ]  # fmt: skip
-    return [*first, *(trial for trial in every if trial not in first)]
+    compiled = [replace(trial, compiled=True) for trial in (first[0], first[5])]
+    return [*first, *compiled, *(trial for trial in every if trial not in first)]
 
 
 def write_model(folder: Path, name: str) -> None:
@@ -98,7 +101,7 @@ def config_of(trial: Trial, folder: Path) -> Path:
     return material.write_config(
         folder / f"{trial.name}.yaml", model=folder / trial.model, rows=write_rows(folder, trial.length, trial.kind),
         seq_len=trial.length, tuning={"mode": trial.mode}, plan={"trace": False},
-        train={"effective_batch_size": TOKENS_PER_STEP // trial.length},
+        train={"effective_batch_size": TOKENS_PER_STEP // trial.length, "compile": trial.compiled},
     )  # fmt: skip
 
 

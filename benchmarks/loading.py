@@ -2,10 +2,10 @@
 
     python -m benchmarks.loading --out loading.json
 
-Each row is a run of one step under FSDP2 over CPU ranks, of a model whose weights outweigh everything else: about
-0.15 billion parameters stored in bf16 (`stored`: in another dtype; `experts`: a mixture of experts, whose tensors are
-stacked when they are read). A rank's own memory is counted from before the weights are read until they are divided;
-pages of files are left out. `files` are the bytes of the weights as they are stored.
+Each row is a run under FSDP2 over CPU ranks, ended once it has loaded, of a model whose weights outweigh everything
+else: about 0.15 billion parameters stored in bf16 (`stored`: in another dtype; `experts`: a mixture of experts, whose
+tensors are stacked when they are read). A rank's own memory is counted from before the weights are read until they are
+divided; pages of files are left out. `files` are the bytes of the weights as they are stored.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 from benchmarks.verify.small import make_small_run
 from sft_play.runs import versions, write_json
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -39,6 +41,29 @@ class Setting:
         """Its row's name."""
         return f"{self.mode} x{self.ranks} {self.stored}{' experts' if self.experts else ''}"
 
+
+AFTER_LOADING = '''
+"""Ends a rank once all have loaded: a step and its checkpoint would take twice as long."""
+import json, os, time
+from pathlib import Path
+
+if "RANK" in os.environ:
+    from sft_play.training.load_memory import LoadMeter
+
+    stop, folder = LoadMeter.stop, Path(__file__).parent
+
+    def stop_and_leave(meter):
+        found = json.dumps(stop(meter).as_json())
+        aside = folder / f"{os.environ['RANK']}.part"
+        aside.write_text(found)
+        aside.rename(folder / f"{os.environ['RANK']}.json")
+        while len(list(folder.glob("*.json"))) < int(os.environ["WORLD_SIZE"]):  # others may still wait for this one
+            time.sleep(0.05)
+        os._exit(0)
+
+    LoadMeter.stop = stop_and_leave
+'''
+"""sitecustomize.py of the ranks."""
 
 SETTINGS = (
     *(Setting(mode, ranks) for mode in ("full", "lora", "qlora") for ranks in (2, 4)),
@@ -69,7 +94,7 @@ def make_run(folder: Path, setting: Setting) -> Path:
 
 
 def measure(folder: Path, setting: Setting) -> dict[str, Any]:
-    """`loading` of the summary of one run, and the bytes of the stored weights.
+    """`loading` of the summary of one run, which ends then, and the bytes of the stored weights.
 
     Raises:
         RuntimeError: the run failed; the message is the end of what it printed.
@@ -83,13 +108,16 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
     ]  # fmt: skip
     options = ["--strategy", "fsdp", "--nproc", str(setting.ranks)]
     command = [sys.executable, "-m", "sft_play", "train-distributed", *options, "--config", str(path), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "sitecustomize.py").write_text(AFTER_LOADING, encoding="utf-8")
+    place = os.pathsep.join([str(folder / "ranks"), str(ROOT)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": place}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{setting.name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-2000:]}")
-    summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+    loading = json.loads((folder / "ranks" / "0.json").read_text(encoding="utf-8"))
     files = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
-    return {**summary["loading"], "files": files}
+    return {**loading, "files": files}
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
 `published_speeds.csv` has a row a run: address, date, settings, tokens per second and GPU. `split` says whether a
 constant of the throughput model was fitted to it (`fitted`) or not (`held out`); errors are those of the rows held
 out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
-LoRA, Transformer Engine): the plan assumes plain ones. `checkpointing`: all layers, none, or the share of them.
+LoRA, Transformer Engine): the plan knows the first two, and takes fused ones for plain. `checkpointing`: all layers,
+none, or the share of them.
 `make benchmark-speed` prints it.
 """
 
@@ -70,9 +71,9 @@ _named = functools.cache(named)
 
 
 @functools.cache
-def _config(mode: str, rank: str) -> RunConfig:
-    lora = f", lora: {{r: {rank}}}" if rank else ""
-    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}", name="row")
+def _config(mode: str, rank: str, compiled: bool) -> RunConfig:
+    lora, on = f", lora: {{r: {rank}}}" if rank else "", str(compiled).lower()
+    return config_from_text(f"model: {{name: x}}\ntuning: {{mode: {mode}{lora}}}\ntrain: {{compile: {on}}}", name="row")
 
 
 def rows() -> list[dict[str, str]]:
@@ -111,8 +112,11 @@ def step_of(row: Mapping[str, str]) -> Step:
 
 def speed_of(row: Mapping[str, str]) -> Speed:
     """The plan's speed of a row's settings."""
-    rates = rates_of(machine_of(row), PRECISION)
-    return predict_speed(_config(row["mode"], row["lora_r"]), shape(row["model"]), PRECISION, step_of(row), rates)
+    rates, config = (
+        rates_of(machine_of(row), PRECISION),
+        _config(row["mode"], row["lora_r"], row["kernels"] == "compiled"),
+    )
+    return predict_speed(config, shape(row["model"]), PRECISION, step_of(row), rates)
 
 
 def error_of(row: Mapping[str, str]) -> SpeedError:

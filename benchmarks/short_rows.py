@@ -75,7 +75,7 @@ def main(rows: Path, tokenizer: Path, out: Path) -> None:
                             "ratio": short.speed.tokens_per_s / full.speed.tokens_per_s,
                             "padded_to_full": by_rows / full.speed.tokens_per_s,
                             "micro_batches": [short.micro_batches.rows, short.micro_batches.tokens],
-                            "padded": short.micro_batches.padded,
+                            "padded": short.micro_batches.padded, "one_by_one": short.choice.step.one_by_one,
                         }
                     )  # fmt: skip
                     print(f"{card:24} {model.split('/')[1]:24} {mode:6} {batch:3} {full.speed.tokens_per_s:9,.0f} "

@@ -33,9 +33,9 @@ NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
 SETTINGS: dict[str, dict[str, str]] = {
     "torch's own": {},
     "busy: passive": SLEEPING,
-    "quiet: spin 10,000": SPINNING,
+    "quiet: spin 3,000": SPINNING,
     "spin 1,000": {"GOMP_SPINCOUNT": "1000"},
-    "spin 3,000": {"GOMP_SPINCOUNT": "3000"},
+    "spin 10,000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 """torch's own, what a command sets where it finds the machine busy or quiet, and others."""

@@ -1,4 +1,4 @@
-"""Prints what is wrong with the variables on make's command line, or nothing: the Makefile asks before any target.
+"""Prints what is wrong with the targets and variables on make's command line, or nothing: the Makefile asks first.
 
     check_variables.py TARGET… --given NAME… --empty NAME…
 

@@ -39,10 +39,11 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-SPINNING = {"GOMP_SPINCOUNT": "10000"}
+SPINNING = {"GOMP_SPINCOUNT": "3000"}
 """On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
 
-That is as fast as the default's milliseconds, and costs less once other work runs beside it.
+That is as fast as the default's milliseconds, and costs less once other work runs beside it; 10,000 is no faster alone
+and half as fast on a machine that becomes busy, 1,000 costs a tenth alone (benchmarks/README.md, Threads).
 """
 SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 """On a busy machine they sleep at once: spinning takes the cores from the threads that they wait for.

@@ -345,15 +345,16 @@ def help_lines() -> List[str]:
 
 
 def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) -> Optional[str]:
-    """What is wrong with the variables on make's command line, in one line; None where nothing is.
+    """What is wrong with make's command line, in one line; None where nothing is.
 
     Args:
-        goals: the targets that were asked for; make itself refuses those that the table does not have.
+        goals: the targets that were asked for.
         given: the names of all variables on the command line, of which `empty` have no value.
     """
-    asked = [goal for goal in (goals or ["help"]) if goal in targets()]
-    if not asked:
-        return None
+    asked = list(goals or ["help"])
+    unknown = [_no_target(goal) for goal in asked if goal not in targets()]
+    if unknown:
+        return "; ".join(unknown)
     words = f"make {' '.join(asked)}" if goals else "make without a target"
     wrong = [text for name in sorted(given) for text in [_wrong(name, asked, words)] if text]
     for name in sorted(empty):
@@ -364,6 +365,14 @@ def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) ->
         ):
             wrong.append(f"{name}= is given and empty (an unset shell variable?): give a value, or leave it out")
     return "; ".join(wrong) or None
+
+
+def _no_target(goal: str) -> str:
+    near = nearest(goal, sorted(targets()))
+    hint = f"did you mean make {near}?" if near else "make alone lists them"
+    if goal.endswith((".yaml", ".yml")):
+        hint = f"a run YAML is given as CONFIG={goal}"
+    return f"make {goal}: there is no such target; {hint}"
 
 
 def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
@@ -402,7 +411,7 @@ SETTINGS = {
 def _takers(name: str) -> str:
     """The targets that use a variable, the first of them by name."""
     named = [f"make {one}" for one in VARIABLES[name].commands]
-    return ", ".join(named) if len(named) <= 6 else f"{', '.join(named[:6])} and {len(named) - 6} others"
+    return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"
 
 
 def nearest(name: str, *choices: Sequence[str]) -> Optional[str]:

@@ -27,6 +27,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup what it runs with SIGHUP ignored
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share the cores
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False  # a hundred processes of tests would each compile the package anew, for two seconds
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -41,9 +43,10 @@ def shared(name: str) -> Path:
 
 
 LONGEST_FIRST = (
-    *("test_starter", "test_failures", "test_train", "test_stages", "test_distributed", "test_makefile"),
-    *("test_fsdp_loading", "test_trace", "test_tensorboard", "test_score", "test_plan_inputs", "test_ways_in"),
-    *("test_mask_score", "test_memory_check", "test_endings", "test_going_on"),
+    *("test_starter", "test_failures", "test_mesh", "test_makefile", "test_distributed", "test_fsdp_loading"),
+    *("test_ways_in", "test_export", "test_commands", "test_stages", "test_train", "test_gradients", "test_trace"),
+    *("test_tensorboard", "test_recorded_data", "test_plan_inputs", "test_options", "test_score", "test_endings"),
+    *("test_mask_score", "test_eval", "test_going_on"),
 )
 """Files that take minutes: first, so that no process is left with one when the other has nothing to do."""
 
@@ -82,6 +85,12 @@ VARIABLES = (
     "PYTEST_ADDOPTS",
 )
 """Variables of make and of launchers, which a test sets for itself."""
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The environment of a command that a test starts: nothing of make or a launcher, one thread a process."""
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_evaluation MODEL O
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,6 +24,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs import RunFolder
 from sft_play.training.trainer import build_trainer
+from tests.ranks import write_found
 
 SIZES = (1, 3, 5, 11, 64)
 """Rows of an evaluation batch; there are 11 rows."""
@@ -79,10 +78,7 @@ def figures(model: Path, folder: Path, *, ranks: int) -> dict[str, dict[str, dic
 def main(model: Path, out: Path) -> None:
     """Evaluate on all ranks, written by the first."""
     found = figures(model, out.parent, ranks=int(os.environ["WORLD_SIZE"]))
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_found(found, out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_mesh OUT
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from sft_play.planner.layout import Layout
 from sft_play.training import context_parallel, tensor_parallel
 from sft_play.training.collate import Collator
 from sft_play.training.model import linear_layers
+from tests.ranks import write_found
 
 RANKS = 2
 NOT_DIVIDED = ("apertus", "phi3", "olmo2", "mixtral", "qwen3_moe")
@@ -173,10 +173,7 @@ def main(out: Path) -> None:
         "mistral": shared("mistral", sliding_window=None),
     }
     found["refused"] = {kind: refused(kind) for kind in NOT_DIVIDED}
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_found(found, out)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ torchrun --standalone --nproc-per-node 2 --module tests.ranks_micro_batches MODE
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
@@ -26,6 +24,7 @@ from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs import RunFolder
 from sft_play.training import varlen
 from sft_play.training.trainer import build_trainer
+from tests.ranks import write_found
 from tests.ranks_evaluation import rows_of
 
 CUTS = {
@@ -110,10 +109,7 @@ def main(model: Path, out: Path) -> None:
         precision: trained(model, out.parent / precision, ranks=ranks, bf16=precision == "bf16")
         for precision in ("fp32", "bf16")
     }
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    write_found(found, out)
 
 
 if __name__ == "__main__":

@@ -175,3 +175,21 @@ def test_the_commands_read_standard_input_and_files(run, tmp_path, command, monk
     code, printed = command("infer", "--run", str(run.folder.path), "--max_new_tokens", "4")
     assert code == 0, printed
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl"),
+        ({"INPUT": "prompts.txt"}, "make infer needs OUTPUT=answers.jsonl"),
+        ({"OUTPUT": "answers.jsonl"}, "make infer needs INPUT=prompts.txt (or .jsonl)"),
+    ],
+)
+def test_infer_names_what_is_missing_and_no_more(command, monkeypatch, given, said):
+    for name in ("INPUT", "OUTPUT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    code, printed = command("infer")
+    assert code == 2
+    assert f"error: {said}\n" in printed

@@ -32,15 +32,30 @@ FACTS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
-    """A folder with 40 chats of mixed lengths and two run YAMLs: padded rows in steps of 8, and packed ones."""
+    """A folder with 40 chats of mixed lengths and run YAMLs: 8 rows a step, padded, packed or joined."""
     folder = tmp_path_factory.mktemp("bench")
     material.write_chats(folder / "chats.jsonl", 40, **MIXED)
-    sections = {"train": {"effective_batch_size": 8, "batch_size": 2, "learning_rate": 1e-3}}
-    for name, data in (("padded", {}), ("packed", {"packing": "best_fit"})):
+    train = {"effective_batch_size": 8, "learning_rate": 1e-3}
+    kinds: dict[str, dict[str, dict[str, Any]]] = {
+        "padded": {"train": train | {"batch_size": 2}},
+        "packed": {"train": train | {"batch_size": 2}, "data": {"packing": "best_fit"}},
+        "joined": {"train": train | {"batch_by": "tokens"}},
+    }
+    for name, sections in kinds.items():
         material.write_config(
-            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=512, data=data, **sections
+            folder / f"{name}.yaml", model=tiny_llama, rows=folder / "chats.jsonl", seq_len=512, **sections
         )
     return folder
+
+
+def facts_of(config: Path, folder: Path) -> dict[str, Any]:
+    """What peers are told of a run; its rows lie in `facts/rows`."""
+    (folder / "facts").mkdir()
+    words = ["train.max_steps=1", f"output.dir={json.dumps(str(folder / 'outputs'))}", "output.name=facts"]
+    order = Order("facts", str(folder / "r.json"), str(folder), 1, 1, config=str(config), overrides=words,
+                  facts=str(folder / "facts"))  # fmt: skip
+    importlib.import_module("benchmarks.steps.ours").measure(order)
+    return order.known()
 
 
 @pytest.fixture
@@ -53,7 +68,7 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.build
 @pytest.mark.usefixtures("warmed")
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["padded", "packed", "joined"])
 def test_the_bare_loop_does_the_same_steps(kind, small):
     found = bench.compare(small / f"{kind}.yaml", peer="bare", steps=3, warmup=2, rounds=1)
     data = json.loads(json.dumps(found.as_json()))
@@ -76,7 +91,8 @@ def test_the_bare_loop_does_the_same_steps(kind, small):
 @pytest.mark.build
 @pytest.mark.usefixtures("warmed")
 def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
-    found = bench.compare(small / "padded.yaml", peer="trl", steps=2, warmup=1, rounds=2)
+    """TRL pads the rows that ours puts one behind the other, and without our attention."""
+    found = bench.compare(small / "joined.yaml", peer="trl", steps=2, warmup=1, rounds=2)
     same = found.same_work()
     assert same is not None
     assert same["rows"]
@@ -90,6 +106,27 @@ def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
 
 
 @pytest.mark.build
+@pytest.mark.parametrize("kind", ["packed", "joined"])
+def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeypatch):
+    """The attention that takes boundaries is registered by this toolkit: a peer's transformers does not have it."""
+    from sft_play.training import varlen
+
+    ours = importlib.import_module("benchmarks.steps.ours")
+    used, write_facts = [], ours.write_facts
+
+    def watched(folder: Path, job: Any, prepared: Any) -> None:
+        used.append(prepared.model_spec.attention.name)
+        write_facts(folder, job, prepared)
+
+    monkeypatch.setattr(ours, "write_facts", watched)
+    facts = facts_of(small / f"{kind}.yaml", tmp_path)
+    assert used == [varlen.ATTENTION]
+    assert facts["attention"] == "sdpa"
+    assert settings_of("llamafactory", **facts)["flash_attn"] == "sdpa"
+    assert settings_of("axolotl", **facts)["attn_implementation"] == "sdpa"
+
+
+@pytest.mark.build
 @pytest.mark.usefixtures("warmed")
 def test_rows_for_peers_are_those_that_trl_makes_itself(small, tiny_llama, tmp_path):
     """Token ids of the conversations, as TRL's own preparation renders and tokenises them."""
@@ -97,11 +134,7 @@ def test_rows_for_peers_are_those_that_trl_makes_itself(small, tiny_llama, tmp_p
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    (tmp_path / "facts").mkdir()
-    words = ["train.max_steps=1", f"output.dir={json.dumps(str(tmp_path / 'outputs'))}", "output.name=facts"]
-    order = Order("facts", str(tmp_path / "r.json"), str(tmp_path), 1, 1, config=str(small / "padded.yaml"),
-                  overrides=words, facts=str(tmp_path / "facts"))  # fmt: skip
-    importlib.import_module("benchmarks.steps.ours").measure(order)
+    facts_of(small / "padded.yaml", tmp_path)
     ours = load_from_disk(str(tmp_path / "facts" / "rows"))
     trainer = SFTTrainer(
         model=str(tiny_llama),
@@ -160,11 +193,36 @@ def test_an_unknown_peer_is_refused_before_anything_runs(command, small):
 
 @pytest.mark.parametrize("peer", ["axolotl", "llamafactory"])
 def test_a_peer_whose_package_is_missing_is_refused(peer, command, small, monkeypatch):
-    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, peer: "a_package_that_is_nowhere"})
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, peer: "a_package_that_is_nowhere.train"})
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", peer)
     assert code == 2
-    assert f"PEER={peer} needs the package a_package_that_is_nowhere" in said
+    assert f"PEER={peer} needs the package a_package_that_is_nowhere, which {sys.executable} does not have" in said
     assert "PEER_PYTHON=/path/to/bin/python" in said
+
+
+def test_a_peer_that_cannot_be_imported_is_refused_before_our_run(command, small, tmp_path, monkeypatch):
+    """As LLaMA-Factory beside a torchaudio of another torch: the package is there, and what it imports is not."""
+    package = tmp_path / "peers_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text("import a_package_that_is_nowhere\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "axolotl": "peers_package.train"})
+    code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "axolotl")
+    assert code == 2
+    assert f"PEER=axolotl: {sys.executable} has the package peers_package and cannot import peers_package.train" in said
+    assert "No module named 'a_package_that_is_nowhere'; mend that environment" in said
+    assert "Round" not in said
+    (package / "train.py").write_text("")
+    bench.check_peer("axolotl", None)
+
+
+def test_packs_are_refused_where_the_peer_packs_only_its_own_rows(command, small, monkeypatch):
+    monkeypatch.setattr(bench, "PEERS", {**bench.PEERS, "llamafactory": "json"})
+    code, said = command("bench", "--config", str(small / "packed.yaml"), "--peer", "llamafactory")
+    assert code == 2
+    assert "data.packing=best_fit: PEER=llamafactory packs only rows that it has tokenised itself" in said
+    assert "SET=data.packing=none" in said
 
 
 def test_a_python_is_refused_where_it_is_none_or_unused(tmp_path):
@@ -255,10 +313,15 @@ def test_trl_tries_powers_of_two_that_divide_the_step():
 # --- peers' settings --------------------------------------------------------------------------------------------------
 
 
-def test_peers_get_the_same_run():
+def settings_of(peer: str, **changed: Any) -> dict[str, Any]:
     order = Order("x", "r.json", "folder", warmup=2, steps=7, facts="facts")
-    axolotl = importlib.import_module("benchmarks.steps.axolotl_peer").settings(order, FACTS, Path("rows.jsonl"))
-    factory = importlib.import_module("benchmarks.steps.llamafactory_peer").settings(order, FACTS)
+    module = importlib.import_module(f"benchmarks.steps.{peer}_peer")
+    made: dict[str, Any] = module.settings(order, FACTS | changed, *([Path("rows.jsonl")] if peer == "axolotl" else []))
+    return made
+
+
+def test_peers_get_the_same_run():
+    axolotl, factory = settings_of("axolotl"), settings_of("llamafactory")
     assert (axolotl["max_steps"], factory["max_steps"]) == (9, 9)
     assert axolotl["micro_batch_size"] * axolotl["gradient_accumulation_steps"] == 8
     assert factory["per_device_train_batch_size"] * factory["gradient_accumulation_steps"] == 8
@@ -266,12 +329,28 @@ def test_peers_get_the_same_run():
     assert (factory["finetuning_type"], factory["quantization_bit"]) == ("lora", 4)
     assert (axolotl["lora_r"], factory["lora_rank"]) == (8, 8)
     assert axolotl["datasets"] == [{"path": "rows.jsonl", "ds_type": "json", "type": None}]
-    assert factory["tokenized_path"] == "facts/rows"
-    full = {**FACTS, "mode": "full", "lora": None}
-    assert "adapter" not in importlib.import_module("benchmarks.steps.axolotl_peer").settings(order, full, Path("r"))
-    assert (
-        importlib.import_module("benchmarks.steps.llamafactory_peer").settings(order, full)["finetuning_type"] == "full"
-    )
+    assert (factory["tokenized_path"], bool(factory["dataset"])) == ("facts/rows", True)
+    for name in ("learning_rate", "weight_decay", "adam_beta2", "max_grad_norm", "optim", "seed", "bf16", "fp16"):
+        assert axolotl[name] == factory[name], name
+    full = {"mode": "full", "lora": None}
+    assert "adapter" not in settings_of("axolotl", **full)
+    assert settings_of("llamafactory", **full)["finetuning_type"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"), [(0.03, "warmup_ratio", 0.03), (3.0, "warmup_steps", 3), (0, "warmup_steps", 0)]
+)
+def test_a_share_of_warm_up_steps_stays_one(given, name, value):
+    axolotl = settings_of("axolotl", warmup_steps=given)
+    assert {key: axolotl[key] for key in axolotl if key.startswith("warmup")} == {name: value}
+    assert settings_of("llamafactory", warmup_steps=given)["warmup_steps"] == given
+
+
+def test_axolotls_own_kernels_are_left_alone_on_a_gpu_and_off_on_a_cpu():
+    names = {"lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"}
+    assert not names & set(settings_of("axolotl"))
+    on_cpu = settings_of("axolotl", on_cpu=True)
+    assert [on_cpu[name] for name in names] == [False] * 4
 
 
 def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
@@ -286,14 +365,17 @@ def test_the_command_line_of_trl_gets_prompt_and_completion(tmp_path):
 
 def test_recording_and_orders_need_nothing_of_this_project():
     """They run in the environments of other libraries."""
-    for name in ("recording", "order", "trl_peer", "unsloth_peer", "axolotl_peer", "llamafactory_peer"):
+    for name in ("recording", "order", "peer", "trl_peer", "unsloth_peer", "axolotl_peer", "llamafactory_peer"):
         assert "sft_play" not in (ROOT / "benchmarks" / "steps" / f"{name}.py").read_text()
 
 
 def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
     gpu = importlib.import_module("benchmarks.gpu_bench")
     every = gpu.trials()
-    assert len(every) == len(set(every)) == 24
+    assert len(every) == len({one.name for one in every}) == 26
+    plain = {(one.model, one.mode, one.length, one.kind) for one in every[:6]}
+    assert all(one.compiled and (one.model, one.mode, one.length, one.kind) in plain for one in every[6:8])
+    assert sum(one.compiled for one in every) == 2
     for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
         assert all(values.count(value) >= 2 for value in set(values))
     assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}

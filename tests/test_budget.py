@@ -215,6 +215,7 @@ def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(command:
         (("--budget", "5", "--price", "2"), "HARDWARE=2xH200"),
         (("--budget", "-1"), "not an amount of money, such as BUDGET=20"),
         (("--budget", "much"), "not an amount of money, such as BUDGET=20"),
+        (("--budget", "２０"), "not an amount of money, such as BUDGET=20"),  # as STEPS=３ is refused
     ],
 )
 def test_what_is_missing_is_asked_for(command: Command, run_yaml, few_prices, words, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 from sft_play import checkout
 from sft_play.errors import ConfigError
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 
 COMMANDS = {
     "gpu-selftest": [],
@@ -32,10 +31,9 @@ def installed(tmp_path_factory):
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_without_a_checkout_a_developers_command_says_so_in_one_line(installed, tmp_path, command):
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     answer = subprocess.run(
         [sys.executable, "-m", "sft_play", command, *COMMANDS[command]],
-        cwd=tmp_path, env={**environment, "PYTHONPATH": str(installed)}, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env=clean_environment(PYTHONPATH=str(installed)), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert answer.returncode == 2, answer.stderr
     (line,) = answer.stderr.strip().splitlines()

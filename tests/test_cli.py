@@ -136,6 +136,7 @@ def test_a_signal_saves_the_state_and_ends_with_130(tmp_path, tiny_llama, sums, 
     assert process.returncode == 130, printed
     assert f"{number.name}: saving at the end of this step" in printed
     assert "resume with: make resume CONFIG=" in printed
+    assert printed.count("resume with:") == 1
     assert "Traceback" not in printed
     assert list((tmp_path / "outputs" / "one" / "checkpoints").glob("checkpoint-*"))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from sft_play.launch.ranks import ranks_of
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests import warm
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 
 GIB = 2**30
@@ -42,10 +40,10 @@ def world(tmp_path_factory, tiny_llama) -> Path:
 def start(
     world: Path, *words: str, limit_s: float = 280, python: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", **environ}
     command = [python or warm.python(), "-m", "sft_play", *words]
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
+    return subprocess.run(
+        command, cwd=ROOT, env=clean_environment(**environ), capture_output=True, text=True, timeout=limit_s
+    )
 
 
 def losses(run: Path) -> list[float]:
@@ -117,20 +115,21 @@ def shapes(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def test_ranks_that_a_person_starts_find_each_other_and_one_plans(world, alone):
+def test_ranks_that_a_person_starts_find_each_other_and_one_counts_the_rows_and_plans(world, alone, tmp_path):
     """`torchrun --standalone --nproc-per-node 2 --no-python sft-play train …`, word for word."""
-    torchrun_program = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    program = shutil.which("sft-play", path=str(Path(sys.executable).parent))
+    torchrun_program, program = (shutil.which(name, path=warm.programs()) for name in ("torchrun", "sft-play"))
     if torchrun_program is None or program is None:
         pytest.skip("torchrun and sft-play are not beside this Python")
     words = [torchrun_program, "--standalone", "--nproc-per-node", "2", "--no-python", program, "train", "--config"]
     words += [f"{world}/run.yaml", "tuning.mode=lora", "output.name=by-hand", "--lora-rank", "16", "--strategy", "ddp"]
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"OMP_NUM_THREADS": "1"}
-    kept["PYTHONPATH"] = str(ROOT)
-    answer = subprocess.run(words, env=kept, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    environment = clean_environment() | {"SFT_PLAY_CACHE": str(tmp_path / "cache")}
+    answer = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("Rows: counting their tokens before the plan is made") == 1
     assert answer.stdout.count("Engine: ddp proved") == 1
-    assert losses(world / "outputs" / "by-hand") == pytest.approx(alone["lora"], rel=1e-5)
+    run = world / "outputs" / "by-hand"
+    assert json.loads((run / "plan.json").read_text())["row_tokens"] is not None
+    assert losses(run) == pytest.approx(alone["lora"], rel=1e-5)
 
 
 def test_a_launch_that_fails_leaves_nothing_half_written(world):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from sft_play import endings
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 
 WAIT_S = 150
 WAITS = "import time; from sft_play.endings import leave_with_starter; leave_with_starter(); time.sleep(300)"
@@ -85,9 +85,8 @@ class Terminal:
         self.shown = ""
         self.pid, self._descriptor = pty.fork()
         if self.pid == 0:
-            kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
             os.chdir(folder)
-            os.execvpe(words[0], words, {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"})
+            os.execvpe(words[0], words, clean_environment(TERM="xterm"))
         os.set_blocking(self._descriptor, False)
 
     def read(self) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from typing import Any
 
 import numpy as np
@@ -22,8 +19,7 @@ from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
 from sft_play.units import GIB
-from tests import warm
-from tests.conftest import ROOT, VARIABLES
+from tests.ranks import found_by_ranks
 from tests.test_decisions import QUICK
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16 everywhere")
@@ -158,19 +154,7 @@ def alone(tmp_path_factory, tiny_llama):
 @pytest.fixture(scope="module")
 def together(tmp_path_factory, tiny_llama):
     """What two ranks found (tests/ranks_evaluation.py)."""
-    out = tmp_path_factory.mktemp("together") / "found.json"
-    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    answer = subprocess.run(
-        [*words, "--module", "tests.ranks_evaluation", str(tiny_llama), str(out)],
-        cwd=ROOT,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return json.loads(out.read_text())
+    return found_by_ranks("tests.ranks_evaluation", str(tiny_llama), folder=tmp_path_factory.mktemp("together"))
 
 
 def by_hand(model: Any, dtype: Any) -> tuple[float, float]:

@@ -17,10 +17,13 @@ import psutil
 import pytest
 
 from sft_play import failures
+from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
-from tests.conftest import ROOT, VARIABLES, chat
+from sft_play.runs import RunFolder
+from tests import warm
+from tests.conftest import ROOT, Command, chat, clean_environment
 
 pytestmark = pytest.mark.build
 NOISE = ("ChildFailedError", "torch/distributed/elastic", "torch/distributed/run.py", "Root Cause", "error_file:")
@@ -134,8 +137,7 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
     running: list[Started] = []
 
     def begin(*words: str, path: Path | None = None, **environ: str) -> Started:
-        kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(path or "")]), **environ}
+        kept = clean_environment(**{"PYTHONPATH": os.pathsep.join([str(ROOT), str(path or "")]), **environ})
         to = tmp_path / f"printed{len(running)}.txt"
         with to.open("wb") as file:
             process = subprocess.Popen(words, cwd=tmp_path, env=kept, stdout=file, stderr=subprocess.STDOUT)
@@ -223,8 +225,25 @@ def require_no_noise(started: Started) -> None:
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(training):
+def check_memory_of_ranks(run: Path, config: Path, command: Command) -> None:
+    """What `memory-check` shows of a run of two ranks that trains."""
+    code, printed = command("memory-check", "--config", str(config), "--json")
+    assert code == 0
+    found = json.loads(printed)
+    assert found["running"]
+    assert found["folder"] == str(run)
+    assert [use["rank"] for use in found["ranks"]] == [0, 1]
+    for use in found["ranks"]:  # torch and its libraries alone are more than 100 MiB
+        assert 100 * 2**20 < use["rss_bytes"] <= use["peak_rss_bytes"]
+    assert found["ram"]["run_bytes"] > sum(use["rss_bytes"] for use in found["ranks"])  # the launcher beside them
+    assert (found["prediction"]["layout"], found["prediction"]["ranks"]) == ("ddp", 2)
+    assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
+    assert lock_holder(RunFolder(run)) == found["ranks"][0]["pid"]
+
+
+def test_a_run_shows_the_memory_of_its_ranks_and_one_that_is_killed_ends_it_and_is_named(training, long_run, command):
     started, run = training("killed")
+    check_memory_of_ranks(run, long_run / "run.yaml", command)
     rank = started.rank(1)
     rank.kill()
     assert started.end() == 1
@@ -236,19 +255,27 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(training):
     assert manifest["status"] == "failed"
     assert "was killed by SIGKILL" in manifest["error"]
     assert "was killed by SIGKILL" in (run / "train.log").read_text()
+    code, printed = command("memory-check", "--config", f"{long_run}/run.yaml", "--run", "killed")
+    assert code == 0
+    assert "is not running (status: failed)" in printed
 
 
-def test_a_rank_that_hangs_ends_the_run_by_the_timeout_and_is_named(training):
-    started, _ = training("hung", "distributed.timeout_s=8")
+def check_hung(started: Started, timeout_s: int) -> None:
     started.rank(1).suspend()
     assert started.end() == 1
     line = last_line(started, "[train-distributed] error: ")
-    assert "no progress for 8 s (distributed.timeout_s): rank 1 (host " in line
+    assert f"no progress for {timeout_s} s (distributed.timeout_s): rank 1 (host " in line
     assert "stopped at step " in line
     assert "its last sign of life" in line
     assert "rank 0 waits for it at step " in line
     require_no_noise(started)
     started.require_nobody_left()
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_run_that_hangs_ends_it_by_the_timeout_and_is_named(training):
+    started, _ = training("hung", "distributed.timeout_s=8")
+    check_hung(started, 8)
 
 
 @pytest.mark.parametrize(
@@ -282,13 +309,17 @@ def test_ranks_save_and_leave_when_the_command_that_started_them_is_killed(train
     [
         # its first row can be read: the command looks no further before it counts the rows
         ("data.train_path=FOLDER/broken.jsonl", "broken.jsonl", False),
-        ("train.load_best_model_at_end=true eval.steps=5", "needs validation rows", True),
+        # the default tier has such a run in test_fsdp_loading
+        pytest.param(
+            "train.load_best_model_at_end=true eval.steps=5", "needs validation rows", True, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long_run, settings, said, ranks_began):
     broken = '{"messages": [{"role": "user", "content": \n' * 8
     (long_run / "broken.jsonl").write_text(json.dumps(chat("hello", "hello")) + "\n" + broken)
-    words = [sys.executable, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
+    python = sys.executable if ranks_began else warm.python()
+    words = [python, "-m", "sft_play", "train-distributed", "--config", f"{long_run}/run.yaml"]
     words += settings.replace("FOLDER", str(long_run)).split()
     started = start(*words, "output.name=bad", STRATEGY="ddp", NPROC="2")
     assert started.end(WAIT_S) == 2
@@ -302,6 +333,13 @@ def test_bad_input_that_is_found_late_is_one_message_and_exit_code_2(start, long
 # --- ranks that only wait for each other ------------------------------------------------------------------------------
 
 
+def test_a_rank_that_hangs_ends_the_others_by_the_timeout_and_is_named(probe, tmp_path):
+    started = probe("run", timeout_s=6)
+    until_step(started, tmp_path)
+    check_hung(started, 6)
+
+
+@pytest.mark.slow
 def test_the_first_rank_killed_is_named_too(probe, tmp_path):
     started = probe("run")
     until_step(started, tmp_path)
@@ -345,7 +383,9 @@ def test_a_crash_of_the_machine_code_is_shown_with_its_stack(probe):
     assert "in work" in started.printed
 
 
+@pytest.mark.slow
 def test_the_same_mistake_of_all_ranks_is_told_once(probe):
+    """The default tier has a run whose ranks refuse the same in test_fsdp_loading."""
     started = probe("user")
     assert started.end(WAIT_S) == 2
     assert started.printed.count("the same mistake is seen by every rank") == 1, started.printed

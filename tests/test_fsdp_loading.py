@@ -101,12 +101,14 @@ def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_
     uneven_run(tmp_path, tmp_path / "model")
     weights: Path = next((tmp_path / "model").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-500])
-    words = ["train-distributed", "--config", f"{tmp_path}/run.yaml"]
+    words = ["train-distributed", "--config", f"{tmp_path}/run.yaml", "output.name=bad"]
     said = start(tmp_path, *words, python=sys.executable, STRATEGY="fsdp", NPROC="2")
     told = said.stdout + said.stderr
     assert said.returncode == 2, told
     assert "cannot be loaded" in told
+    assert told.count("error:") == 1, told
     assert "Traceback" not in told
+    assert not (tmp_path / "outputs" / "bad").exists()
 
 
 def test_a_placeholder_has_the_shape_and_no_memory():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from dataclasses import replace
@@ -28,7 +27,7 @@ from sft_play.planner.precision import BYTES, Precision
 from sft_play.planner.throughput import predict_speed, rates_of
 from sft_play.planner.traffic import sent_bytes, traffic_of
 from tests import warm
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 
 GIB = 2**30
@@ -414,10 +413,8 @@ def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
         for name, (layout, mode, settings) in RUNS.items()
     ]  # fmt: skip
     (folder / "runs.json").write_text(json.dumps(words))
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [warm.python(), "-m", "tests.many_runs", f"{folder}/runs.json", f"{folder}/found.json"]
-    answer = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=580)
+    answer = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=580)
     assert answer.returncode == 0, (answer.stdout + answer.stderr)[-5000:]
     found = {}
     for name, told in zip(RUNS, json.loads((folder / "found.json").read_text()), strict=True):

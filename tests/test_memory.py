@@ -326,6 +326,8 @@ def test_the_kept_sample_is_within_three_percent_of_its_traces():
         "gemma-2-9b lora 640 2 eager some=1",
         "Llama-3.1-8B full 800 1 fsdp=2",
         "Llama-3.1-8B qlora 1500 2 flash padded off",
+        "Llama-3.2-1B full 900 3 off apart",
+        "gemma-3-1b-it lora 700 2 off apart",
     ],
 )
 def test_the_closed_form_agrees_with_a_trace_of_the_real_step(line):

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Gpu, Hardware
 from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
 from sft_play.runs import FORMAT, RunFolder
-from tests.conftest import ROOT, VARIABLES
-from tests.models import uneven_run
+from tests.conftest import ROOT, clean_environment
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 64 * GIB, 60 * GIB)
@@ -349,10 +347,9 @@ def training(tmp_path) -> Iterator[Any]:
     script.write_text(PROGRAM)
     with contextlib.ExitStack() as stack:
 
-        def begin(folder: RunFolder, *, forks: int = 0, **environment: str) -> subprocess.Popen[str]:
-            kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        def begin(folder: RunFolder, *, forks: int = 0, **variables: str) -> subprocess.Popen[str]:
             words = [sys.executable, str(script), str(folder.path), str(forks)]
-            environ = {**kept, **environment, "PYTHONPATH": str(ROOT)}
+            environ = clean_environment(**variables)
             started = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True)
             stack.callback(end, started)
             assert started.stdout is not None
@@ -535,9 +532,8 @@ def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatc
 
 def test_ctrl_c_ends_a_live_table_with_0(config):
     words = [sys.executable, "-m", "sft_play", "memory-check", "--watch", "--config", str(config)]
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     started = subprocess.Popen(
-        words, cwd=ROOT, env=kept, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        words, cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
     try:
@@ -547,44 +543,3 @@ def test_ctrl_c_ends_a_live_table_with_0(config):
         assert started.wait(timeout=30) == 0
     finally:
         end(started)
-
-
-@pytest.mark.build
-def test_the_ranks_of_a_real_run_are_shown_with_their_rss(tmp_path, tiny_llama, command):
-    path = uneven_run(tmp_path, tiny_llama)
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", "NPROC": "2", "STRATEGY": "ddp"}
-    words = ["train-distributed", "--config", str(path), "tuning.mode=lora", "train.max_steps=100000"]
-    with (tmp_path / "out.txt").open("w") as out:
-        started = subprocess.Popen(
-            [sys.executable, "-m", "sft_play", *words, "output.name=long"], cwd=ROOT, env=kept, stdout=out, stderr=out
-        )  # fmt: skip
-    try:
-        metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
-        deadline = time.monotonic() + 200
-        while not metrics.exists() and started.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert metrics.exists(), (tmp_path / "out.txt").read_text()
-        code, printed = command("memory-check", "--config", str(path), "--json")
-        assert code == 0
-        found = json.loads(printed)
-        assert found["running"]
-        assert found["folder"] == str(tmp_path / "outputs" / "long")
-        assert [use["rank"] for use in found["ranks"]] == [0, 1]
-        for use in found["ranks"]:  # torch and its libraries alone are more than 100 MiB
-            assert 100 * 2**20 < use["rss_bytes"] <= use["peak_rss_bytes"]
-        assert found["ram"]["run_bytes"] > sum(use["rss_bytes"] for use in found["ranks"])  # the launcher beside them
-        assert (found["prediction"]["layout"], found["prediction"]["ranks"]) == ("ddp", 2)
-        assert sum(found["prediction"]["terms"].values()) == found["prediction"]["allocated"]
-        folder = RunFolder(tmp_path / "outputs" / "long")
-        assert lock_holder(folder) == found["ranks"][0]["pid"]
-    finally:
-        started.send_signal(signal.SIGINT)
-        try:
-            started.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            started.send_signal(signal.SIGINT)  # a second one ends everything at once
-            started.wait(timeout=60)
-    code, printed = command("memory-check", "--config", str(path), "--run", "long")
-    assert code == 0
-    assert "is not running (status: stopped)" in printed

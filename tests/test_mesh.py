@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,8 @@ from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, plan_from_json
 from sft_play.training.distributed import WRAPPED_CLASS
-from tests import warm
-from tests.conftest import ROOT, VARIABLES
 from tests.models import uneven_run
+from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED
 from tests.test_decisions import QUICK
 from tests.test_distributed import losses, shapes, start
@@ -192,20 +189,8 @@ def test_the_types_that_are_divided_are_those_of_transformers():
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     """What two ranks found (tests/ranks_mesh.py)."""
-    out = tmp_path_factory.mktemp("mesh") / "found.json"
-    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    answer = subprocess.run(
-        [*words, "--module", "tests.ranks_mesh", str(out)],
-        cwd=ROOT,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    read: dict[str, Any] = json.loads(out.read_text())
-    return read
+    found: dict[str, Any] = found_by_ranks("tests.ranks_mesh", folder=tmp_path_factory.mktemp("mesh"))
+    return found
 
 
 @pytest.mark.build

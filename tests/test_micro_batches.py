@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,9 +11,7 @@ import pytest
 
 from sft_play.planner.micro_batches import Cut, MicroBatches
 from sft_play.planner.row_tokens import average_passes, row_tokens
-from tests import warm
-from tests.conftest import ROOT
-from tests.test_distributed import VARIABLES
+from tests.ranks import found_by_ranks
 
 CASES = range(60)
 
@@ -193,19 +188,7 @@ def test_the_cut_of_a_step_changes_no_number(alone, precision, cut):
 
 @pytest.mark.build
 def test_ranks_train_what_one_process_trains(tmp_path, tiny_llama, alone):
-    out = tmp_path / "found.json"
-    words = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    run = subprocess.run(
-        [*words, "--module", "tests.ranks_micro_batches", str(tiny_llama), str(out)],
-        cwd=ROOT,
-        env=kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(out.read_text())
+    found = found_by_ranks("tests.ranks_micro_batches", str(tiny_llama), folder=tmp_path)
     for precision in ("fp32", "bf16"):
         for cut, figures in found[precision].items():
             check_same(figures, alone[precision][cut], TOLERANCE[precision])

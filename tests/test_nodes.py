@@ -29,7 +29,7 @@ from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.node_rendezvous import Met, card_of, choose_interface, meet
 from sft_play.launch.ranks import Ranks
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, VARIABLES, clean_environment
 
 pytestmark = pytest.mark.build
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
@@ -141,8 +141,6 @@ def run_together(
     folder: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]], *, limit_s: float = 240
 ) -> list[Ended]:
     """Start commands at the same time and wait for all."""
-    kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "GLOO_SOCKET_IFNAME")}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     running, logs = [], []
     for number, (words, environ) in enumerate(zip(commands, environs, strict=True)):
         log = folder / f"printed-{number}-{time.monotonic_ns()}"
@@ -150,8 +148,8 @@ def run_together(
         with log.open("w") as sink:
             running.append(
                 subprocess.Popen(
-                    list(words), cwd=ROOT, env={**kept, **environ}, stdout=sink, stderr=subprocess.STDOUT, text=True,
-                    start_new_session=True,
+                    list(words), cwd=ROOT, env=clean_environment(**environ), stdout=sink, stderr=subprocess.STDOUT,
+                    text=True, start_new_session=True,
                 )
             )  # fmt: skip
     deadline = time.monotonic() + limit_s

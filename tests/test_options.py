@@ -664,6 +664,7 @@ PROBES: list[tuple[str, Probe]] = [
         one(arguments, "train.lr_scheduler_type", name, "lr_scheduler_type", name)
         for name in ("linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
     ),
+    one(plan, "train.compile", "true", "compile_s", 103.0),
     one(kernels, "train.kernels", "auto", "kernels", ("rms_norm",)),
     one(kernels, "train.kernels", "liger", "kernels", ("rms_norm",)),
     one(arguments, "train.warmup_steps", 7, "warmup_steps", 7.0),

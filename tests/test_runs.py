@@ -346,7 +346,7 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
         with pytest.raises(RunFolderError, match=f"being written by another process .pid {other.pid} on ") as error:
             take()
         assert f"kill {other.pid}" in str(error.value), name
-    board_commands.clean(tmp_path / "outputs", None, yes=True, ask=None)
+    board_commands.clean(tmp_path / "outputs", None, agrees=lambda _: True)
     assert f"kept: {folder.path} is being written by another process (pid {other.pid}" in caplog.text
     assert (folder.path / "tb" / "events.out.tfevents.1").exists()
     assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == ["one"]  # nothing half made either

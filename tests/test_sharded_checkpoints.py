@@ -23,7 +23,7 @@ from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.precision import Precision
 from tests import warm
 from tests.bundled import model_config
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 from tests.models import make_llama, uneven_run
 from tests.test_distributed import losses
 from tests.test_failures import start as launch  # noqa: F401  (a fixture)
@@ -62,8 +62,7 @@ if os.environ.get("RANK") == "1":
 
 
 def start(*words: str, limit_s: float = 280, path: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{path}", **environ}
+    kept = clean_environment(**{"PYTHONPATH": f"{ROOT}{os.pathsep}{path}", **environ})
     command = [warm.python(), "-c", SMALL, *words]
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=limit_s)
 

@@ -282,3 +282,13 @@ def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_u
     wanted = [token for text in documents for token in [*tokenizer(text).input_ids, tokenizer.pad_token_id]]
     assert stream == wanted[: len(stream)]
     assert stream.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) > 100
+
+
+def test_lines_of_the_bases_run_name_no_folder_that_is_soon_gone(tmp_path):
+    from sft_play.training.starter_base import _shown
+
+    run = tmp_path / "outputs" / "base"
+    for line in (f"Talk to it: make chat RUN={run}", f"Report: {run}/report.html", f"Written to: {run}"):
+        assert _shown(f"[train] {line}", tmp_path) is None
+    assert _shown(f"[train] {tmp_path}/corpus.jsonl: packed", tmp_path) == "corpus.jsonl: packed"
+    assert _shown("[train] step 1/3", tmp_path) == "step 1/3"

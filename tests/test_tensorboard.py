@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,12 +24,12 @@ import pytest
 
 from sft_play import runs
 from sft_play.config.load import load_config
-from sft_play.errors import ConfigError, RunFolderError
+from sft_play.errors import RunFolderError
 from sft_play.launch import board_commands as commands
 from sft_play.launch import tensorboard as board
 from sft_play.runs import RunFolder
 from tests import warm
-from tests.conftest import ROOT, VARIABLES
+from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 
 WAIT_S = 120
@@ -36,15 +37,7 @@ END_S = 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture
-def record(tmp_path):
-    """A record's place; whatever it still names at the end is stopped."""
-    path = tmp_path / "cache" / "board.json"
-    yield path
-    board.stop(path)
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
     """A cache of this test's own; the boards that are recorded in it at the end are stopped."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "own-cache"))
@@ -103,37 +96,36 @@ def scalars(url: str, run: str, tag: str) -> dict[int, float]:
 # --- start, find, stop ------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path, record):
+def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     logs = tmp_path / "tb"
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
-    first, words = board.start(logs, port=port, record=record)
+    first, words = board.start(logs, port=port)
     assert first is not None, words
     assert first.port > port
     assert f"port {port} is taken" in words
     taken.close()
     assert b"<html" in fetch(first.url).lower()
     assert not logs.exists()  # a run makes its folder itself
-    assert json.loads(record.read_text())["pid"] == first.pid
-    again, words = board.start(logs, port=port, record=record)
+    assert json.loads(first.record.read_text())["pid"] == first.pid
+    again, words = board.start(logs, port=port)
     assert again == replace(first, reused=True)
     assert "already" in words
-    assert f"not on port {port}" in words
     members = family(first.pid)
-    assert "stopped" in board.stop(record)
+    assert "stopped" in board.stop(again)
     assert not [member for member in members if is_alive(member.pid)]
-    assert not record.exists()
-    assert "no TensorBoard is recorded" in board.stop(record)
+    assert not first.record.exists()
+    assert "is not running any more" in board.stop(first)
 
 
-def noted(pid: int, record: Path, **changes: Any) -> board.Sidecar:
-    """A record of a process."""
+def noted(pid: int, **changes: Any) -> board.Sidecar:
+    """A process that is recorded as a board."""
     process = psutil.Process(pid)
-    facts: dict[str, Any] = {
-        "url": "http://x/", "pid": pid, "created": process.create_time(), "command": tuple(process.cmdline()),
-        "host": "127.0.0.1", "port": 1, "logdir": "/x", "record": str(record), "machine": socket.gethostname(),
-    }  # fmt: skip
-    return board.Sidecar(**{**facts, **changes})
+    made = board.Sidecar(pid, process.create_time(), tuple(process.cmdline()), "127.0.0.1", 1, "/x")
+    made = replace(made, **changes)
+    made.record.parent.mkdir(parents=True, exist_ok=True)
+    board._write_record(made)
+    return made
 
 
 @pytest.fixture
@@ -145,50 +137,53 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_record_whose_pid_is_another_programs_ends_nothing(record, other):
-    record.parent.mkdir(parents=True)
+def test_a_record_whose_pid_is_another_programs_ends_nothing(other):
     started = psutil.Process(other.pid).create_time()
     for changes in ({"command": ("python", "-m", "tensorboard.main")}, {"created": started - 60}):
-        board._write_record(noted(other.pid, record, **changes))
-        assert "not running" in board.stop(record)
-        assert not record.exists()
+        made = noted(other.pid, **changes)
+        assert board.recorded() == []
+        assert "not running" in board.stop(made)
+        assert not made.record.exists()
     assert other.poll() is None
 
 
-def test_a_record_of_another_machine_is_left_to_it(record, other):
-    record.parent.mkdir(parents=True)
-    board._write_record(noted(other.pid, record, machine="elsewhere"))
-    assert "runs on elsewhere: stop it there" in board.stop(record)
-    assert board.find(record) is None
-    assert record.exists()
+def test_a_record_of_another_machine_is_left_to_it(other, monkeypatch):
+    """The cache may be on a disk that machines share, where the same pid is another process."""
+    with monkeypatch.context() as patch:
+        patch.setattr(board.socket, "gethostname", lambda: "elsewhere")
+        made = noted(other.pid)
+        assert board.recorded() == [made]
+        place = made.record
+    assert board.recorded() == []
+    assert commands.stop(None) == ([], [])
+    assert place.exists()
     assert other.poll() is None
 
 
 @pytest.mark.parametrize("ends_with_me", [False, True])
-def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, record, ends_with_me):
+def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, own_cache, monkeypatch, ends_with_me):
     broken = tmp_path / "broken.sh"
     broken.write_text("#!/bin/sh\necho no module named tensorboard >&2\nexit 3\n")
     broken.chmod(0o755)
     for python, expected in [(str(broken), "no module named tensorboard"), (str(tmp_path / "none"), "No such file")]:
-        sidecar, words = board.start(
-            tmp_path / "tb", port=free_port(), python=python, record=record, ends_with_me=ends_with_me
-        )
+        sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=python, ends_with_me=ends_with_me)
         assert sidecar is None
         assert expected in words
-        assert not record.exists()
-    assert board.start(tmp_path / "tb", port=70000, record=record)[0] is None
+        assert not list((own_cache / "tensorboard").rglob("*.json"))
+    assert board.start(tmp_path / "tb", port=70000)[0] is None
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert board.start(tmp_path / "tb", port=free_port(), record=blocked / "board.json")[0] is None
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(blocked))
+    assert board.start(tmp_path / "tb", port=free_port())[0] is None
 
 
 @pytest.mark.parametrize("ends_with_me", [False, True])
-def test_a_sidecar_that_hangs_is_ended(tmp_path, record, ends_with_me):
+def test_a_sidecar_that_hangs_is_ended(tmp_path, ends_with_me):
     hanging = tmp_path / "hang.sh"
     hanging.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 60\n")
     hanging.chmod(0o755)
     sidecar, words = board.start(
-        tmp_path / "tb", port=free_port(), python=str(hanging), record=record, timeout_s=2, ends_with_me=ends_with_me
+        tmp_path / "tb", port=free_port(), python=str(hanging), timeout_s=2, ends_with_me=ends_with_me
     )
     assert sidecar is None
     assert "did not answer" in words
@@ -221,8 +216,8 @@ def fake(tmp_path):
     return str(path)
 
 
-def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, record, fake):
-    options = {"port": 0, "python": fake, "record": record}
+def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, fake):
+    options = {"port": 0, "python": fake}
     sidecar = None
     before = set(psutil.Process().children())  # what an earlier test left: the tracker of its worker processes
 
@@ -241,12 +236,12 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, r
     with board.beside(tmp_path / "tb", environment={}, **options) as reused:
         assert (reused.pid, reused.reused) == (kept.pid, True)
     assert board._process_of(kept)
-    assert "stopped" in board.stop(record)
+    assert "stopped" in board.stop(kept)
 
 
-def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(tmp_path, record, fake, caplog):
+def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
-    options = {"port": 0, "python": fake, "record": record}
+    options = {"port": 0, "python": fake}
     with board.beside(tmp_path / "tb", environment={}, **options) as sidecar:
         again, words = board.start(tmp_path / "tb", **options)
         assert again.pid == sidecar.pid
@@ -255,47 +250,44 @@ def test_one_that_is_asked_for_while_a_run_goes_on_is_the_runs_and_that_is_said(
     assert f"TensorBoard (pid {sidecar.pid}) stopped" in caplog.text
 
 
-def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, record, fake, caplog):
+def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
-    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake, record=record) as sidecar:
+    with board.beside(tmp_path / "tb", environment={}, port=0, python=fake) as sidecar:
         psutil.Process(sidecar.pid).kill()
         wait_for(lambda: not is_alive(sidecar.pid), within_s=END_S)
     assert "is not running any more" in caplog.text
-    assert not record.exists()
+    assert not sidecar.record.exists()
 
 
 def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
     port, found = free_port(), []
 
     def begin(name: str) -> None:
-        found.append(board.start(tmp_path / name, port=port, python=fake, record=tmp_path / f"{name}.json")[0])
+        found.append(board.start(tmp_path / name, port=port, python=fake)[0])
 
     threads = [threading.Thread(target=begin, args=(name,)) for name in "aabbc"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    try:
-        assert len(found) == 5
-        assert len({(sidecar.port, sidecar.pid) for sidecar in found}) == 3
-        assert len({sidecar.port for sidecar in found}) == 3
-        assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
-        assert sum(sidecar.reused for sidecar in found) == 2
-    finally:
-        assert all("stopped" in board.stop(sidecar) for sidecar in found if sidecar and not sidecar.reused)
+    assert len(found) == 5
+    assert len({(sidecar.port, sidecar.pid) for sidecar in found}) == 3
+    assert len({sidecar.port for sidecar in found}) == 3
+    assert {Path(sidecar.logdir).name for sidecar in found} == set("abc")
+    assert sum(sidecar.reused for sidecar in found) == 2
+    assert all("stopped" in board.stop(sidecar) for sidecar in found if not sidecar.reused)
 
 
-def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tmp_path, record, fake, caplog):
-    first, _ = board.start(tmp_path / "tb", port=0, python=fake, record=record)
+def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_password(tmp_path, fake, caplog):
+    first, _ = board.start(tmp_path / "tb", port=0, python=fake)
     assert "password" not in caplog.text
-    with board.beside(
-        tmp_path / "tb", environment={"TB_HOST": "0.0.0.0"}, port=0, python=fake, record=record
-    ) as second:
+    with board.beside(tmp_path / "tb", environment={"TB_HOST": "0.0.0.0"}, port=0, python=fake) as second:
         assert second.url == f"http://127.0.0.1:{second.port}/"
         warning = next(line for line in caplog.records if line.levelno == logging.WARNING)
         assert "TensorBoard listens on 0.0.0.0 and has no password" in warning.getMessage()
         assert f"ssh -L {second.port}:127.0.0.1:{second.port}" in warning.getMessage()
-        assert not is_alive(first.pid)
+    assert not is_alive(second.pid)
+    assert board.recorded() == [first]
 
 
 @pytest.mark.parametrize(
@@ -307,9 +299,9 @@ def test_another_host_replaces_the_sidecar_and_says_that_there_is_no_password(tm
         ({"TB_HOST": "no such host"}, "no such host cannot be listened on: "),
     ],
 )
-def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, record, fake, caplog, environment, why):
+def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake, caplog, environment, why):
     went_on = False
-    with board.beside(tmp_path / "tb", environment=environment, python=fake, record=record) as sidecar:
+    with board.beside(tmp_path / "tb", environment=environment, python=fake) as sidecar:
         went_on = sidecar is None
     assert went_on
     assert len(caplog.records) == 1
@@ -317,10 +309,11 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, recor
     assert "training continues without it" in caplog.text
 
 
-def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, record, fake):
-    first, _ = board.start(tmp_path / "tb", port=0, python=fake, record=record)
-    assert board.start(tmp_path / "tb", host="192.0.2.1", python=fake, record=record)[0] is None
-    assert board.find(record) == replace(first, reused=True)
+def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
+    first, _ = board.start(tmp_path / "tb", port=0, python=fake)
+    assert board.start(tmp_path / "tb", host="192.0.2.1", python=fake)[0] is None
+    assert board.recorded() == [first]
+    assert board.answers(first)
 
 
 def test_loopback_needs_no_warning():
@@ -342,34 +335,34 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from sft_play.launch import tensorboard as board
-logs, python, record, options = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), {}
-with board.beside(logs, environment={}, port=0, python=python, record=record) as sidecar:
+logs, python = Path(sys.argv[1]), sys.argv[2]
+with board.beside(logs, environment={}, port=0, python=python) as sidecar:
     (logs.parent / "pid").write_text(str(sidecar.pid))
     time.sleep(600)
 """
 
 
 @pytest.fixture
-def owner(tmp_path, record, fake) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """A process with a sidecar beside it, the sidecar's pid, and its record."""
-    words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake, str(record)]
+def owner(tmp_path, fake) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process with a sidecar beside it, and the sidecar's pid."""
+    words = [sys.executable, "-c", OWNER, str(tmp_path / "tb"), fake]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
-    yield process, int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())), record
+    yield process, int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
     process.kill()
     process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number):
-    process, pid, record = owner
+    process, pid = owner
     process.send_signal(number)
     process.wait(END_S)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
-    assert "not running" in board.stop(record) or not record.exists()
+    assert board.recorded() == []
 
 
 def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
-    process, pid, _ = owner
+    process, pid = owner
     assert psutil.Process(pid).ppid() == process.pid
     assert os.getsid(process.pid) != os.getsid(pid)
 
@@ -414,13 +407,13 @@ def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several
     caplog.set_level(logging.INFO)
     asked = []
 
-    def ask(question: str) -> str:
-        asked.append(question)
-        return "y"
+    def agrees(what: str) -> bool:
+        asked.append(what)
+        return True
 
-    cleaned = commands.clean(several, None, yes=False, ask=ask)
-    assert asked == ["Remove 2 event files of 1 finished run, 2.0 KiB? [y/N] "]
-    assert f"2.0 KiB  {several}/finished/tb, 2 event files" in caplog.text
+    cleaned = commands.clean(several, None, agrees=agrees)
+    assert asked == ["2 event files, 2.0 KiB, of 1 finished run"]
+    assert f"{several}/finished/tb: 2 event files, 2.0 KiB" in caplog.text
     assert f"kept: {several}/running is not finished (running)" in caplog.text
     assert events(several) == {"running", "stopped", "failed", "foreign"}
     assert events(tmp_path / "far") == {"away"}
@@ -432,21 +425,39 @@ def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several
 def test_clean_without_a_yes_removes_nothing(several, caplog):
     caplog.set_level(logging.INFO)
     before = events(several)
-    for answer in ("", "n", "no", "yess"):
-        commands.clean(several, None, yes=False, ask=lambda _, answer=answer: answer)
-    assert caplog.text.count("Nothing was removed") == 4
-    with pytest.raises(ConfigError, match=r"would remove 2 event files of 1 finished run, 2.0 KiB; .* YES=1 removes"):
-        commands.clean(several, None, yes=False, ask=None)
+    commands.clean(several, None, agrees=lambda _: False)
+    assert caplog.text.count("Nothing was removed") == 1
     for name in ("running", "stopped"):
-        with pytest.raises(RunFolderError, match=f"is not finished .its manifest says {name}"):
-            commands.clean(several, name, yes=True, ask=None)
+        with pytest.raises(RunFolderError, match=f"is not finished .{name}.: its curves are kept"):
+            commands.clean(several, name, agrees=lambda _: True)
     with pytest.raises(RunFolderError, match="has no manifest"):
-        commands.clean(several, "foreign", yes=True, ask=None)
+        commands.clean(several, "foreign", agrees=lambda _: True)
     assert events(several) == before
-    commands.clean(several, None, yes=True, ask=None)
+    commands.clean(several, None, agrees=lambda _: True)
     assert "finished" not in events(several)
-    commands.clean(several, None, yes=False, ask=None)  # there is nothing to ask about
+    commands.clean(several, None, agrees=pytest.fail)  # there is nothing to ask about
     assert "There are no event files of finished runs" in caplog.text
+
+
+def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, tmp_path, tiny_llama, command, monkeypatch):
+    words = ("tb-clean", "--config", str(uneven_run(tmp_path, tiny_llama)), f"output.dir={several}")
+    before = events(several)
+    code, printed = command(*words)
+    assert code == 2
+    assert (
+        "tb-clean would remove 2 event files, 2.0 KiB, of 1 finished run, and there is no terminal to ask on" in printed
+    )
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    asked: list[str] = []
+    for answer in ("", "n", "no", "yess"):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: asked.append(question) or answer)
+        assert command(*words)[0] == 0
+    assert set(asked) == {"Remove 2 event files, 2.0 KiB, of 1 finished run? [y/N] "}
+    assert command(*words, "--json")[0] == 2
+    assert events(several) == before
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    assert command(*words)[0] == 0
+    assert events(several) == before - {"finished"}
 
 
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog):
@@ -458,13 +469,13 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        commands.clean(several, None, yes=True, ask=None)
+        commands.clean(several, None, agrees=lambda _: True)
         assert "finished" in events(several)
         assert "is being written" in caplog.text
         holder.kill()
 
 
-def test_stop_ends_those_of_a_folder_or_all(tmp_path, own_cache, fake, caplog):
+def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, caplog):
     caplog.set_level(logging.INFO)
     base = tmp_path / "outputs"
     one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
@@ -484,7 +495,7 @@ def test_stop_ends_those_of_a_folder_or_all(tmp_path, own_cache, fake, caplog):
     assert "No TensorBoard of this project is running" in caplog.text
 
 
-def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, own_cache, fake, monkeypatch, caplog):
+def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     base = tmp_path / "outputs"
     of_run, _ = board.start(make_run(base, "one", "running").tensorboard, port=0, python=fake)
@@ -565,9 +576,7 @@ class World:
 
 def make_world(folder: Path, model: Path) -> World:
     uneven_run(folder, model)
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", "SFT_PLAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    return World(folder, kept)
+    return World(folder, clean_environment(SFT_PLAY_CACHE=str(folder / "cache")))
 
 
 def until_curves(training: Training, *, points: int = 3) -> dict[int, float]:
@@ -591,7 +600,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def board_of(world: World, run: Path) -> dict[str, Any]:
     """The record of a run's sidecar."""
-    found = [json.loads(path.read_text()) for path in (world.folder / "cache" / "tensorboard").glob("*.json")]
+    found = [json.loads(path.read_text()) for path in board_of_all(world)]
     record: dict[str, Any] = next(item for item in found if item["logdir"] == str(run / "tb"))
     return record
 
@@ -740,9 +749,7 @@ def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, t
 
 
 @pytest.mark.build
-def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path, record):
-    from types import SimpleNamespace
-
+def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
     from sft_play.training.board import Board
 
     run = RunFolder(tmp_path / "run")
@@ -752,7 +759,7 @@ def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path, rec
         for name, value in logs.items():
             writer.on_log(None, SimpleNamespace(global_step=step), None, {name: value})
     writer.on_train_end()
-    sidecar, words = board.start(run.tensorboard, port=0, record=record)
+    sidecar, words = board.start(run.tensorboard, port=0)
     assert sidecar is not None, words
     wait_for(lambda: scalars(sidecar.url, "validation", "eval/loss"), within_s=END_S)
     assert set(scalars(sidecar.url, ".", "train/loss")) == set(range(1, 101))
@@ -796,7 +803,7 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
 
 
 def board_of_all(world: World) -> list[Path]:
-    return list((world.folder / "cache" / "tensorboard").glob("*.json"))
+    return list((world.folder / "cache" / "tensorboard").rglob("*.json"))
 
 
 @pytest.mark.slow
@@ -811,7 +818,7 @@ def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command
     assert f"stopped: {url}" in world.command("tb-stop", "--run", "kept").stdout
     refused = world.command("tb-clean")
     assert refused.returncode == 2
-    assert "there is no terminal to ask at" in refused.stderr
+    assert "there is no terminal to ask on" in refused.stderr
     cleaned = world.command("tb-clean", YES="1")
     assert cleaned.returncode == 0
     assert not events(world.folder / "outputs")

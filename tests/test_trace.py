@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import math
-import subprocess
-import sys
 import time
 
 import pytest
@@ -24,7 +21,7 @@ from sft_play.trace.remembered import cached_trace
 from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
 from sft_play.trace.storages import StorageLog
-from tests.conftest import ROOT
+from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build
 
@@ -442,36 +439,13 @@ SHARDED = {
     "fsdp1 lora": {"strategy": "fsdp1", "mode": "lora", "peft": LORA, "mixed_precision": None, "autocast": None,
                    "reentrant": True, "checkpoints_wrappers": True},
 }  # fmt: skip
-WORKER = """
-import dataclasses, json, sys
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from sft_play.trace import step
-from tests.test_trace import SHARDED, SMALL, phase_peaks
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-found = {}
-for name, changes in SHARDED.items():
-    settings = dataclasses.replace(SMALL, world=2, **changes)
-    found[name] = phase_peaks(step.record(settings, real=True, mesh=mesh)[0])
-if dist.get_rank() == 0:
-    print(json.dumps(found), flush=True)
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture(scope="module")
 def real_ranks(tmp_path_factory) -> dict[str, dict[str, int]]:
     """Phase peaks of rank 0 of two real processes over gloo."""
-    script = tmp_path_factory.mktemp("ranks") / "worker.py"
-    script.write_text(WORKER)
-    answer = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**__import__("os").environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return json.loads(answer.stdout.strip().splitlines()[-1])
+    found: dict[str, dict[str, int]] = found_by_ranks("tests.ranks_trace", folder=tmp_path_factory.mktemp("ranks"))
+    return found
 
 
 @pytest.mark.slow

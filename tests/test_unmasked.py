@@ -56,10 +56,11 @@ def test_plans_leave_the_mask_out_by_the_rule():
         )  # fmt: skip
         bounded = (
             packing != "none" and attention == "auto" and not model.startswith(("google/gemma-2", "gpt2"))
-            and not shape.alibi and capability != (7, 5) and backend != "unsloth"
+            and not shape.alibi and backend != "unsloth"
         )  # fmt: skip
         step = plan.choice.step
         assert step.varlen == bounded
+        assert step.one_by_one == (bounded and capability == (7, 5))
         assert step.masks == keeps, (model, capability, backend, attention)
         assert step.padded == (not bounded if packing != "none" else keeps and micro > 1)
         rows = max(step.eval_batch, 1 if packing != "none" else micro)

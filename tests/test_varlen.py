@@ -48,7 +48,8 @@ def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
 
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
-    return varlen.attend(module, q, k, v, None, cu_seq_lens_q=ends, max_length_q=max(lengths), **options)[0]
+    boundaries = {"cu_seq_lens_q": ends, "max_length_q": max(lengths), "chat_lengths": tuple(lengths)}
+    return varlen.attend(module, q, k, v, None, **boundaries, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,8 +107,9 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width):
     expected = attended(q, k, v, lengths, sliding_window=window)
     monkeypatch.setattr(varlen, "one_by_one", None)
     monkeypatch.setattr(
-        varlen, "kernel", lambda q, k, v, ends, longest, **options: varlen._flash(q, k, v, ends, longest, **options)
-    )
+        varlen, "kernel",
+        lambda q, k, v, ends, longest, *, lengths, **options: varlen.flash(q, k, v, ends, longest, **options),
+    )  # fmt: skip
     torch.testing.assert_close(attended(q, k, v, lengths, sliding_window=window), expected, rtol=1e-5, atol=1e-5)
     assert asked == [-1 if window is None else window - 1]
 
@@ -144,13 +146,13 @@ def test_what_it_does_not_compute_is_refused(options, says):
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
     from transformers import CONFIG_MAPPING
 
     from sft_play.training.boundaries import boundaries_of
 
-    found = boundaries_of(CONFIG_MAPPING[kind](), on_cuda=False)
+    found = boundaries_of(CONFIG_MAPPING[kind]())
     assert found.are_enough, found.reason
     assert found.reason.startswith("packs need no mask: chats are told apart by their boundaries")
 
@@ -158,22 +160,20 @@ def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
 def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     from transformers import CONFIG_MAPPING, LlamaConfig
 
-    from sft_play.training import boundaries, varlen
+    from sft_play.training import boundaries
 
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
-        found = boundaries.boundaries_of(CONFIG_MAPPING[kind](), on_cuda=False)
+        found = boundaries.boundaries_of(CONFIG_MAPPING[kind]())
         assert not found.are_enough
         assert found.reason.startswith("packs keep a mask between their chats: ")
         assert says in found.reason
-    dropping = boundaries.boundaries_of(LlamaConfig(attention_dropout=0.1), on_cuda=False)
+    dropping = boundaries.boundaries_of(LlamaConfig(attention_dropout=0.1))
     assert not dropping.are_enough
     assert "varlen attention has no dropout" in dropping.reason
-    monkeypatch.setattr(varlen, "why_not", lambda: "torch 2.11 has none")
-    assert "torch 2.11 has none" in boundaries.boundaries_of(LlamaConfig(), on_cuda=True).reason
-    assert boundaries.boundaries_of(LlamaConfig(), on_cuda=False).are_enough
+    assert boundaries.boundaries_of(LlamaConfig()).are_enough
     for numbers in ((1e-3, 0, 0, 1), (0, 1e-3, 0, 1), (0, 0, 1e-3, 1), (float("nan"), 0, 0, 1), (0, 0, 0, 1e-3)):
         monkeypatch.setattr(boundaries, "measure", lambda *_, numbers=numbers, **__: boundaries.Difference(*numbers))
-        assert not boundaries.boundaries_of(LlamaConfig(), on_cuda=False).are_enough, numbers
+        assert not boundaries.boundaries_of(LlamaConfig()).are_enough, numbers
 
 
 def test_an_older_torch_says_what_it_lacks(monkeypatch):
@@ -205,7 +205,7 @@ def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import varlen
+    from sft_play.training import load_trainer, varlen
 
     calls: list[int] = []
     real = varlen.kernel
@@ -215,6 +215,10 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         return real(*args, **options)
 
     monkeypatch.setattr(varlen, "kernel", counted)
+    tried: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        load_trainer, "take_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
+    )
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):
         calls.clear()
@@ -228,6 +232,8 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
         plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
         assert plan["step"]["varlen"] == (name == "apart")
         assert plan["step"]["padded"] == (name == "masked")
+        assert plan["step"]["one_by_one"] == (name == "apart")
+    assert tried == [("sdpa", "cpu"), (varlen.ATTENTION, "cpu")]
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen"):
         apart, masked = ([line[key] for line in metrics(tmp_path, name) if key in line] for name in ("apart", "masked"))
         assert apart

@@ -33,7 +33,7 @@ from sft_play.launch.exported import node_variables, rank_variables, refuse_task
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.ranks import Ranks, ranks_of
 from tests import warm
-from tests.conftest import ROOT, VARIABLES, Command
+from tests.conftest import ROOT, Command, clean_environment
 from tests.models import uneven_run
 
 BIN = Path(sys.executable).parent
@@ -406,8 +406,7 @@ def together(
     world: Path, commands: Sequence[Sequence[str]], environs: Sequence[dict[str, str]]
 ) -> list[subprocess.CompletedProcess[str]]:
     """Start commands at the same time, as from the project's folder, and wait for all; what each printed."""
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    kept = clean_environment(DS_ACCELERATOR="cpu")
     kept["PATH"] = f"{BIN}{os.pathsep}{kept.get('PATH', '')}"
     running = [
         subprocess.Popen(list(words), cwd=ROOT, env={**kept, **environ}, stdout=subprocess.PIPE,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -39,13 +40,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
+TORCHRUN = "torch.distributed.run"
 MODULES = (
     "sft_play.cli",
     "sft_play.entry",
     "sft_play.training.elastic_agent",
     "sft_play.training.run",
     "peft.tuners.lora.bnb",
-    "torch.distributed.run",
+    TORCHRUN,
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
@@ -84,35 +86,50 @@ os._exit(code)
 def python() -> str:
     """The program to start in place of sys.executable; sys.executable itself where forks cannot be had.
 
-    With a GPU a fork would inherit CUDA, which cannot be.
+    With a GPU a fork would inherit CUDA, which cannot be. The processes of one pytest share the one that has imported,
+    which ends when the last of them does.
     """
     if sys.platform != "linux" or any(Path("/dev").glob("nvidia[0-9]*")):
         return sys.executable
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir()) / f"warm-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "users").exists():
+            os.mkfifo(folder / "users")
+        users = os.open(folder / "users", os.O_RDWR)  # open as long as this process lives
+        if not (folder / "line").exists():
+            start_server(folder)
+    atexit.register(os.close, users)
+    return str(folder / "bin" / "python")
+
+
+def start_server(folder: Path) -> None:
+    """Write the programs into the folder and start the process that they ask for forks."""
     (folder / "client.py").write_text(CLIENT)
-    program = folder / "bin" / "python"
-    program.parent.mkdir()
+    (folder / "bin").mkdir()
     words = [sys.executable, "-ISB", f"{folder}/client.py", f"{folder}/line", sys.executable]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    program.chmod(0o755)
+    for name, module in {"python": (), "sft-play": ("-m", "sft_play"), "torchrun": ("-m", TORCHRUN)}.items():
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join([*words, *module])} "$@"\n')
+        program.chmod(0o755)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     log = folder / "log"
     with log.open("w") as sink:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(folder)],
-            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=sink, stderr=sink,
+            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
         )  # fmt: skip
     while not (folder / "line").exists():
         assert server.poll() is None, log.read_text()
         time.sleep(0.05)
+    atexit.register(server.poll)  # an object that outlives its process would warn
 
-    def end(owner: int = os.getpid()) -> None:
-        if os.getpid() == owner:
-            server.communicate()  # closes its standard input, for which it waits
-            shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(end)
-    return str(program)
+def programs() -> str:
+    """The folder of `python()`, with torchrun and sft-play beside it."""
+    return str(Path(python()).parent)
 
 
 def environment_folder() -> str:
@@ -139,21 +156,25 @@ def receive(line: socket.socket) -> Asked:
 
 
 def serve(folder: Path) -> Asked | None:
-    """Fork for each request until standard input is closed; in a fork, what it is to run."""
+    """Fork for each request until nobody is left who could ask; in a fork, what it is to run."""
     waiting: dict[int, socket.socket] = {}
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakes)
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as events:
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        selectors.DefaultSelector() as events,
+        (folder / "users").open("rb", buffering=0) as users,
+    ):
         listener.bind(str(folder / "bound"))
         listener.listen(64)
         (folder / "bound").rename(folder / "line")  # whoever sees it can connect
-        for file in (listener, sys.stdin, ended):
+        for file in (listener, users, ended):
             events.register(file, selectors.EVENT_READ)
         while True:
             for key, _ in events.select():
-                if key.fileobj is sys.stdin:
+                if key.fileobj is users:
                     for pid in waiting:
                         os.kill(pid, signal.SIGKILL)
                     return None
@@ -248,7 +269,9 @@ def main(folder: Path) -> None:
     gc.collect()
     gc.freeze()  # a fork's collector does not copy what it never frees
     asked = serve(folder)
-    if asked is not None:
+    if asked is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
         become(asked, str(folder / "bin" / "python"), path)
         run(asked)
 

@@ -22,8 +22,6 @@ HEADS = {"grouped heads": 2, "equal heads": 8}
 """Key and value heads beside eight of the query."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
-BORDERS, LONGEST = (100, 101, 128), 128
-"""Where chats of a pack begin after the first, and the tokens of the longest."""
 
 
 def device() -> str:
@@ -102,42 +100,26 @@ def attention() -> dict[str, Any]:
 def varlen() -> dict[str, Any]:
     """Attention by boundaries as a run of packs calls it, in bf16, against one chat at a time in fp32 by sdpa.
 
-    `errors` has the relative error (2-norm) of the output and the gradients of each case; `lacking` why there is none.
+    `errors` has the relative error (2-norm) of each case, the largest of a chat in output and gradients; `lacking` why
+    there is none.
     """
-    from types import SimpleNamespace
-
     from sft_play.planner.memory.structure import FLASH_SINCE
     from sft_play.training import varlen as ours
+    from sft_play.training.varlen_proof import Heads, error
 
     on_gpu = device() == "cuda"
     lacking = ours.why_not() if on_gpu else None
-    if on_gpu and torch.cuda.get_device_capability() < FLASH_SINCE:
+    if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_SINCE:
         lacking = "the flash kernel runs from compute capability 8.0 on"
     errors: dict[str, float] = {}
-    ends = torch.tensor([0, *BORDERS, TOKENS], dtype=torch.int32, device=device())
-    torch.manual_seed(0)
     for heads, count in HEADS.items() if lacking is None else ():
         for window in (None, 48):
             for width in (HEAD_DIM, 60):
-                module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=QUERY_HEADS // count)
-                given = [
-                    torch.randn(1, one, TOKENS, width, dtype=torch.bfloat16, device=device(), requires_grad=True)
-                    for one in (QUERY_HEADS, count, count)
-                ]
-                exact = [one.detach().float().requires_grad_() for one in given]
-                query, key, value = given
-                output = ours.attend(
-                    module, query, key, value, None, sliding_window=window, cu_seq_lens_q=ends, max_length_q=LONGEST
-                )[0]  # fmt: skip
-                query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in exact)
-                wanted = ours.one_by_one(query, key, value, ends, scale=width**-0.5, window=window)[None]
-                weight = torch.randn_like(wanted)
-                found = torch.autograd.grad((output.float() * weight).sum(), given)
-                right = torch.autograd.grad((wanted * weight).sum(), exact)
                 case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
-                errors[case] = max(
-                    _apart(one.float(), other) for one, other in zip((output, *found), (wanted, *right), strict=True)
-                )
+                errors[case] = error(
+                    ours.flash if on_gpu else ours.kernel, Heads(QUERY_HEADS, count, width), window=window,
+                    dtype=torch.bfloat16, device=torch.device(device()),
+                )  # fmt: skip
     return {"errors": errors, "lacking": lacking}
 
 

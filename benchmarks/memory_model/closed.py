@@ -18,7 +18,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.trace.settings import StepSettings
+from sft_play.trace.settings import BY_BOUNDARIES, StepSettings
 
 OPTIMIZERS = {
     "adamw_fused": "adamw_torch_fused",
@@ -101,8 +101,9 @@ def _step(settings: StepSettings) -> Step:
         layout=layouts.get(settings.strategy) or Layout("fsdp", world, world),
         checkpointed_layers=layers,
         loss="chunked" if settings.loss == "chunked" else "logits",
-        attention="sdpa" if settings.attention == "varlen" else settings.attention,
-        varlen=settings.attention == "varlen",
+        attention="sdpa" if settings.attention in BY_BOUNDARIES else settings.attention,
+        varlen=settings.attention in BY_BOUNDARIES,
+        one_by_one=settings.attention == "one_by_one",
         # K and V repeated by the script run the memory-efficient kernel, as a mask makes it run here
         padded=settings.mask == "padded" or settings.expand_kv,
         repeats_kv=False,

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order
+from benchmarks.steps.order import Order, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
@@ -43,10 +43,10 @@ PEERS = {
     "trl-grouped": "trl",
     "trl-cli": "trl",
     "unsloth": "unsloth",
-    "axolotl": "axolotl",
-    "llamafactory": "llamafactory",
+    "axolotl": "axolotl.cli.train",
+    "llamafactory": "llamafactory.train.tuner",
 }
-"""Each peer and the package that it needs; None: it runs in our environment."""
+"""Each peer and the module that it starts with; None: it runs in our environment."""
 MODULES = {name: f"benchmarks.steps.{name.partition('-')[0]}_peer" for name in PEERS} | {
     "bare": "benchmarks.steps.ours"
 }
@@ -192,7 +192,7 @@ def compare(
         tries: let TRL try other micro-batches than ours first.
 
     Raises:
-        ConfigError: there is no such peer, its package is missing, or the config has several stages.
+        ConfigError: there is no such peer, its package is missing, or it cannot train this run.
         TrainingError: a process failed.
     """
     check_peer(peer, python)
@@ -200,40 +200,62 @@ def compare(
     if loaded.stages:
         raise ConfigError(f"{config} has {len(loaded.stages)} stages, and make bench measures a run of one: give a run "
                           "YAML of that stage")  # fmt: skip
+    if peer == "llamafactory" and loaded.config.data.packing != "none":
+        raise ConfigError(f"data.packing={loaded.config.data.packing}: PEER=llamafactory packs only rows that it has "
+                          "tokenised itself, and here both sides train the same tokens; add "
+                          "SET=data.packing=none")  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="sft-play-bench-") as place:
         bench = _Bench(loaded, Path(place), list(overrides), python or sys.executable, steps, warmup, progress)
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         if peer == "trl-cli":
             bench.facts_alone()
         for turn in range(rounds):
+            bench.begins("ours", turn, rounds)
             comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
             if peer is None:
                 continue
             if peer.startswith("trl") and tries and not turn:
                 comparison.tried = bench.tries()
+            bench.begins(peer, turn, rounds)
             comparison.runs.setdefault(peer, []).append(bench.theirs(peer, turn))
     return comparison
 
 
+_MISSING = 9
+_IMPORTED = f"""
+import importlib, importlib.util, sys
+if importlib.util.find_spec(sys.argv[1].partition(".")[0]) is None:
+    sys.exit({_MISSING})
+importlib.import_module(sys.argv[1])
+"""
+"""What a peer's Python is asked before anything is measured: an import that fails there would fail after our run."""
+
+
 def check_peer(peer: str | None, python: str | None) -> None:
-    """Raises ConfigError for a peer that does not exist, or whose package its Python cannot import."""
+    """Raises ConfigError for a peer that does not exist, or that its Python does not have or cannot import."""
     if peer is not None and peer not in PEERS:
         raise ConfigError(f"PEER={one_line(peer)} is not known; there are: {', '.join(PEERS)}")
-    package = PEERS[peer] if peer is not None else None
-    if package is None:
+    module = PEERS[peer] if peer is not None else None
+    if module is None:
         if python is not None:
             raise ConfigError("PEER_PYTHON= names the Python of another trainer, and none is asked for: give PEER=trl, "
                               "unsloth, axolotl or llamafactory, or leave it out")  # fmt: skip
         return
-    asked = python or sys.executable
+    asked, package = python or sys.executable, module.partition(".")[0]
     if shutil.which(asked) is None:
         raise ConfigError(f"PEER_PYTHON={one_line(asked)} is not a program that can be run")
-    found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    if subprocess.run([asked, "-c", found], env=for_another_run(os.environ), capture_output=True).returncode:
+    found = subprocess.run(
+        [asked, "-c", _IMPORTED, module], env=peers_environment(), stdin=subprocess.DEVNULL, capture_output=True
+    )
+    if found.returncode == _MISSING:
         raise ConfigError(
-            f"PEER={peer} needs the package {package}, which {one_line(asked)} cannot import; install it in an "
+            f"PEER={peer} needs the package {package}, which {one_line(asked)} does not have; install it in an "
             "environment of its own and name that Python: PEER_PYTHON=/path/to/bin/python"
         )
+    if found.returncode:
+        reason = [line for line in found.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
+        raise ConfigError(f"PEER={peer}: {one_line(asked)} has the package {package} and cannot import {module}: "
+                          f"{one_line(redact(' '.join(reason)), limit=400)}; mend that environment")  # fmt: skip
 
 
 @dataclass
@@ -265,6 +287,10 @@ class _Bench:
     def _order(self, side: str, turn: int = 0, **more: Any) -> Order:
         return Order(side, result=str(self.folder / f"{side}-{turn}.json"), folder=str(self.folder), warmup=self.warmup,
                      steps=self.steps, **more)  # fmt: skip
+
+    def begins(self, side: str, turn: int, rounds: int) -> None:
+        """Say what runs now: nothing else is printed until it ends."""
+        self.progress(f"Round {turn + 1} of {rounds}: {side}, {self.warmup} steps and {self.steps} that are measured")
 
     def ours(self, turn: int, *, is_whole: bool) -> Run:
         """One run of ours; `is_whole`: `train` as a user calls it, timed from outside."""
@@ -349,10 +375,7 @@ class _Bench:
             TrainingError: it failed.
         """
         log = self.folder / f"{side}.log"
-        environment = ends_with_me(for_another_run(os.environ)) | {
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = ends_with_me(peers_environment())
         began = time.monotonic()
         with log.open("wb") as sink:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
@@ -369,13 +392,24 @@ class _Bench:
         return {"process_s": seconds, "process_cpu_s": usage.ru_utime + usage.ru_stime}
 
 
+def peers_environment() -> dict[str, str]:
+    """The environment of both sides' processes. No library reports home: without a network axolotl waits for that."""
+    return for_another_run(os.environ) | {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
 def refuse(side: str, code: int, text: str) -> None:
     """Raises what the output of a failed process says: ConfigError for exit code 2, DoesNotFit for 3."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.split("error: ", 1)[1] for line in lines if "] error: " in line]
     last = one_line(redact(errors[-1] if errors else lines[-1] if lines else "no output"), limit=800)
     for line in lines[-15:] if not errors else []:
-        logger.error("%s: %s", side, one_line(redact(line), limit=300))
+        logger.info("%s: %s", side, one_line(redact(line), limit=300))
     kind = {ConfigError.exit_code: ConfigError, DoesNotFit.exit_code: DoesNotFit}.get(code, TrainingError)
     raise kind(f"{side} ended with exit code {code}: {last}")
 
@@ -440,15 +474,9 @@ def trl_cli_config(folder: Path, facts: dict[str, Any], *, steps: int) -> Path:
     settings: dict[str, Any] = {
         "model_name_or_path": facts["model"], "dataset_name": str(data), "output_dir": str(folder / "trl-cli-out"),
         "dtype": facts["load_dtype"], "attn_implementation": facts["attention"], "max_length": facts["seq_len"],
-        "packing": facts["packing"], "assistant_only_loss": not is_single, "max_steps": steps,
-        "per_device_train_batch_size": facts["micro_batch"], "gradient_accumulation_steps": facts["grad_accum"],
-        "learning_rate": facts["learning_rate"], "lr_scheduler_type": facts["scheduler"],
-        "warmup_steps": facts["warmup_steps"], "weight_decay": facts["weight_decay"], "seed": facts["seed"],
-        "adam_beta2": facts["adam_beta2"],
-        "max_grad_norm": facts["max_grad_norm"], "optim": facts["optim"], "logging_steps": facts["logging_steps"],
-        "bf16": facts["compute_dtype"] == "bfloat16", "fp16": facts["compute_dtype"] == "float16",
-        "use_cpu": facts["on_cpu"], "gradient_checkpointing": facts["gradient_checkpointing"], "report_to": "none",
-        "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True, "use_peft": lora is not None,
+        "packing": facts["packing"], "assistant_only_loss": not is_single, "eval_strategy": "no",
+        "gradient_checkpointing": facts["gradient_checkpointing"], "use_peft": lora is not None,
+        **trainer_arguments(facts, steps=steps, micro=facts["micro_batch"]),
     }  # fmt: skip
     if lora is not None:
         settings |= {

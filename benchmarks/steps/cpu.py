@@ -4,7 +4,8 @@
 
 A model of random weights and chats of mixed lengths are made first (`material`), then `make bench` compares, on one
 thread a process: the bare loop on equal batches, TRL's trainer on padded rows and on packed ones, and `trl sft` from
-start to end with 100 steps. The file is written after each.
+start to end with 100 steps; with `--rows FILE` TRL's trainer on rows of your own, 8 a step (GSM8K's train.jsonl in
+bench_cpu.json). The file is written after each.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ EVERY = {
     "trl": Measured("trl", steps=7, warmup=1, rounds=2),
     "trl-packed": Measured("trl", steps=7, warmup=1, rounds=2, sections=PACKED),
     "trl-cli": Measured("trl-cli", steps=99, warmup=1, rounds=2, sections={"train": {"effective_batch_size": 4}}),
+    "rows": Measured("trl", steps=30, warmup=2, rounds=2, sections={"train": {"effective_batch_size": 8}}),
 }
 """Every comparison by its name in the file."""
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "bench_cpu.json"))
     parser.add_argument("--only", default=",".join(EVERY), help="names with commas")
+    parser.add_argument("--rows", type=Path, help="a JSONL file, for the comparison named rows")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     results: dict[str, Any] = {}
@@ -60,10 +63,12 @@ def main() -> None:
         material.write_model(folder / "model")
         material.write_chats(folder / "chats.jsonl", ROWS)
         for name in given.only.split(","):
-            one = EVERY[name]
+            one, rows = EVERY[name], given.rows.absolute() if given.rows else None
+            if name == "rows" and rows is None:
+                continue
             config = material.write_config(
-                folder / f"{name}.yaml", model=folder / "model", rows=folder / "chats.jsonl", seq_len=SEQ_LEN,
-                **one.sections,
+                folder / f"{name}.yaml", model=folder / "model", seq_len=SEQ_LEN,
+                rows=rows if rows and name == "rows" else folder / "chats.jsonl", **one.sections,
             )  # fmt: skip
             compared = compare(
                 config, peer=one.peer, steps=one.steps, warmup=one.warmup, rounds=one.rounds, progress=_say

@@ -45,3 +45,21 @@ class Order:
         """The facts of our run."""
         facts: dict[str, Any] = json.loads((Path(self.facts) / "facts.json").read_text(encoding="utf-8"))
         return facts
+
+
+def trainer_arguments(facts: dict[str, Any], *, steps: int, micro: int) -> dict[str, Any]:
+    """Arguments of transformers' Trainer that every peer gets for the facts of our run; `micro`: rows of a
+    micro-batch."""
+    same = ("learning_rate", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "optim", "seed")
+    return {name: facts[name] for name in (*same, "logging_steps")} | {
+        "max_steps": steps,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": facts["effective_batch"] // micro,
+        "lr_scheduler_type": facts["scheduler"],
+        "bf16": facts["compute_dtype"] == "bfloat16",
+        "fp16": facts["compute_dtype"] == "float16",
+        "use_cpu": facts["on_cpu"],
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }

@@ -8,7 +8,6 @@ The rows arrive as tokens and labels, so that both sides train the same ones; TR
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps.order import Order
+from benchmarks.steps.order import Order, trainer_arguments
 
 TRY_STEPS = 2
 
@@ -36,33 +35,25 @@ def main(path: Path) -> None:
 
 def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
     """Train until the recorder has seen enough."""
-    from benchmarks.steps.recording import Measured, Recorder, record
+    from benchmarks.steps.peer import recorder_for, train_recorded
 
     trainer = make_trainer(order, facts, micro=micro)
     settings = {"micro_batch": micro, "grad_accum": trainer.args.gradient_accumulation_steps,
-                "gradient_checkpointing": facts["gradient_checkpointing"], "packing": trainer.args.packing,
-                "group_by_length": order.side == "trl-grouped"}  # fmt: skip
-    recorder = Recorder(
-        Path(order.result), warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"],
-        facts={"side": order.side, "settings": settings},
-    )  # fmt: skip
-    record(trainer, recorder)
-    with contextlib.suppress(Measured):
-        trainer.train()
+                "packing": trainer.args.packing, "group_by_length": order.side == "trl-grouped"}  # fmt: skip
+    train_recorded(trainer, recorder_for(order, facts, **settings))
 
 
 def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, float | None]:
     """Seconds of TRY_STEPS steps after the first, and those of processors; None where they do not fit on the GPU."""
     import torch
 
-    from benchmarks.steps.recording import Measured, Recorder, record
+    from benchmarks.steps.peer import train_recorded
+    from benchmarks.steps.recording import Recorder
 
     result = Path(order.result).with_suffix(".try.json")
     try:
         trainer = make_trainer(order, facts, micro=micro)
-        record(trainer, Recorder(result, warmup=1, steps=TRY_STEPS, pad_id=facts["pad_id"], facts={}))
-        with contextlib.suppress(Measured):
-            trainer.train()
+        train_recorded(trainer, Recorder(result, warmup=1, steps=TRY_STEPS, pad_id=facts["pad_id"], facts={}))
         run = json.loads(result.read_text(encoding="utf-8"))
         return {name: run[name] for name in ("seconds", "cpu_s")}
     except torch.OutOfMemoryError:
@@ -123,26 +114,9 @@ def sft_arguments(order: Order, facts: dict[str, Any], *, micro: int) -> Any:
     grouped = {"train_sampling_strategy": "group_by_length"} if order.side == "trl-grouped" else {}
     return SFTConfig(
         output_dir=f"{order.folder}/trl-{time.time_ns()}",
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=facts["effective_batch"] // micro,
-        max_steps=order.total,
         max_length=facts["seq_len"] if facts["packing"] else None,
         packing=facts["packing"],
-        learning_rate=facts["learning_rate"],
-        lr_scheduler_type=facts["scheduler"],
-        warmup_steps=facts["warmup_steps"],
-        weight_decay=facts["weight_decay"],
-        adam_beta2=facts["adam_beta2"],
-        max_grad_norm=facts["max_grad_norm"],
-        optim=facts["optim"],
-        seed=facts["seed"],
-        bf16=facts["compute_dtype"] == "bfloat16",
-        fp16=facts["compute_dtype"] == "float16",
-        use_cpu=facts["on_cpu"],
-        logging_steps=facts["logging_steps"],
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **trainer_arguments(facts, steps=order.total, micro=micro),
         **{checkpointing: facts["gradient_checkpointing"]},
         **grouped,
     )

@@ -7,14 +7,13 @@ Not measured by this project: it needs a GPU.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
 import unsloth  # noqa: F401  (it has to come before transformers and TRL, which it changes)
 
 from benchmarks.steps.order import Order
-from benchmarks.steps.recording import Measured, Recorder, record
+from benchmarks.steps.peer import recorder_for, train_recorded
 
 
 def main(path: Path) -> None:
@@ -48,14 +47,7 @@ def main(path: Path) -> None:
         args=sft_arguments(order, facts, micro=facts["micro_batch"]),
         train_dataset=load_from_disk(str(Path(order.facts) / "rows")).select_columns(["input_ids", "labels"]),
     )
-    settings = {"micro_batch": facts["micro_batch"], "grad_accum": facts["grad_accum"], "packing": facts["packing"]}
-    recorder = Recorder(
-        Path(order.result), warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"],
-        facts={"side": order.side, "settings": settings},
-    )  # fmt: skip
-    record(trainer, recorder)
-    with contextlib.suppress(Measured):
-        trainer.train()
+    train_recorded(trainer, recorder_for(order, facts))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,22 @@ def answer_of(result: Result, *, to_out: bool = True) -> Answer:
     return Answer(result.as_json(), ["\n".join(result.lines())], code, to_out=to_out)
 
 
+def agreed(request: Request, question: str, *, refusal: str) -> bool:
+    """Whether the user agrees, by YES=1 or at the terminal; no answer is a no.
+
+    Raises:
+        ConfigError: there is no terminal to ask on, or JSON=1 was given: `refusal` says what YES=1 would do.
+    """
+    if request.yes:
+        return True
+    if request.json or sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError(refusal)
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
 def give(answer: Answer | int, request: Request) -> int:
     """Write an answer to OUT, show it as JSON or in words, and return the exit code.
 

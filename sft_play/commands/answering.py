@@ -20,8 +20,11 @@ _CHAT_TOKENS, _INFER_TOKENS = 512, 256
 
 def run(request: Request) -> Answer | int:
     """Converse, or answer a file."""
-    if request.command == "infer" and (request.input is None or request.output is None):
-        raise ConfigError("make infer needs INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl")
+    if request.command == "infer":
+        examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
+        missing = [example for example, given in examples.items() if given is None]
+        if missing:
+            raise ConfigError(f"make infer needs {' and '.join(missing)}")
     finished = find_finished(output_dir_or_default(request), request.run)
     quiet_libraries()
     if request.command == "chat":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 
-from sft_play.commands.answer import Answer, stdout_to_stderr
+from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
 from sft_play.launch import board_commands
@@ -42,8 +41,11 @@ def _stop(request: Request) -> Answer:
 
 
 def _clean(request: Request) -> Answer:
-    ask = input if sys.stdin is not None and sys.stdin.isatty() else None
-    return Answer({"ok": True, **board_commands.clean(output_dir_of(request), request.run, yes=request.yes, ask=ask)})
+    def agrees(what: str) -> bool:
+        refusal = f"tb-clean would remove {what}, and there is no terminal to ask on: YES=1 removes them"
+        return agreed(request, f"Remove {what}?", refusal=refusal)
+
+    return Answer({"ok": True, **board_commands.clean(output_dir_of(request), request.run, agrees=agrees)})
 
 
 def _page(sidecar: Sidecar) -> dict[str, object]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
-from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
+from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
-from sft_play.errors import ConfigError
 from sft_play.finished.push import push, upload_of
 from sft_play.finished.run import find_finished
 
@@ -21,10 +18,8 @@ def run(request: Request) -> Answer:
     finished = find_finished(output_dir_or_default(request), request.run)
     with stdout_to_stderr(wanted=request.json):
         upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
-        if not request.yes:
-            listed = "\n".join(upload.lines())
-            if request.json or sys.stdin is None or not sys.stdin.isatty():
-                raise ConfigError(f"{listed}\nand there is no terminal to ask on: YES=1 uploads them")
-            if input(f"{listed}\nUpload? [y/N] ").strip().lower() not in ("y", "yes"):
-                return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
+        listed = "\n".join(upload.lines())
+        refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
+        if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
+            return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
         return answer_of(push(upload))

@@ -166,7 +166,7 @@ def _value(name: str, text: str | None) -> Any:
         return int(text)
     if variable.kind == "number":
         try:
-            number = float(text)
+            number = float(text) if text.isascii() else -1.0
         except ValueError:
             number = -1.0
         if not 0 <= number < float("inf"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.answer import Answer, agreed, answer_of
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
@@ -28,10 +26,8 @@ def run(request: Request) -> Answer:
     chosen = to_prune(output, request.runs, what)
     if not chosen:
         return Answer({"ok": True, "removed": [], "freed_bytes": 0}, ["There are no checkpoints to remove"])
-    if not request.yes:
-        listed = "\n".join(f"  {path} ({gib(size, digits=2)} GiB)" for path, size in chosen.items())
-        if request.json or sys.stdin is None or not sys.stdin.isatty():
-            raise ConfigError(f"this would remove\n{listed}\nand there is no terminal to ask on: YES=1 removes them")
-        if input(f"Remove\n{listed}\n? [y/N] ").strip().lower() not in ("y", "yes"):
-            return Answer({"ok": True, "removed": [], "freed_bytes": 0}, ["Nothing was removed"])
+    listed = "\n".join(f"  {path} ({gib(size, digits=2)} GiB)" for path, size in chosen.items())
+    refusal = f"this would remove\n{listed}\nand there is no terminal to ask on: YES=1 removes them"
+    if not agreed(request, f"Remove\n{listed}\n?", refusal=refusal):
+        return Answer({"ok": True, "removed": [], "freed_bytes": 0}, ["Nothing was removed"])
     return answer_of(prune(output, chosen))

@@ -441,6 +441,12 @@ class TrainConfig(Section):
     same where the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger, and
     for auto the memory of the plain ones, which take more."""
 
+    compile: bool = leaf(False, owner="training.compiling")
+    """Compile each block of the model by torch.compile, for training passes of any length, if a measurement before the
+    first step shows that it computes the same; else the plain code runs, with a warning. Evaluation and generation run
+    the plain code. Compiling takes a minute or two at every start, which the plan counts. Not with DeepSpeed, tensor
+    or context parallelism, train.kernels, Unsloth, or train.gradient_checkpointing=offload."""
+
     logging_steps: int = leaf(1, owner="training.trainer", ge=1)
     """Log metrics every N steps."""
 

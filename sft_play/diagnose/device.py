@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from sft_play.config.schema import RunConfig
 from sft_play.diagnose.surroundings import Surroundings
-from sft_play.facts.compiler import WITHOUT_TRITON, obstacle
+from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
+from sft_play.facts.hardware import Hardware
 from sft_play.facts.unseen import ON_CPU, ROCM_BUILD, unseen
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.device import CPU_PARAMS
@@ -67,6 +71,16 @@ def check_compiler(around: Surroundings) -> list[Finding]:
     return [
         passed("compiler", "Triton's module was built here earlier" if toolchain.built else f"{toolchain.compiler}")
     ]
+
+
+def check_blocks(config: RunConfig, machine: Hardware, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether inductor can compile the blocks of a run that asks for it."""
+    if not config.train.compile:
+        return []
+    missing = block_obstacle(machine, environment)
+    if missing is not None:
+        return [failed("train.compile", f"{missing[0]}; inductor compiles blocks with it", missing[1])]
+    return [passed("train.compile", "what inductor needs is here")]
 
 
 _COMPILER_SOURCES = (

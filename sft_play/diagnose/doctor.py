@@ -74,6 +74,7 @@ def examine(
     findings = [
         *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
         *plan_findings,
+        *(device.check_blocks(planned.config, whole, environment) if planned else ()),
         *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned, options, environment) if planned else ()),
         *_together(

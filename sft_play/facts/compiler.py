@@ -17,7 +17,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.errors import HardwareError
@@ -97,6 +97,34 @@ def obstacle(tools: Toolchain) -> tuple[str, str] | None:
     if not tools.ldconfig:
         return f"no {_LDCONFIG}, which Triton asks for libcuda.so.1", "export TRITON_LIBCUDA_PATH=its folder"
     return None
+
+
+def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """What inductor lacks to compile a model's blocks on this machine, and what to do; None where it can.
+
+    On a GPU it writes Triton kernels, each of which has a start built by the C compiler; on a CPU it writes C++
+    (torch 2.13, `_inductor/config.py`: `cpp.cxx`).
+    """
+    if hardware.device == "mps":
+        return "blocks on Apple's GPU were not tried", "train.device=cpu"
+    tools = replace(look(environment), built=False)  # what an earlier run has left is of other kernels
+    if hardware.gpus and not tools.triton:
+        return "Triton is not installed", "pip install triton"
+    if not hardware.gpus:
+        default = "clang++" if platform.system() == "Darwin" else "g++"
+        compiler = shutil.which(environment.get("CXX") or default)
+        if compiler is None:
+            return f"no C++ compiler (CXX, or {default})", _install(tools).replace("gcc", "g++")
+        tools = replace(tools, triton=True, compiler=compiler, failed=_trial(compiler, tools.headers), ldconfig=True)
+    return obstacle(tools)
+
+
+def require_for_blocks(hardware: Hardware, environment: Mapping[str, str]) -> None:
+    """Raises HardwareError, before anything loads, where inductor cannot compile blocks."""
+    problem = block_obstacle(hardware, environment)
+    if problem is not None:
+        missing, remedy = problem
+        raise HardwareError(f"train.compile: inductor cannot compile here: {missing}; {remedy}, or train.compile=false")
 
 
 def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:

@@ -28,6 +28,12 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def release_of(package: str) -> tuple[int, ...] | None:
+    """Major and minor version of an installed distribution; None where it is not installed."""
+    match = re.match(r"(\d+)\.(\d+)", version_of(package) or "")
+    return (int(match[1]), int(match[2])) if match else None
+
+
 def missing_kernels() -> frozenset[str]:
     """Those of `KERNEL_PACKAGES` that are not installed."""
     return frozenset(name for name in KERNEL_PACKAGES if version_of(name) is None)

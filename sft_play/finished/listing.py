@@ -19,7 +19,7 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
-from sft_play.units import GIB, MIB
+from sft_play.units import size_of
 
 Status = Literal["running", "finished", "stopped", "failed"]
 What = Literal["run", "checkpoints"]
@@ -90,7 +90,7 @@ class RunList:
                 best = f"exact match {value:.1%}" if name == "exact_match" else f"{name} {value:.4g}"
             rows.append((
                 one_line(run.folder.path.name, limit=48), run.status, "-" if run.step is None else str(run.step), best,
-                _size(run.bytes), _age(run.started, self.now), one_line(f"{run.mode} {run.model}", limit=48),
+                size_of(run.bytes), _age(run.started, self.now), one_line(f"{run.mode} {run.model}", limit=48),
             ))  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -98,7 +98,7 @@ class RunList:
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
             *table,
-            f"{len(self.runs)} runs, {_size(total)}, of which checkpoints {_size(checkpoints)}",
+            f"{len(self.runs)} runs, {size_of(total)}, of which checkpoints {size_of(checkpoints)}",
             next_line("report", RUN=self.runs[0].folder.path),
         ]
 
@@ -174,10 +174,6 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _size(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"
-
-
 def _age(started: datetime | None, now: datetime) -> str:
     if started is None:
         return "-"
@@ -207,7 +203,7 @@ class Pruned:
 
     def lines(self) -> list[str]:
         """In words."""
-        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {_size(self.bytes)}", next_line("runs")]
+        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {size_of(self.bytes)}", next_line("runs")]
 
 
 def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:

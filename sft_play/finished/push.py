@@ -18,7 +18,7 @@ from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
-from sft_play.units import GIB, MIB
+from sft_play.units import size_of
 
 if TYPE_CHECKING:
     from sft_play.training.card import Base
@@ -62,8 +62,8 @@ class Upload:
         access = "private" if self.is_private else "PUBLIC"
         how = f"the existing {access} repository is updated" if self.exists else f"a new {access} repository"
         sizes = self.sizes()
-        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {_size(sum(sizes.values()))}:"]
-        lines += [f"  {name} ({_size(size)})" for name, size in sizes.items()]
+        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {size_of(sum(sizes.values()))}:"]
+        lines += [f"  {name} ({size_of(size)})" for name, size in sizes.items()]
         lines += [f"Not uploaded: {', '.join(self.left_out)}"] if self.left_out else []
         return [*lines, *self.notes]
 
@@ -265,9 +265,3 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
             )
         if redact(text) != text:
             raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")
-
-
-def _size(count: int) -> str:
-    if count >= GIB:
-        return f"{count / GIB:.2f} GiB"
-    return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count:,} bytes"

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 import webbrowser
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
+from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +74,10 @@ def open_page(base: Path, run: str | None, environment: Mapping[str, str]) -> tu
         RunFolderError: RUN names no run.
     """
     logdir = _logdir(base, run)
-    inside = [one for one in _boards_in(logdir) if tensorboard.find(Path(one.record)) is not None]
-    exact = [one for one in inside if Path(one.logdir) == logdir.absolute().resolve()]
-    sidecar = next(iter([*exact, *inside]), None) or show(base, run, environment)
-    if _has_display(environment) and webbrowser.open(sidecar.page):
+    inside = sorted(filter(tensorboard.answers, _boards_in(logdir)), key=lambda one: len(one.logdir))
+    sidecar = inside[0] if inside else show(base, run, environment)
+    has_display = any(environment.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+    if (has_display or sys.platform == "darwin") and webbrowser.open(sidecar.page):
         logger.info("Opened %s in the browser", sidecar.page)
         return sidecar, True
     logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
@@ -96,121 +97,84 @@ def _boards_in(folder: Path) -> list[Sidecar]:
     return [one for one in tensorboard.recorded() if Path(one.logdir).is_relative_to(place)]
 
 
-def _has_display(environment: Mapping[str, str]) -> bool:
-    """Whether a browser could open a window: a screen, or a command of the user's that opens pages elsewhere."""
-    if environment.get("BROWSER"):
-        return True
-    if sys.platform == "darwin":
-        return not environment.get("SSH_CONNECTION")
-    return bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
-
-
 def stop(base: Path | None, run: str | None = None) -> tuple[list[Sidecar], list[Sidecar]]:
     """Stop the TensorBoards over a folder and what is in it (None: all of this project).
 
     Returns:
         Those that have ended, and those that are still running.
     """
-    logdir = None if base is None else _logdir(base, run)
-    boards = tensorboard.recorded() if logdir is None else _boards_in(logdir)
+    boards = tensorboard.recorded() if base is None else _boards_in(_logdir(base, run))
     if not boards:
-        logger.info("No TensorBoard of this project is running%s", "" if logdir is None else f" over {logdir}")
+        over = "" if base is None else f" over {_logdir(base, run)}"
+        logger.info("No TensorBoard of this project is running%s", over)
     for one in boards:
         logger.info("%s: %s, over %s", tensorboard.stop(one), one.url, one.logdir)
     running = tensorboard.recorded()
     return [one for one in boards if one not in running], [one for one in boards if one in running]
 
 
-def clean(base: Path, run: str | None, *, yes: bool, ask: Callable[[str], str] | None) -> dict[str, Any]:
-    """Remove the event files of finished runs in `base`, or of one, after asking; logs what is kept and why.
+def clean(base: Path, run: str | None, *, agrees: Callable[[str], bool]) -> dict[str, Any]:
+    """Remove the event files of finished runs in `base`, or of one, if the user agrees; logs what is kept and why.
+
+    Files behind a link are kept: they may be another user's.
 
     Args:
-        yes: remove without asking.
-        ask: puts a question to a person and returns the answer; None where there is no terminal.
+        agrees: asks whether what it is given may be removed.
 
     Returns:
         The paths `removed`, their size as `freed_bytes`, and how many event files were `kept`.
 
     Raises:
-        ConfigError: there is no terminal to ask at, and `yes` was not given.
         RunFolderError: RUN names no run, or one that is not finished.
     """
     chosen = list(runs.runs_in(base, replaced=True)) if run is None else [runs.run_named(base, run)]
-    files = {folder: sorted(folder.tensorboard.rglob(EVENT_FILES)) for folder in chosen}
-    finished: dict[RunFolder, list[Path]] = {}
-    for folder in chosen:
-        # Files behind a link may be another user's.
+    every = {folder: sorted(folder.tensorboard.rglob(EVENT_FILES)) for folder in chosen}
+    finished: dict[RunFolder, dict[Path, int]] = {}
+    for folder, files in every.items():
+        if run is not None:
+            _require_finished(folder)
         is_link = folder.tensorboard.is_symlink() or (run is None and folder.path.is_symlink())
-        own = [] if is_link else [path for path in files[folder] if path.is_file() and not path.is_symlink()]
-        status = _status(folder)
-        if status != "finished" and run is not None:
-            raise RunFolderError(
-                f"{folder.path} is not finished (its manifest says {status}): its curves are kept, since it can be "
-                "resumed"
-            )
-        if own and status != "finished":
+        own = {path: path.stat().st_size for path in files if not is_link and not path.is_symlink()}
+        if own and (status := _status(folder)) != "finished":
             logger.info("kept: %s is not finished (%s)", folder.path, status)
         elif own:
-            logger.info("%s  %s, %s", _size(own).rjust(11), folder.tensorboard, _count(own))
+            logger.info("%s: %s", folder.tensorboard, _said(own))
             finished[folder] = own
+    total = {path: size for own in finished.values() for path, size in own.items()}
     removed: dict[Path, int] = {}
-    if not finished:
+    if not total:
         logger.info("There are no event files of finished runs in %s", base if run is None else chosen[0].path)
-    elif yes or _agrees(finished, ask):
-        for folder, own in finished.items():
-            removed |= _remove(folder, own)
-    kept = sum(map(len, files.values())) - len(removed)
-    return {"removed": [str(path) for path in removed], "freed_bytes": sum(removed.values()), "kept": kept}
+    else:
+        if agrees(f"{_said(total)}, of {len(finished)} finished run{'s' * (len(finished) > 1)}"):
+            removed = {path: size for folder, own in finished.items() for path, size in _remove(folder, own)}
+        logger.info("%s", f"Removed {_said(removed)}" if removed else "Nothing was removed")
+    return {
+        "removed": [str(path) for path in removed],
+        "freed_bytes": sum(removed.values()),
+        "kept": sum(map(len, every.values())) - len(removed),
+    }
 
 
-def _agrees(finished: Mapping[RunFolder, list[Path]], ask: Callable[[str], str] | None) -> bool:
-    """Whether the user agrees to the removal; raises ConfigError where there is no terminal to ask at."""
-    every = [path for files in finished.values() for path in files]
-    total = f"{_count(every)} of {len(finished)} finished run{'s' * (len(finished) > 1)}, {_size(every)}"
-    if ask is None:
-        raise ConfigError(
-            f"tb-clean would remove {total}; it asks first, and there is no terminal to ask at: YES=1 removes what is "
-            "listed"
-        )
-    try:
-        agreed = ask(f"Remove {total}? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        agreed = False
-    if not agreed:
-        logger.info("Nothing was removed")
-    return agreed
-
-
-def _remove(folder: RunFolder, files: Sequence[Path]) -> dict[Path, int]:
-    """Remove a finished run's event files, with the run locked; returns the removed ones with their sizes."""
-    removed: dict[Path, int] = {}
+def _remove(folder: RunFolder, files: Mapping[Path, int]) -> Iterator[tuple[Path, int]]:
+    """Remove a finished run's event files with the run locked; what was removed."""
     try:
         with runs.lock(folder):
-            if _status(folder) != "finished":  # another run may have taken its place since it was listed
-                raise RunFolderError(f"{folder.path} is not finished ({_status(folder)})")
-            words = f"Removed {_count(files)}, {_size(files)}, of {folder.path}"
-            for path in files:
-                size = path.stat().st_size
+            _require_finished(folder)  # another run may have taken its place since it was listed
+            for path, size in files.items():
                 path.unlink()
-                removed[path] = size
-            logger.info("%s", words)
+                yield path, size
     except (RunFolderError, OSError) as error:
         logger.warning("kept: %s", error)
-    return removed
+
+
+def _require_finished(folder: RunFolder) -> None:
+    if (status := _status(folder)) != "finished":
+        raise RunFolderError(f"{folder.path} is not finished ({status}): its curves are kept, since it can be resumed")
 
 
 def _status(folder: RunFolder) -> str:
     return one_line(str(folder.manifest().get("status", "nothing")))
 
 
-def _count(files: Sequence[Path]) -> str:
-    return f"{len(files)} event file{'s' * (len(files) != 1)}"
-
-
-def _size(files: Iterable[Path]) -> str:
-    size = float(sum(path.stat().st_size for path in files))
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"
+def _said(files: Mapping[Path, int]) -> str:
+    return f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files.values()))}"

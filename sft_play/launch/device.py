@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import HardwareError
-from sft_play.facts.compiler import require_compiler
+from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.unseen import HIDING, ON_CPU, look, unseen
 from sft_play.log import one_line
@@ -59,9 +59,11 @@ def require_machine(
         params: the model's parameters; asked for a run on the CPU only.
 
     Raises:
-        HardwareError: there is an accelerator that would not be used, the model is too large for a CPU, or Triton
-            cannot build what the loss needs.
+        HardwareError: there is an accelerator that would not be used, the model is too large for a CPU, Triton cannot
+            build what the loss needs, or blocks are to be compiled and inductor cannot.
     """
+    if config.train.compile:
+        require_for_blocks(hardware, environment)
     if hardware.gpus:
         return require_compiler(hardware, environment)
     if config.train.device == "cpu" or hardware.device == "mps":

@@ -1,15 +1,16 @@
 """TensorBoard beside a run: started, found again and stopped by its record, and never a reason for training to fail.
 
 A board is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Its record (a small
-JSON file) holds machine, pid, start time and command line: only that very process is ever reused or stopped.
-One that belongs to a run is started through `sft_play.endings`, so that it ends after a kill -9 too. Flags and the
-route `/data/environment` are those of https://github.com/tensorflow/tensorboard: `tensorboard/program.py`,
+JSON file) holds pid, start time and command line: only that very process is ever reused or stopped. One that belongs to
+a run is started through `sft_play.endings`, so that it ends after a kill -9 too. Flags and the route
+`/data/environment` are those of https://github.com/tensorflow/tensorboard: `tensorboard/program.py`,
 `tensorboard/plugins/core/core_plugin.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import ipaddress
@@ -50,23 +51,26 @@ _CLOCK_TOLERANCE_S = 2.0
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A TensorBoard that answers: `url` of its server, the process (pid and start time), and where that is recorded.
+    """A TensorBoard: its process (pid, start time, command line) and the folder that it shows.
 
     `is_of_run`: it ends with the command that started it. `reused`: it was already running, and whoever started it
     stops it.
     """
 
-    url: str
     pid: int
     created: float
     command: tuple[str, ...]
     host: str
     port: int
     logdir: str
-    record: str
-    machine: str
     is_of_run: bool = False
     reused: bool = False
+
+    @property
+    def url(self) -> str:
+        """The address of its server, from this machine."""
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{address}]:{self.port}/" if ":" in address else f"http://{address}:{self.port}/"
 
     @property
     def page(self) -> str:
@@ -77,15 +81,16 @@ class Sidecar:
         """
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
+    @property
+    def record(self) -> Path:
+        """Where it is recorded, by folder and host."""
+        place = f"{self.host}:{self.logdir}".encode("utf-8", "surrogateescape")
+        return _records() / f"{hashlib.sha256(place).hexdigest()[:16]}.json"
 
-def record_path(logdir: Path) -> Path:
-    """The record of a log folder's board: in the cache, by machine and folder.
 
-    The cache may be on a disk that several machines share, and a pid belongs to one of them.
-    """
-    place = f"{socket.gethostname()}:{logdir.absolute().resolve()}"
-    digest = hashlib.sha256(place.encode("utf-8", "surrogateescape")).hexdigest()
-    return cache_dir() / "tensorboard" / f"{digest[:16]}.json"
+def _records() -> Path:
+    """In the cache, by machine: the cache may be on a disk that several share, and a pid belongs to one of them."""
+    return cache_dir() / "tensorboard" / socket.gethostname()
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -154,7 +159,6 @@ def start(
     title: str | None = None,
     ends_with_me: bool = False,
     python: str = sys.executable,
-    record: Path | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> tuple[Sidecar | None, str]:
     """A TensorBoard over `logdir` and a line about it; None and the reason where it cannot be started.
@@ -167,50 +171,47 @@ def start(
         title: of the browser's window.
         ends_with_me: whether it ends when this process does (on Linux: when the thread does that called this).
     """
+    board = Sidecar(0, 0.0, (), host, port, str(logdir.absolute().resolve()), ends_with_me)
     try:
-        logdir = logdir.absolute().resolve()
-        record = record_path(logdir) if record is None else record
-        try:
-            _listen(host, 0)  # checked first: below, a board on another host is stopped
-        except OSError as error:
-            return None, f"{one_line(host)} cannot be listened on: {error.strerror} (TB_HOST=)"
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with locked(record.with_suffix(".lock"), waiting="Another command starts this TensorBoard; waiting for it"):
-            present = find(record)
-            if present is not None and present.host == host and Path(present.logdir) == logdir:
-                other = f" (not on port {port}: make tb-stop first)" * (port not in (0, DEFAULT_PORT, present.port))
+        _records().mkdir(parents=True, exist_ok=True)
+        with locked(_records() / "start.lock", waiting="Another command starts a TensorBoard; waiting for it"):
+            present = next((one for one in recorded() if one.record == board.record), None)
+            if present is not None and answers(present):
                 ends = "; it ends with its run" * (present.is_of_run and not ends_with_me)
-                return present, f"TensorBoard is already running: {present.page}{other}{ends}"
-            stop(record)  # it hangs, or listens on another address
-            board = Sidecar("", 0, 0.0, (), host, port, str(logdir), str(record), socket.gethostname(), ends_with_me)
-            return _start_new(board, python, title or logdir.name, time.monotonic() + timeout_s)
+                return replace(present, reused=True), f"TensorBoard is already running: {present.page}{ends}"
+            if present is not None:
+                stop(present)  # it hangs
+            board = replace(board, port=_free_port(host, port))
+            sidecar, words = _start_new(board, python, title or logdir.name, time.monotonic() + timeout_s)
+            moved = f" (port {port} is taken)" if sidecar is not None and port not in (0, sidecar.port) else ""
+            return sidecar, words + moved
     except Exception as error:  # whatever it is, training continues without it
         logger.debug("TensorBoard could not be started", exc_info=True)
-        return None, f"{type(error).__name__}: {one_line(str(error))}"
+        return None, str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {one_line(str(error))}"
+
+
+def _free_port(host: str, first: int) -> int:
+    """The first free port from `first` on (0: any); raises ConfigError where there is none, or no such host."""
+    last = min(65535, first + PORTS_TRIED - 1) if first else 0
+    for port in range(first, last + 1):
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorBoard does: skips TIME_WAIT
+                listener.bind(address)
+                listener.listen()
+                return int(listener.getsockname()[1])
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{one_line(host)} cannot be listened on: {error.strerror} (TB_HOST=, port {port})"
+                ) from None
+    raise ConfigError(f"no port from {first} to {last} is free on {one_line(host)}")
 
 
 def _start_new(board: Sidecar, python: str, title: str, deadline: float) -> tuple[Sidecar | None, str]:
-    """Start a board on the first free port from its port on (0: any)."""
-    reason, last = "", min(65535, board.port + PORTS_TRIED - 1)
-    for port in range(board.port, last + 1) if board.port else [_listen(board.host, 0)]:
-        try:
-            _listen(board.host, port)
-        except OSError as error:
-            reason = reason or f"no free port from {board.port} to {last} on {one_line(board.host)} ({error.strerror})"
-            continue
-        sidecar, reason = _try_port(replace(board, port=port), python, title, deadline)
-        if sidecar is not None:
-            moved = f" (port {board.port} is taken)" if board.port not in (0, port) else ""
-            return sidecar, f"TensorBoard: {sidecar.page}{moved}"
-        with contextlib.suppress(OSError):  # another process took the port in the meantime: try the next one
-            _listen(board.host, port)
-            break
-    return None, reason
-
-
-def _try_port(board: Sidecar, python: str, title: str, deadline: float) -> tuple[Sidecar | None, str]:
-    """Start it on one port and wait until it answers for this folder; one that does not answer is ended."""
-    log = Path(board.record).with_suffix(".log")
+    """Start it on its port and wait until it answers for its folder; one that does not answer is ended."""
+    log = board.record.with_suffix(".log")
     options = [f"--logdir={board.logdir}", f"--host={board.host}", f"--port={board.port}", f"--window_title={title}"]
     environment = ends_with_me(_environment(), number=signal.SIGTERM) if board.is_of_run else _environment()
     through = ["sft_play.endings"] if board.is_of_run else []
@@ -220,17 +221,15 @@ def _try_port(board: Sidecar, python: str, title: str, deadline: float) -> tuple
             stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C belongs to the training, which stops the board itself
         )  # fmt: skip
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(board.host, board.host)  # where it is reached from here
-    url = f"http://[{address}]:{board.port}/" if ":" in address else f"http://{address}:{board.port}/"
     process = psutil.Process(started.pid)
     try:
         while time.monotonic() < deadline and started.poll() is None:
-            if _answers(url, board.logdir):
+            if answers(board):
                 created, command = process.create_time(), tuple(process.cmdline())
-                sidecar = replace(board, url=url, pid=started.pid, created=created, command=command)
+                sidecar = replace(board, pid=started.pid, created=created, command=command)
                 _write_record(sidecar)
                 _STARTED[sidecar.pid] = started
-                return sidecar, ""
+                return sidecar, f"TensorBoard: {sidecar.page}"
             time.sleep(_POLL_S)
     except BaseException:
         _end_process(process)
@@ -253,22 +252,12 @@ def _environment() -> dict[str, str]:
     return {**for_another_run(os.environ), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def _listen(host: str, port: int) -> int:
-    """Bind a port and release it; returns its number (of port 0: a free one). Raises OSError where it is taken."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as TensorBoard does: skips TIME_WAIT
-        listener.bind(address)
-        listener.listen()
-        return int(listener.getsockname()[1])
-
-
-def _answers(url: str, logdir: str) -> bool:
-    """Whether a TensorBoard over this folder answers at that address (without a proxy)."""
+def answers(board: Sidecar) -> bool:
+    """Whether a TensorBoard over this folder answers at its address (without a proxy)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}data/environment", timeout=5) as answer:
-            return str(json.loads(answer.read(10**6)).get("data_location", "")) == logdir
+        with opener.open(f"{board.url}data/environment", timeout=5) as answer:
+            return str(json.loads(answer.read(10**6)).get("data_location", "")) == board.logdir
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return False
 
@@ -277,31 +266,22 @@ def _answers(url: str, logdir: str) -> bool:
 
 
 def _write_record(sidecar: Sidecar) -> None:
-    path = Path(sidecar.record)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = sidecar.record.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(asdict(sidecar), indent=2) + "\n", encoding="utf-8")
-    aside.replace(path)
+    aside.replace(sidecar.record)
 
 
 def _read_record(record: Path) -> Sidecar | None:
     try:
         data = json.loads(record.read_text(encoding="utf-8"))
-        return Sidecar(**{**data, "command": tuple(data["command"]), "record": str(record)})
+        return Sidecar(**{**data, "command": tuple(data["command"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def find(record: Path) -> Sidecar | None:
-    """The board of a record, if that very process is alive and answers; marked as reused."""
-    sidecar = _read_record(record)
-    if sidecar is None or _process_of(sidecar) is None or not _answers(sidecar.url, sidecar.logdir):
-        return None
-    return replace(sidecar, reused=True)
-
-
 def recorded() -> list[Sidecar]:
     """Every board of this project that is alive on this machine, whether it answers or not; the newest first."""
-    boards = [_read_record(path) for path in (cache_dir() / "tensorboard").glob("*.json")]
+    boards = [_read_record(path) for path in _records().glob("*.json")]
     return sorted((one for one in boards if one is not None and _process_of(one)), key=lambda one: -one.created)
 
 
@@ -309,36 +289,26 @@ def _process_of(sidecar: Sidecar) -> psutil.Process | None:
     """The recorded process, if pid, start time and command line still agree; None where it is gone."""
     try:
         process = psutil.Process(sidecar.pid)
-        is_same = sidecar.machine == socket.gethostname() and tuple(process.cmdline()) == sidecar.command
-        is_same = is_same and abs(process.create_time() - sidecar.created) <= _CLOCK_TOLERANCE_S
-        return process if is_same and _is_alive(process) else None
+        is_same = abs(process.create_time() - sidecar.created) <= _CLOCK_TOLERANCE_S
+        return process if is_same and tuple(process.cmdline()) == sidecar.command and _is_alive(process) else None
     except psutil.Error:
         return None
 
 
-def stop(recorded: Path | Sidecar) -> str:
-    """End a board (or the one of a record) with its data server; returns a line on what was done, and never raises.
+def stop(sidecar: Sidecar) -> str:
+    """End a board with its data server and remove its record; returns a line on what was done, and never raises.
 
-    Where the process is gone, or its pid belongs to another program now, only the record is removed. A record of
-    another machine is kept.
+    Where the process is gone, or its pid belongs to another program now, only the record is removed.
     """
-    sidecar = recorded if isinstance(recorded, Sidecar) else _read_record(recorded)
-    if sidecar is None:
-        return f"no TensorBoard is recorded in {recorded}"
     name = f"TensorBoard (pid {sidecar.pid})"
-    if sidecar.machine != socket.gethostname():
-        return f"{name} runs on {one_line(sidecar.machine)}: stop it there"
     process = _process_of(sidecar)
-    try:
-        if process is not None and not _end_process(process):
-            return f"{name} does not end; see {sidecar.record}"
-        current = _read_record(Path(sidecar.record))  # another start may have replaced it
-        if current is not None and (current.pid, current.created) == (sidecar.pid, sidecar.created):
-            Path(sidecar.record).unlink(missing_ok=True)
+    if process is not None and not _end_process(process):
+        return f"{name} does not end; see {sidecar.record}"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if _read_record(sidecar.record) == replace(sidecar, reused=False):  # else another start has replaced it
+            sidecar.record.unlink()
         if sidecar.pid in _STARTED:
             _STARTED.pop(sidecar.pid).wait(STOP_TIMEOUT_S)
-    except (psutil.Error, OSError, subprocess.TimeoutExpired) as error:
-        return f"{name} could not be stopped: {one_line(str(error))}"
     return f"{name} stopped" if process is not None else f"{name} is not running any more"
 
 
@@ -352,7 +322,7 @@ def _end_process(process: psutil.Process) -> bool:
         family += process.children(recursive=True)
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 ask(member)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while (family := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:

@@ -73,6 +73,8 @@ class Measured:
     version: int = VERSION
     kernels: KernelsName = "plain"
     """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
+    compiled: bool = False
+    """Whether its blocks were compiled: such runs and plain ones do not correct each other's plans."""
 
     @property
     def memory_ratio(self) -> float:
@@ -135,9 +137,9 @@ def add(measured: Measured) -> None:
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:
     """The newest runs, and before them the one of each kind that was furthest above its predicted memory."""
-    furthest: dict[tuple[str, str, str, bool, str], Measured] = {}
+    furthest: dict[tuple[str, str, str, bool, str, bool], Measured] = {}
     for run in runs:
-        kind = (run.device, run.mode, run.layout, run.model == SELFTEST, run.kernels)
+        kind = (run.device, run.mode, run.layout, run.model == SELFTEST, run.kernels, run.compiled)
         if kind not in furthest or run.memory_ratio >= furthest[kind].memory_ratio:
             furthest[kind] = run
     # by identity: two runs can have the same figures
@@ -177,15 +179,16 @@ def correction(
     layout: str,
     model: str | None = None,
     kernels: CountedKernels = PLAIN,
+    compiled: bool = False,
 ) -> Correction:
-    """The correction from recorded runs of the closest kind, by their raw ratios.
+    """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
 
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it.
     """
-    of_all = [run for run in runs if (run.device, run.mode) == (device, mode)]
+    of_all = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
     counted = [run for run in of_all if run.kernels == kernels.memory and run.predicted_reserved]
     same = _nearest([run for run in counted if run.model != SELFTEST], lambda run: run.layout == layout)
     same = _nearest(same, lambda run: run.model == model)

@@ -24,7 +24,7 @@ from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evalua
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.padding import why_masked, why_no_boundaries
+from sft_play.planner.padding import why_masked, why_no_boundaries, why_one_by_one
 from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.row_tokens import Passes, RowTokens, average_passes
 from sft_play.planner.speed_error import SpeedError, speed_error
@@ -168,6 +168,8 @@ class Job:
     """How updates have reached the weights of a run that is resumed."""
     rows: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
+    torch: tuple[int, ...] | None = None
+    """The version of torch; None where it is not known, which counts as a current one."""
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -188,10 +190,18 @@ class Job:
 
     def unbounded_because(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
-        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
-        return why_no_boundaries(
-            self.config, self.shape, attention=self.attention, half=precision.compute != "float32",
-            capability=self.capability, device=device,
+        reason = why_no_boundaries(self.config, self.shape, attention=self.attention)
+        if reason is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
+            return "a call for each chat has its length, for which a compiled block would be compiled again"
+        return reason
+
+    def one_by_one_because(self, precision: Precision) -> str | None:
+        """Why attention between boundaries is a call for each chat; None where one call takes them all."""
+        gpus = self.hardware.gpus
+        return why_one_by_one(
+            self.shape, half=precision.compute != "float32", capability=self.capability,
+            device="rocm" if any(gpu.is_amd for gpu in gpus) else self.hardware.device,
+            architectures=[gpu.architecture for gpu in gpus], torch=self.torch,
         )  # fmt: skip
 
     @property
@@ -326,12 +336,14 @@ def candidate_of(
             more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
     """
     precision = job.precision_of(layout)
-    walk = Walk(job.config, job.shape, precision, _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks))
+    step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
+    if step.one_by_one and job.by_tokens:
+        step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
+    walk = Walk(job.config, job.shape, precision, step)
     if job.has_eval:
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
     step, memory, learned = walk.step, estimate_of(walk, precision), job.learned(layout)
-    passes = _passes_of(job, precision, step, batch)
-    speed = predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
+    speed = _speed_of(job, precision, step)
     raw = Raw(memory.reserved, speed.tokens_per_s)
     return Candidate(
         layout=layout,
@@ -347,10 +359,25 @@ def candidate_of(
     )
 
 
-def _step_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any, masks: bool) -> Step:
-    """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none."""
+def _faster(job: Job, precision: Precision, joined: Step, padded: Step) -> Step:
+    """Of a step whose chats are attended to one by one, and the same with padded rows, the one that is predicted to be
+    faster: every call costs its start, and padding is computed like text."""
+    return max(joined, padded, key=lambda step: _speed_of(job, precision, step).tokens_per_s)
+
+
+def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
+    """The speed of a step on the run's own rows, where their lengths are known."""
+    passes = _passes_of(job, precision, step)
+    return predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
+
+
+def _step_of(
+    job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any, masks: bool = False, pads: bool = False
+) -> Step:
+    """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
+    padded even where boundaries tell them apart."""
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
-    varlen = joins and not masks and job.unbounded_because(job.precision_of(layout)) is None
+    varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
     masks = masks or job.masked_because is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
@@ -369,6 +396,7 @@ def _step_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, l
         padded=padded,
         masks=masks,
         varlen=varlen,
+        one_by_one=varlen and job.one_by_one_because(job.precision_of(layout)) is not None,
         saves=True,
         on_gpu=bool(job.hardware.gpus),
         capability=job.capability,
@@ -376,14 +404,14 @@ def _step_of(job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, l
     )
 
 
-def _passes_of(job: Job, precision: Precision, step: Step, batch: BatchPlan) -> Passes | None:
+def _passes_of(job: Job, precision: Precision, step: Step) -> Passes | None:
     """What an average step of the run's own rows takes; None where their lengths are not known."""
     if job.rows is None:
         return None
     passes = average_passes(
         job.rows,
         micro_batches(job, precision, step),
-        effective_batch=batch.effective_batch,
+        effective_batch=step.micro_batch * step.grad_accum * step.layout.data_parallel,
         ranks=step.layout.data_parallel,
     )
     return passes.shared_by(step.layout.context_parallel)

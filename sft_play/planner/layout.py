@@ -261,6 +261,8 @@ def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layou
 def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
     """Why the libraries cannot run the layout for this job; None where they can."""
     optim = config.train.optim
+    if config.train.compile and (because := not_compiled(layout)):
+        return because
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
         return because
     if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):
@@ -272,6 +274,20 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
     return refusal(config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus))
+
+
+def not_compiled(layout: Layout) -> str | None:
+    """Why blocks cannot be compiled in the layout; None where they can."""
+    if layout.is_zero:
+        return (
+            "train.compile: ZeRO-3 gathers weights in hooks of every submodule, which a compiled block would break at, "
+            "and DeepSpeed's own engine.compile would take its place; fsdp shards the same"
+        )
+    if layout.tensor_parallel > 1:
+        return "train.compile: tensor-parallel ranks exchange inside each block, which was not tried compiled"
+    if layout.context_parallel > 1:
+        return "train.compile: ranks that share rows exchange inside attention, which was not tried compiled"
+    return None
 
 
 def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:

@@ -2,15 +2,25 @@
 `training.unmasked` and `training.boundaries`.
 
 Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
-a row are told apart by their boundaries where the kernel takes them. Without a mask PyTorch's flash kernel runs, keys
-stay grouped and no S x S mask is held.
+a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
+it does not run, each chat is a call of its own. No S x S mask is held.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE, flash_runs
+
+ROCM_SINCE = (2, 12)
+"""Version of torch from which its varlen attention runs on ROCm: it has AOTriton 0.11.2b
+(https://github.com/ROCm/pytorch/pull/3419), with which PyTorch runs all of its tests there and windows are CUDA's
+(https://github.com/pytorch/pytorch/pull/174105; the first tests: 170969). 2.13 has 0.12b."""
+AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")
+"""AMD's architectures that AOTriton has kernels for (PyTorch's cmake/External/aotriton.cmake, its list of images)."""
 
 
 def why_masked(
@@ -36,22 +46,8 @@ def why_masked(
     return None
 
 
-def why_no_boundaries(
-    config: RunConfig,
-    shape: ModelShape,
-    *,
-    attention: str,
-    half: bool,
-    capability: tuple[int, int] | None,
-    device: str,
-) -> str | None:
-    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough.
-
-    Args:
-        half: whether attention computes in fp16 or bf16.
-        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-        device: `cuda`, `rocm`, `cpu` or `mps`.
-    """
+def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -> str | None:
+    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough."""
     if config.model.attn_implementation != "auto":
         return f"model.attn_implementation={config.model.attn_implementation}"
     if attention != "sdpa":
@@ -60,18 +56,44 @@ def why_no_boundaries(
         return "some of its layers see a state or chunks, which boundaries do not say"
     if shape.alibi:
         return "its positions are a bias that is added to a mask"
-    if shape.mla is not None:
-        return "its keys and values have different widths"
     if shape.attention_dropout:
-        return "the kernel that takes boundaries has no dropout"
+        return "attention between boundaries has no dropout"
     if config.tuning.backend == "unsloth":
         return "Unsloth has attention of its own, which is not measured here"
-    if device == "cpu":
-        return None
-    if device != "cuda":
-        return f"flash attention between boundaries was not tried on {device}"
-    if not flash_runs(half=half, capability=capability):
-        return "flash attention, which takes boundaries, does not run on this GPU in this precision"
+    return None
+
+
+def why_one_by_one(
+    shape: ModelShape,
+    *,
+    half: bool,
+    capability: tuple[int, int] | None,
+    device: str,
+    architectures: Sequence[str | None] = (),
+    torch: tuple[int, ...] | None = None,
+) -> str | None:
+    """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
+    call of PyTorch's flash kernel takes them all.
+
+    Args:
+        half: whether attention computes in fp16 or bf16.
+        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
+        device: `cuda`, `rocm`, `cpu` or `mps`.
+        architectures: of AMD's GPUs (`gfx942`); None where one is unknown, which counts as one that AOTriton knows.
+        torch: the installed version; None where there is none, which counts as a current one.
+    """
+    if device not in ("cuda", "rocm"):
+        return f"no kernel for boundaries runs on {device}"
+    if shape.mla is not None:
+        return "its keys and values have different widths"
     if shape.head_dim > FLASH_HEAD:
         return f"flash attention takes no heads wider than {FLASH_HEAD}"
-    return None
+    if device == "cuda":
+        runs = flash_runs(half=half, capability=capability)
+        return None if runs else "flash attention does not run on this GPU in this precision"
+    if not half:
+        return "flash attention does not run in this precision"
+    if torch is not None and torch < ROCM_SINCE:
+        return f"torch {'.'.join(map(str, torch))} was not tested with boundaries on ROCm"
+    unknown = [name for name in architectures if name is not None and not AOTRITON.match(name)]
+    return f"AOTriton has no kernel for {unknown[0]}" if unknown else None

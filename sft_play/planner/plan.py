@@ -14,8 +14,9 @@ from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import release_of
 from sft_play.log import one_line
-from sft_play.planner import calibration
+from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan, arithmetic
 from sft_play.planner.candidate_json import candidate_from_json, candidate_json
@@ -133,6 +134,8 @@ class Plan:
     """The lengths of the run's rows; None where they are not known."""
     kernels: CountedKernels | None = None
     """The kernels that memory and speed count; None where the config leaves the model's own."""
+    compile_s: float = 0.0
+    """Seconds of compiling blocks at the start of the run."""
 
     @property
     def layout(self) -> LayoutName:
@@ -183,9 +186,11 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run, with every row at full length where the rows' lengths are not known; None where the
-        work or the speed is unknown."""
-        return self.work.steps * self.speed.step_s / 3600 if self.work and self.speed_known else None
+        """Hours of the whole run with its compiling, and every row at full length where the rows' lengths are not
+        known; None where the work or the speed is unknown."""
+        if self.work is None or not self.speed_known:
+            return None
+        return (self.work.steps * self.speed.step_s + self.compile_s) / 3600
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
@@ -200,6 +205,7 @@ class Plan:
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
             **({"kernels": asdict(self.kernels)} if self.kernels else {}),
+            "compile_s": self.compile_s,
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -288,6 +294,7 @@ def make_plan(
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     check_targets(config, shape)
+    compiled.refuse(config)
     planned_experts(config, shape, choose_precision(config, hardware, shape))  # refuses what cannot run
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     layouts, refused = _layouts(request, keeps_params=keeps_params)
@@ -320,6 +327,7 @@ def make_plan(
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
         row_tokens=job.rows,
         kernels=kernels,
+        compile_s=compiled.compile_s(config, shape),
     )
 
 
@@ -354,6 +362,7 @@ def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, notes: Se
         *_why(job, candidates, chosen),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
         *notes,
+        *compiled.words(job.config, job.shape),
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
@@ -436,6 +445,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
         kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
+        compile_s=data.get("compile_s", 0.0),
     )
 
 
@@ -452,7 +462,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         counted = counted_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
         return calibration.correction(
             request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=counted,
+            kernels=counted, compiled=config.train.compile,
         )  # fmt: skip
 
     return Job(
@@ -469,6 +479,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         learned=learned,
         masters=masters,
         rows=rows,
+        torch=release_of("torch"),
     )
 
 
@@ -588,7 +599,7 @@ def _sharded_checkpoint_words(chosen: Candidate) -> str:
 def _packing_words(job: Job, chosen: Candidate) -> str:
     """How chats that share a row are told apart, and why."""
     if chosen.step.varlen:
-        return ", several chats to a row, told apart by their boundaries, without a mask"
+        return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
     if chosen.step.attention == "flash_attention_2":
         return ", several chats to a row, told apart by their boundaries"
     return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
@@ -597,12 +608,22 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
 def _padding_words(job: Job, chosen: Candidate) -> str:
     """What becomes of rows that are shorter than others in their batch, and why."""
     if chosen.step.varlen:
-        return ", rows one behind the other without padding, told apart by their boundaries"
+        words = ", rows one behind the other without padding, told apart by their boundaries"
+        return words + _calls_words(job, chosen)
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
+    joins = job.by_tokens and job.rows is not None and job.unbounded_because(chosen.precision) is None
+    slower = joins and chosen.layout.context_parallel == 1
+    why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
     if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because})"
-    return ", shorter rows padded to it, without a mask (attention is causal, and padding at the end)"
+        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
+    return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
+
+
+def _calls_words(job: Job, chosen: Candidate) -> str:
+    """Why each chat is attended to by itself, where it is."""
+    because = job.one_by_one_because(chosen.precision)
+    return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
 
 
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:

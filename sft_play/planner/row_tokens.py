@@ -24,12 +24,13 @@ _MOST_ROWS = 512
 @dataclass(frozen=True)
 class Passes:
     """What one rank computes in an average step: passes, places (tokens with padding) of one, and the length of the row
-    that a place is in, on average; `tokens` without padding over all ranks."""
+    that a place is in, on average; `tokens` without padding over all ranks; `rows` of one pass."""
 
     count: float
     places: float
     length: float
     tokens: float
+    rows: float
 
     def shared_by(self, ranks: int) -> Passes:
         """The same where `ranks` compute a part of every row each."""
@@ -110,7 +111,7 @@ def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, 
     size = min(effective_batch, rows.rows)
     drawn = min(size, _MOST_ROWS * ranks)
     draw = random.Random(1)
-    count = places = weighted = tokens = 0.0
+    count = places = weighted = tokens = held = 0.0
     for _ in range(_STEPS):
         some = draw.sample(rows.sample, drawn) if drawn <= len(rows.sample) else draw.choices(rows.sample, k=drawn)
         lengths = sorted(some, reverse=True)
@@ -124,8 +125,9 @@ def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, 
                 size_of_pass = sum(fullest)
                 length = sum(one * one for one in fullest) / size_of_pass
             count += 1
+            held += len(fullest)
             places += size_of_pass
             weighted += size_of_pass * length
         tokens += sum(lengths)
     scale = size / drawn / _STEPS
-    return Passes(count * scale, places / count, weighted / places, tokens * scale)
+    return Passes(count * scale, places / count, weighted / places, tokens * scale, held / count)

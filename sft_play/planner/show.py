@@ -143,6 +143,8 @@ def speed_lines(plan: Plan) -> list[str]:
         line = (
             f"Run: {run['steps']:,} steps, {run['hours']:.1f} h{'' if is_known else ' if every row were full length'}"
         )
+        if plan.compile_s:
+            line += f" with {plan.compile_s:.0f} s of compiling"
         if run["gpu_hours"] is not None:
             line += f", {run['gpu_hours']:.1f} GPU-hours"
         if run["tokens"] is not None and not is_known:

@@ -19,6 +19,7 @@ from sft_play.facts.architecture import ModelShape
 from sft_play.facts.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.planner.compiled import STARTS, TRAFFIC
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.kernels import planned_kernels
@@ -43,6 +44,11 @@ BANDWIDTH_SHARE = 0.80
 PASS_OVERHEAD_S = 0.0007
 """Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
 an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again."""
+CHAT_STARTS = 0.13
+"""Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
+dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with two
+tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it is 3
+of 119. Not measured on a GPU."""
 STARTS_SHOWN = 0.5
 """Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
 what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
@@ -213,7 +219,7 @@ def predict_speed(
 def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
     """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
     full = _full_rows(step)
-    half = dataclasses.replace(full, places=full.places / 2)
+    half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
     whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one)) for one in (full, half))
     more = max(0.0, 2 * half_s - whole_s)
     return round(more / max(1e-12, whole_s - more) * full.places)
@@ -228,7 +234,7 @@ def _again(shape: ModelShape, step: Step) -> float:
 def _full_rows(step: Step) -> Passes:
     """The passes of a step in which every row has full length."""
     tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
-    return Passes(step.grad_accum, step.tokens, step.seq_len, tokens)
+    return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
 
 
 def _of_pass(
@@ -244,13 +250,17 @@ def _of_pass(
     kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
     if kernels is not None and kernels.speed is not None:
         saved = saved_bytes(shape, kernels.speed, e=BYTES[precision.compute], again=again) / (times * shape.num_layers)
-    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp + reads * times
+    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp
+    traffic = traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times
     moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
     dequantise = 0.0
     if mode == "qlora":
         # half a byte read and two written per weight
         dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
-    starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * (1.0 if mode == "full" else 1.5)
+    starts_of_layer = 1.0 if mode == "full" else 1.5
+    starts_of_layer *= STARTS if config.train.compile else 1.0
+    starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
+    starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
     if kernels is not None and kernels.speed is not None:
         starting = max(0.0, starting - saved_starts_s(shape, kernels.speed, again=again))
     busy = matrix + moving + dequantise

@@ -18,13 +18,14 @@ from sft_play.facts.hardware import Hardware
 from sft_play.heap import importing
 from sft_play.launch import tensorboard
 from sft_play.launch.device import require_machine
+from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
 from sft_play.log import one_line
-from sft_play.planner.layout import LayoutName
+from sft_play.planner.layout import LayoutName, layouts_over
 from sft_play.planner.plan import Plan
 from sft_play.runs import RunFolder
 from sft_play.starter.names import BASE_NAME
-from sft_play.starting.over_ranks import parts_of
+from sft_play.starting.over_ranks import parts_of, refuse_strategy
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
 
@@ -115,6 +116,19 @@ def count_before_planning(
     if trains_here:
         load_libraries()
     count_rows(loaded)
+
+
+def count_for_ranks(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_here: bool
+) -> None:
+    """Count the rows for the plan of a run over ranks, after what no length changes is refused; a stopped run, and a
+    DeepSpeed file, decide the batch by themselves. Raises as `count_before_planning` does."""
+    only: tuple[LayoutName, ...] | None = None
+    if not is_resumed and options.deepspeed is None:
+        for part, _ in parts_of(loaded, None):
+            refuse_strategy(part.config, hardware, options.strategy)
+        only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
+    count_before_planning(loaded, hardware, only=only, trains_here=trains_here)
 
 
 def board_beside(folder: RunFolder, *, wanted: bool) -> contextlib.AbstractContextManager[object]:

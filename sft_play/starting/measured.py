@@ -28,6 +28,9 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     """Keep what the run measured beside what was predicted without help from earlier runs."""
     if summary.get("backend") == "unsloth":
         return  # plans predict the other backend
+    compiled = summary.get("compile") is not None
+    if compiled != config.train.compile:
+        return  # the plan's speed is that of compiled blocks, and the plain code ran
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:
@@ -50,6 +53,7 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
             predicted_tokens_per_s=plan.choice.raw.tokens_per_s if is_speed else 0.0,
             measured_tokens_per_s=summary["tokens_per_s"],
             versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
+            compiled=compiled,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             kernels=used,
         )

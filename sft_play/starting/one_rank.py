@@ -25,7 +25,14 @@ from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.log import start_log_buffer
 from sft_play.runs import RunFolder, first_day
-from sft_play.starting.before import board_beside, load_libraries, log_base, require_usable, with_starter
+from sft_play.starting.before import (
+    board_beside,
+    count_for_ranks,
+    load_libraries,
+    log_base,
+    require_usable,
+    with_starter,
+)
 from sft_play.starting.measured import remember
 from sft_play.starting.over_ranks import parts_of, plan_stages
 
@@ -107,6 +114,7 @@ def _receive(
     if resume and runs.is_finished(folder):
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
+        count_for_ranks(loaded, hardware, options, is_resumed=resume, trains_here=True)
         planned = plan_stages(loaded, hardware, options, going_on=folder if resume else None)
         handed = Handed.of(place, planned, resume=resume, made=False, today=str(first_day(folder)))
     handed_over(handed.text())

@@ -26,14 +26,13 @@ from sft_play.launch.ranks import RESUMED_VARIABLE
 from sft_play.launch.resolve_options import as_accelerate_says, as_the_mesh_says, log_choices, with_mesh_of
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.log import start_log_buffer
-from sft_play.planner.layout import layouts_over
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision
 from sft_play.runs import RunFolder, first_day
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.before import (
     board_beside,
-    count_before_planning,
+    count_for_ranks,
     load_libraries,
     log_base,
     require_adapter,
@@ -43,7 +42,7 @@ from sft_play.starting.before import (
 )
 from sft_play.starting.measured import remember
 from sft_play.starting.one_process import start_here
-from sft_play.starting.over_ranks import parts_of, plan_stages, refuse_strategy
+from sft_play.starting.over_ranks import plan_stages
 from sft_play.starting.plan_run import shape_for
 from sft_play.starting.resumed import stopped_run
 
@@ -108,7 +107,7 @@ def _launch(
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
     if not options.show_only:
-        _count_rows(loaded, hardware, options, is_resumed=resumed is not None)
+        count_for_ranks(loaded, hardware, options, is_resumed=resumed is not None, trains_here=False)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
     plan = planned[0][0]
     if accelerate is not None:
@@ -161,18 +160,6 @@ def _ranks(
     if going_on is None:
         return ranks
     return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: going_on.path.name})
-
-
-def _count_rows(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool) -> None:
-    """Count the rows for the plan, after what is wrong whatever their lengths is refused; a stopped run, and a
-    DeepSpeed file, decide the batch by themselves."""
-    if is_resumed or options.deepspeed is not None:
-        count_before_planning(loaded, hardware, only=None, trains_here=False)
-        return
-    for part, _ in parts_of(loaded, None):
-        refuse_strategy(part.config, hardware, options.strategy)
-    only = (options.strategy,) if options.strategy else layouts_over(hardware.ranks)
-    count_before_planning(loaded, hardware, only=only, trains_here=False)
 
 
 def _threads(hardware: Hardware) -> int:

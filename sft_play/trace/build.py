@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sft_play.trace import fakes, kernels, older, routed
-from sft_play.trace.settings import StepSettings, TraceUnavailable
+from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What TRL's SFTTrainer asks of the chunked head (its metrics)."""
@@ -35,7 +35,7 @@ def skeleton(settings: StepSettings) -> Any:
         raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     _require_attention(model_class, attention)
-    if attention == "varlen":
+    if attention in BY_BOUNDARIES:
         from sft_play.training import varlen
 
         attention = varlen.ATTENTION
@@ -112,7 +112,7 @@ def config_of(settings: StepSettings) -> Any:
 def _require_attention(model_class: Any, attention: str) -> None:
     """Raises TraceUnavailable for attention code that the class does not have: no run with it starts either."""
     instead = "take eager or auto, as a run must"
-    if attention in ("sdpa", "varlen") and not getattr(model_class, "_supports_sdpa", False):
+    if attention in ("sdpa", *BY_BOUNDARIES) and not getattr(model_class, "_supports_sdpa", False):
         raise TraceUnavailable(f"{model_class.__name__} has no sdpa: {instead}")
     if attention == "flash_attention_2":
         compatible = getattr(model_class, "_compatible_flash_implementations", None)

@@ -76,7 +76,7 @@ def settings_of(
         checkpointing=candidate.checkpointed > 0,
         checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
         loss=step.loss,
-        attention="varlen" if step.varlen else step.attention,
+        attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
         mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],

@@ -6,6 +6,7 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -236,6 +237,7 @@ def between_boundaries(
     ends: torch.Tensor,
     longest: int,
     *,
+    lengths: Sequence[int] | None = None,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:

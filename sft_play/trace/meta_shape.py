@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,13 +103,8 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
-    types = _layer_types(hf_config, len(blocks))
-    packages = _kernel_packages(model)
-    linear = _linear_attention(hf_config, len(blocks)) if LINEAR_ATTENTION in packages else [False] * len(blocks)
-    measured = [
-        marked(_measure_block(block, kind, is_linear=is_linear), str(hf_config.model_type))
-        for block, kind, is_linear in zip(blocks, types, linear, strict=True)
-    ]
+    types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
+    measured = _measured_blocks(blocks, types, hf_config, is_linear=LINEAR_ATTENTION in packages)
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -137,11 +132,7 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         gated_mlp=bool(common.num_experts) or any("gate" in linear.name for linear in common.linears),
         activation=_activation(hf_config),
         head_bias=getattr(head, "bias", None) is not None,
-        norms_per_layer=sum(
-            any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
-            for part in blocks[measured.index(common)].children()
-            if _is_norm(part)
-        ),
+        norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
         position_rows=_learned_positions(model, hidden),
         outer_linears=tuple(
@@ -153,6 +144,26 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         "are estimated as those of a plain decoder",
     )
     return replace(shape, outer_params=_count(model) - shape.params)
+
+
+def _measured_blocks(
+    blocks: nn.ModuleList, types: Sequence[AttentionKind], hf_config: Any, *, is_linear: bool
+) -> list[LayerKind]:
+    """Each block as its own kind; `is_linear`: some of them may have linear attention."""
+    linear = _linear_attention(hf_config, len(blocks)) if is_linear else [False] * len(blocks)
+    return [
+        marked(_measure_block(block, kind, is_linear=has_linear), str(hf_config.model_type))
+        for block, kind, has_linear in zip(blocks, types, linear, strict=True)
+    ]
+
+
+def _norms(block: nn.Module, hidden: int) -> int:
+    """How many norms of the hidden width a block has beside its parts."""
+    return sum(
+        any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
+        for part in block.children()
+        if _is_norm(part)
+    )
 
 
 def _learned_positions(model: nn.Module, hidden: int) -> int:

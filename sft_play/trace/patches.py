@@ -400,7 +400,7 @@ PATCHES: tuple[Patch, ...] = (
         "attention between boundaries",
         "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
         "sft_play.training.varlen:kernel",
-        ("query", "key", "value", "ends", "longest", "scale", "window"),
+        ("query", "key", "value", "ends", "longest", "lengths", "scale", "window"),
         lambda original, situation: kernels.between_boundaries,
         lambda settings: settings.attention == "varlen",
     ),

@@ -27,7 +27,7 @@ from sft_play.trace.settings import StepSettings, TracedPeak
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 13
+TRACE_VERSION = 14
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
 SHAPE_VERSION = 2
 """The same for shapes."""

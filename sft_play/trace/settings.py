@@ -17,6 +17,10 @@ class TraceUnavailable(Exception):
     """These settings cannot be traced with these libraries; the text says why. The plan then does without a trace."""
 
 
+BY_BOUNDARIES = ("varlen", "one_by_one")
+"""The two ways of this toolkit's own attention."""
+
+
 @dataclass(frozen=True)
 class Device:
     """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
@@ -72,8 +76,9 @@ class StepSettings:
     fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the half logits by fp32 ones;
     logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
-    attention: Literal["sdpa", "eager", "flash_attention_2", "varlen"] = "sdpa"
-    """varlen: this toolkit's own, by the boundaries of packs (training/varlen.py)."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
+    """varlen: this toolkit's own, by the boundaries of packs (training/varlen.py); one_by_one: the same by a call for
+    each chat."""
     mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
     restart; positions: position ids that do not."""

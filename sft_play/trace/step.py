@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, liger, patches
 from sft_play.trace.replay import replay
-from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
+from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class _Run:
     def _batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
         is_packed = self.situation.mask == "packed"
-        is_flat = is_packed and self.settings.attention in ("flash_attention_2", "varlen")
+        is_flat = is_packed and self.settings.attention in ("flash_attention_2", *BY_BOUNDARIES)
         shape = (1, rows * length) if is_flat else (rows, length)
         batch: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "labels")}
         if is_packed:
@@ -179,6 +179,8 @@ class _Run:
         if is_flat:
             ends = torch.zeros(rows + 1, dtype=torch.int32)
             batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+            if self.settings.attention in BY_BOUNDARIES:
+                batch["chat_lengths"] = (length,) * rows
         return batch
 
     def _loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:

@@ -2,7 +2,7 @@
 
 Measured as in `packable`, on a small model of the class: the same chats as packs in rows with sdpa and its mask, and
 one behind the other with `varlen`. Logits and gradients are compared, and logits of padded rows, which evaluation has.
-The kernel is the CPU's; on CUDA only the last call differs.
+Each chat is a call of its own here; where a GPU's kernel runs only the last call differs (`varlen_proof`).
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ class Boundaries:
     reason: str
 
 
-def boundaries_of(hf_config: Any, *, on_cuda: bool, trust_remote_code: bool = False) -> Boundaries:
+def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Boundaries:
     """Whether packs of a model of this config need no mask, by measurement; what cannot be measured keeps it."""
-    kind, lacking = kind_of(hf_config), varlen.why_not() if on_cuda else None
-    if lacking is not None:
-        return Boundaries(False, f"packs keep a mask between their chats: {lacking}")
+    kind = kind_of(hf_config)
     found, problem = on_small_model(
         hf_config,
         lambda small: measure(small, trust_remote_code=trust_remote_code),
@@ -127,7 +125,7 @@ def _pass(
     model: Any, rows: list[dict[str, Any]], *, flat: bool, masks: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of all real places [tokens, words], and all gradients, of a forward and backward pass as in training."""
-    batch = Collator(pad_id=0, flat=flat, masks=masks)(rows)
+    batch = Collator(pad_id=0, flat=flat, masks=masks, tells_lengths=flat)(rows)
     inputs = {name: value for name, value in batch.items() if name not in COUNTS}
     model.zero_grad(set_to_none=True)
     output = model(**inputs, use_cache=False)

@@ -255,6 +255,10 @@ class Progress(TrainerCallback):
         """Seconds spent in training steps, without evaluation and saving."""
         return max(1e-9, self._now() - self._started - self._paused)
 
+    def wait(self, seconds: float) -> None:
+        """Leave out what a step has waited for: compiling."""
+        self._paused += seconds
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._started = self._last_line = self._now()

@@ -23,6 +23,9 @@ from sft_play.data.masks.token_row import IGNORED
 
 COUNTS = ("token_count", "sample_count")
 """Keys of a batch without a mask that the model is not given: tokens without padding, chats with a trained token."""
+CHAT_LENGTHS = "chat_lengths"
+"""Key of rows, and of joined batches: tokens of each chat. Of a batch they are numbers of the host, which no library
+moves to a device."""
 SOURCE = "source"
 """Key of a batch that the model is not given: the source of each token [B, T]."""
 
@@ -40,6 +43,8 @@ class Collator:
     masks: bool = True
     """Whether rows of one chat get a mask. Without one they get positions, which run on through the padding: TRL and
     transformers ask for one of the two."""
+    tells_lengths: bool = False
+    """Whether joined rows come with CHAT_LENGTHS, which this toolkit's own attention reads and no other."""
     part: int = 0
     """Which of `parts` is this rank's; rows are divided along their tokens."""
     parts: int = 1
@@ -49,7 +54,7 @@ class Collator:
         without a mask position_ids [1, T]; none without rows."""
         if not rows:
             return {}
-        is_packed = "chat_lengths" in rows[0]
+        is_packed = CHAT_LENGTHS in rows[0]
         batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=self.flat and is_packed)
         if is_packed:
             batch |= self._borders(rows)
@@ -89,13 +94,15 @@ class Collator:
 
     def _borders(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Where chats begin, for the model, and the counts of `COUNTS`, for the figures."""
-        positions = [{"position_ids": np.concatenate(list(map(np.arange, row["chat_lengths"])))} for row in rows]
+        positions = [{"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))} for row in rows]
         tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat)
-        lengths = np.concatenate([row["chat_lengths"] for row in rows])
+        lengths = np.concatenate([row[CHAT_LENGTHS] for row in rows])
         if self.flat:  # what transformers passes on to flash_attn_varlen_func; it wants int32
             ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
             longest = int(lengths.max())
             tensors |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+            if self.tells_lengths:
+                tensors[CHAT_LENGTHS] = tuple(lengths.tolist())
         labels = np.concatenate([row["labels"] for row in rows])
         trained = np.add.reduceat(labels != IGNORED, np.cumsum(lengths) - lengths)
         counts = (int(lengths.sum()), int((trained > 0).sum()))

@@ -8,12 +8,10 @@ The loss stays TRL's.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import inspect
 import logging
-import math
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,8 +23,9 @@ from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts import liger
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.training import context_parallel, distributed
+from sft_play.training import distributed
 from sft_play.training.packable import small_config, small_model
+from sft_play.training.proof import Proof, attention_of, compared, in_dtype, numbers, worst
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -40,13 +39,6 @@ Gates stay as they are in a model with experts, since the package replaces the e
 gradients of all experts' weights even where they are frozen, and multiplies in the dtype of the hidden states, not in
 autocast's (0.8.5, ops/fused_moe.py).
 """
-FP32_GAP = 1e-3
-"""Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
-phi3, qwen2, qwen3 and gpt_oss, 1.1e-4 for qwen3_5, whose recurrence amplifies it (liger-kernel 0.8.5 in Triton's
-interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off."""
-HALF_RATIO = 1.5
-"""How many times as far from fp32 as the plain code the kernels may be in 16 bits."""
-
 Names = tuple[Any, dict[str, Any]]
 _left_by: list[Names] = []
 """What the module of this process's model was before Liger's functions were put into it."""
@@ -77,21 +69,6 @@ class Taken:
         return f"{text}memory and speed are those of Liger's, {counted.plain_bytes / GIB:.2f} GiB with the plain ones"
 
 
-@dataclass(frozen=True)
-class Proof:
-    """How far the kernels are from the plain code, over logits and gradients, the worst of them."""
-
-    fp32: float
-    """Relative difference in fp32."""
-    half: float
-    """Their error in the run's dtype over the plain code's own; 0 for a run in fp32."""
-
-    @property
-    def holds(self) -> bool:
-        """Whether both are rounding (a figure that is not a number is none)."""
-        return self.fp32 < FP32_GAP and self.half < HALF_RATIO
-
-
 def check_kernels(config: RunConfig, plan: Plan) -> None:
     """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
     problem = _problem(plan) if config.train.kernels == "liger" else None
@@ -116,11 +93,11 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     try:
         reason = reason or _unknown(model)
         if reason is None:
-            proof = prove(model.config, attention=_attention(model), device=device, dtype=dtype)
+            proof = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
     except Exception as error:  # each class checks its sizes in its own way, and Triton compiles on this machine
         reason = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
     if proof is not None and not proof.holds:
-        reason = f"they differ on a small model of this class: {_words(proof)}"
+        reason = f"they differ on a small model of this class: {proof.words}"
     if distributed.any_rank(reason is not None):
         reason = reason or "another rank cannot"
         say = logger.warning if config.train.kernels == "liger" else logger.info
@@ -130,7 +107,7 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     _left_by.append(_names_of_module(model))
     replaced = _swap(model)
     assert proof is not None
-    logger.info("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), _words(proof))
+    logger.info("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), proof.words)
     return Taken(replaced)
 
 
@@ -167,18 +144,15 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
             setattr(small, width, getattr(hf_config, width))
         with torch.random.fork_rng(devices=[]):
             model = small_model(small, attention, trust_remote_code=False).to(device)
-            plain, half = _numbers(model), _numbers(model, dtype)
+            plain, half = numbers(model), numbers(in_dtype(model, dtype))
             before = _names_of_module(model)
             try:
                 _swap(model)
-                swapped, swapped_half = _numbers(model), _numbers(model, dtype)
+                swapped, swapped_half = numbers(model), numbers(in_dtype(model, dtype))
             finally:
                 _put_back(before)
-        own, theirs = _gap(half, plain), _gap(swapped_half, plain)
-        found.append((_gap(swapped, plain), theirs / own if own else 0.0))
-    gaps, ratios = zip(*found, strict=True)
-    # max() would pass over a nan
-    return Proof(*(math.nan if any(map(math.isnan, ones)) else max(ones) for ones in (gaps, ratios)))
+        found.append(compared(plain, half, swapped, swapped_half))
+    return worst(found)
 
 
 def _problem(plan: Plan) -> str | None:
@@ -197,12 +171,6 @@ def _unknown(model: Any) -> str | None:
     if kind not in _functions() or not type(model).__module__.startswith("transformers.models."):
         return f"it has no kernels for {one_line(str(kind))}"
     return None
-
-
-def _attention(model: Any) -> str:
-    """The attention of the small models: the model's, but on whole rows where ranks share them."""
-    name = str(model.config._attn_implementation)
-    return "sdpa" if name == context_parallel.ATTENTION else name
 
 
 def _functions() -> dict[str, Any]:
@@ -232,29 +200,3 @@ def _put_back(before: Names) -> None:
     module, names = before
     for name, value in names.items():
         setattr(module, name, value)
-
-
-def _numbers(model: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Logits and all gradients in fp32, as computed in `dtype`; the model stays in fp32."""
-    one = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
-    draw = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, model.config.vocab_size, (2, 23), generator=draw).to(next(model.parameters()).device)
-    one.zero_grad()
-    logits = one(input_ids=ids, use_cache=False).logits.float()
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    gradients = [parameter.grad.float().clone() for parameter in one.parameters() if parameter.grad is not None]
-    one.zero_grad()
-    return [logits.detach(), *gradients]
-
-
-def _gap(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    """The largest difference of a tensor over its size, as norms; nan if any is."""
-    gaps = [
-        float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in zip(found, exact, strict=True)
-    ]
-    return math.nan if any(map(math.isnan, gaps)) else max(gaps)
-
-
-def _words(proof: Proof) -> str:
-    text = f"{proof.fp32:.0e} in fp32"
-    return f"{text}, {proof.half:.2f} of the plain ones' own error in 16 bits" if proof.half else text

@@ -8,6 +8,7 @@ from typing import Any
 
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.training import context_parallel, distributed, fsdp_loading, tensor_parallel
+from sft_play.training.compiling import compile_blocks
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
@@ -21,6 +22,7 @@ from sft_play.training.prepare import Prepared
 from sft_play.training.rows import SOURCES
 from sft_play.training.trainable import train_only
 from sft_play.training.trainer import build_trainer, training_arguments
+from sft_play.training.varlen_proof import trust_kernel
 
 
 def load_trainer(
@@ -51,6 +53,7 @@ def load_trainer(
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
     taken = take_kernels(model, config, plan, device=arguments.device)
+    trust_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
@@ -62,6 +65,7 @@ def load_trainer(
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
     train_only(trainer.model, config.tuning.trainable)
+    trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     widens = plan.precision.compute != "float32"
     if model_spec.tensor_plan:

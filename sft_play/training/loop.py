@@ -6,6 +6,7 @@ overridden here are listed and guarded in `upstream`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -30,6 +31,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.training import context_parallel, distributed, varlen
 from sft_play.training.collate import COUNTS, Collator
+from sft_play.training.compiling import Compiler, plain_code
 from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.kernels import Taken
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
@@ -110,6 +112,8 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
+        self.compiler: Compiler | None = None
+        """Of compiled blocks; None for plain ones."""
         require_known(self.upstream)
         super().__init__(**options)
         attention = str(self.model.config.get_text_config()._attn_implementation)
@@ -133,8 +137,9 @@ class PlannedLoop(CheckpointedLoop):
         parts = layout.context_parallel
         part = distributed.batch_rank(layout) % parts
         self.data_collator: Any = Collator(
-            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts
-        )
+            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
+            tells_lengths=attention == varlen.ATTENTION,
+        )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -203,6 +208,9 @@ class PlannedLoop(CheckpointedLoop):
             callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
         if options.get("resume_from_checkpoint"):
             callbacks.append(RestoreLossSum(self, Path(options["resume_from_checkpoint"])))
+        if self.compiler is not None:
+            self.compiler.waiting.append(self._monitor.wait)
+            callbacks.append(self.compiler)
         for callback in callbacks:
             self.add_callback(callback)
         try:
@@ -303,7 +311,8 @@ class PlannedLoop(CheckpointedLoop):
         dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
-        with torch.random.fork_rng(), self._monitor.part("evaluation"):
+        plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
+        with torch.random.fork_rng(), self._monitor.part("evaluation"), plain:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
             try:

@@ -102,7 +102,6 @@ def build_model_spec(
     repeats_kv: bool = False,
     masks: bool = True,
     by_boundaries: bool = False,
-    on_cuda: bool = False,
 ) -> ModelSpec:
     """Everything about the model that can be checked without its weights, on the meta device.
 
@@ -110,7 +109,6 @@ def build_model_spec(
         repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
         masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
         by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
-        on_cuda: whether it runs on a CUDA device.
 
     Raises:
         ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
@@ -145,7 +143,7 @@ def build_model_spec(
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
     if by_boundaries and attention.name == "sdpa":
-        boundaries = boundaries_of(hf_config, on_cuda=on_cuda, trust_remote_code=trusted)
+        boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
         notes.append(f"Attention: {boundaries.reason}")
         attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
     if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:

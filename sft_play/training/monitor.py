@@ -118,13 +118,13 @@ class Monitor(TrainerCallback):
         self._samples: torch.Tensor | float = 0.0
         self._head: torch.Tensor | None = None
         self._sources: torch.Tensor | None = None
-        self._paused, self._since = 0.0, time.perf_counter()
+        self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""
         self._peaks.start("training")
         self._clock.take()
-        self._paused, self._since = 0.0, time.perf_counter()
+        self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -135,6 +135,11 @@ class Monitor(TrainerCallback):
         self._clock.add(name, began)
         if name in PAUSES:
             self._paused += time.perf_counter() - clock
+
+    def wait(self, seconds: float) -> None:
+        """Leave out what a pass has waited for: compiling, which is logged by itself."""
+        self._paused += seconds
+        self._compiling += seconds
 
     def generating(self) -> contextlib.AbstractContextManager[None]:
         """While open, answers are generated: their memory is not counted as the evaluation's."""
@@ -177,6 +182,9 @@ class Monitor(TrainerCallback):
             steps: optimizer steps since then.
         """
         seconds = self._clock.take()
+        if self._compiling:
+            seconds["compile"] = self._compiling
+            seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compiling)
         elapsed = max(1e-9, time.perf_counter() - self._since - self._paused)
         has_head, has_sources = self._head is not None, self._sources is not None
         of_head = [] if self._head is None else list(self._head)
@@ -206,7 +214,7 @@ class Monitor(TrainerCallback):
         if has_sources:
             figures |= source_losses([rank[-2 * len(self.sources) :] for rank in counted], self.sources)
         figures |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
-        figures |= {f"time_{name}_s": seconds[name] for name in PAUSES if name in seconds}
+        figures |= {f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds}
         if len(all_ranks) > 1:
             figures |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(all_ranks) if rank[1]}
         figures |= self._memory_figures([rank[5:8] for rank in all_ranks])

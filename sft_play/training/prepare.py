@@ -107,7 +107,6 @@ def _model_spec(job: Job, tokenizer: LoadedTokenizer) -> ModelSpec:
     model_spec = build_model_spec(
         config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
         repeats_kv=plan.repeats_kv, masks=step.masks, by_boundaries=step.varlen,
-        on_cuda=plan.hardware.device == "cuda",
     )  # fmt: skip
     keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
     if keeps_mask or (model_spec.masks and not step.masks):

@@ -11,6 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(minutes=10)
+_PLANNING = timedelta(days=1)
+"""The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
+connection or the launcher ends the others."""
 _KEPT: list[Any] = []
 """Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it."""
 
@@ -28,4 +31,5 @@ def handed_over(text: str | None) -> str:
     if text is not None:
         store.set("handed", text)
         return text
+    store.wait(["handed"], _PLANNING)
     return str(store.get("handed"), "utf-8")

@@ -127,6 +127,9 @@ def _train(
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
+    compiler = trainer.compiler
+    if compiler is not None:
+        compiler.waiting.append(progress.wait)
     lines = MetricsFile(job.folder.metrics_path, started=watch.started, stage=job.folder.stage)
     has_engine = job.plan.layout != "single" or job.deepspeed is not None
     for callback in (
@@ -144,10 +147,13 @@ def _train(
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         progress.close()
+        if compiler is not None:
+            compiler.close()
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     peak = watch.memory.peak()
     watch.memory.peaks.end()
-    return Trained(trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts)
+    compiled = compiler.facts if compiler is not None else None
+    return Trained(trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled)
 
 
 def _last_checkpoint(job: Job) -> Path | None:

@@ -23,6 +23,7 @@ from sft_play.cache import cache_dir, locked
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
+from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.starter import language
 from sft_play.starter.names import BASE_NAME
@@ -43,8 +44,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML; tools are in the system turn, and calls follow the assistant's text."""
-_ABOUT_PATHS = ("Run folder:", "Written to:", "Trained weights:", "Try next:")
-"""Lines of the base's run that name its temporary folder."""
 
 
 def ensure_base(*, seed: int = SEED) -> Path:
@@ -96,6 +95,8 @@ def _digest(seed: int) -> str:
 
 def _make(folder: Path, final: Path, *, seed: int) -> None:
     """Train the base in a folder aside, then rename it into the cache."""
+    if not detect().gpus:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
     from transformers.utils import logging as transformers_logging
 
     logger.info("The starter's base model is not in the cache (%s): training it from scratch, once", final)
@@ -181,9 +182,9 @@ def _train(building: Path, start: Path, corpus: Path, *, seed: int) -> None:
         try:
             for line in process.stdout:
                 last = [*last[-8:], line.rstrip()]
-                text = line.rstrip().removeprefix("[train] ")
-                if not text.startswith(_ABOUT_PATHS):
-                    logger.info("base | %s", text)
+                shown = _shown(line.rstrip(), building)
+                if shown is not None:
+                    logger.info("base | %s", shown)
         except BaseException:  # this process was told to stop: a half-trained base is of no use
             process.kill()
             raise
@@ -193,3 +194,9 @@ def _train(building: Path, start: Path, corpus: Path, *, seed: int) -> None:
         raise KeyboardInterrupt
     if process.returncode:
         raise BackendError("the starter's base model could not be trained:\n" + "\n".join(last))
+
+
+def _shown(line: str, building: Path) -> str | None:
+    """A line of the base's run for the log of ours; None where it names the run's folder, which is soon another's."""
+    text = line.removeprefix("[train] ")
+    return None if str(building / "outputs") in text else text.replace(f"{building}/", "")

@@ -13,6 +13,7 @@ from sft_play.log import one_line
 from sft_play.starter.names import CONFIG
 from sft_play.training import distributed
 from sft_play.training.callbacks import StopAfter
+from sft_play.training.compiling import CompileFacts
 from sft_play.training.evaluate import Figures
 from sft_play.training.job import Job, resume_command
 from sft_play.training.kernels import Taken
@@ -35,6 +36,8 @@ class Trained:
     peak_bytes: dict[str, int | None]
     stop: StopAfter
     updates: UpdateFacts | None
+    compiled: CompileFacts | None = None
+    """What compiling blocks came to; None where the plain code ran."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Result:
             "exit": self.exit_code,
             "engine_proof": self.engine_check.as_json(),
             "updates": self.trained.updates.as_json() if self.trained.updates else None,
+            "compile": self.trained.compiled.as_json() if self.trained.compiled else None,
             "loading": self.loading.as_json() if self.loading else None,
             "evaluations": runs.evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
             "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
@@ -91,12 +95,15 @@ def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str
     predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
     steps, speed = result.trained.steps, result.trained.tokens_per_s
     lines = [f"Steps: {steps} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
+    lines += [result.trained.compiled.line] if result.trained.compiled else []
     lines += _figure_lines(result)
     lines += _answer_lines(result.before, result.after)
     lines += [_memory_line(result.trained.peak_bytes), _moments_line(result.by_moment)]
     others = result.kernels.words(job.plan)
     lines += [others] if others else []
     lines.append(f"Written to: {job.folder.path}")
+    if result.exit_code:  # its error says how to resume
+        return lines
     if result.status == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
     lines.append(f"Trained weights: {summary['model_path']}")
@@ -155,8 +162,8 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
     if "measured_rss" in peak:
         return (
-            f"Peak memory: {show(peak['predicted_allocated'])} of tensors predicted, "
-            f"{show(peak['predicted_reserved'])} resident; {show(peak['measured_rss'])} resident measured"
+            f"Peak memory: predicted {show(peak['predicted_allocated'])} of tensors and "
+            f"{show(peak['predicted_reserved'])} resident; measured {show(peak['measured_rss'])} resident"
         )
     return (
         f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "

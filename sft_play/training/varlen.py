@@ -1,9 +1,12 @@
 """Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no other package.
 
-On CUDA `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for rows of many lengths; elsewhere each chat is
-attended to alone by PyTorch's sdpa. Everything but that last call is the same, so a CPU tests what a GPU runs.
-Sliding windows are given to the kernel; grouped heads stay grouped there. Rows that are not packed have boundaries only
-where a window needs them; else they are sdpa's.
+Where `varlen_proof` has shown it on the run's own GPU, `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for
+rows of many lengths; elsewhere each chat is attended to alone by PyTorch's sdpa. Everything but that last call is the
+same, so a CPU tests what a GPU runs. Sliding windows are given to the kernel; grouped heads stay grouped there. Rows
+that are not packed have boundaries only where a window needs them; else they are sdpa's.
+
+Calls for each chat need the chats' lengths on the host. They come with the batch (`collate.CHAT_LENGTHS`), since
+reading them from the device would be a wait in every layer.
 
 transformers makes no mask for an attention whose name it does not know, packed or not. `context_parallel.whole_rows`
 gives a model its usual attention back for generation, whose prompts are padded on the left.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,16 +35,23 @@ _HEAD_UNIT = 8
 """The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp)."""
 
 
+_flash_in_use = False
+
+
+def use_flash(*, used: bool) -> None:
+    """From here on PyTorch's kernel for boundaries runs on this process's GPU, or each chat is a call of its own."""
+    global _flash_in_use
+    _flash_in_use = used
+
+
 def why_not() -> str | None:
-    """Why the installed torch cannot run it on CUDA; None where it can."""
+    """Why the installed torch has no kernel for boundaries on a GPU; None where it has one."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
     lacking = {"scale", "window_size", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
-    if lacking:
-        return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(lacking))}"
-    return None if torch.version.hip is None else "torch's varlen_attn was not tried on ROCm"
+    return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(lacking))}" if lacking else None
 
 
 def attend(
@@ -55,6 +66,7 @@ def attend(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    chat_lengths: Sequence[int] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each chat.
@@ -64,6 +76,7 @@ def attend(
         sliding_window: tokens that a query sees, itself included.
         cu_seq_lens_q: where chats begin among the T tokens of the only row, and the end; None: each row is one chat.
         max_length_q: tokens of the longest chat.
+        chat_lengths: tokens of each chat, on the host; None: read from `cu_seq_lens_q` where they are needed.
 
     Returns:
         [B, S, H, D].
@@ -85,7 +98,7 @@ def attend(
         )
         return output
     if cu_seq_lens_q is None:
-        max_length_q = length
+        max_length_q, chat_lengths = length, (length,) * rows
         cu_seq_lens_q = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
     if torch.is_autocast_enabled(query.device.type):  # it casts sdpa, and not operators that it does not know
         low = torch.get_autocast_dtype(query.device.type)
@@ -97,6 +110,7 @@ def attend(
         value,
         cu_seq_lens_q,
         int(max_length_q or length),
+        lengths=chat_lengths,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window if slides else None,
     )
@@ -110,16 +124,23 @@ def kernel(
     ends: torch.Tensor,
     longest: int,
     *,
+    lengths: Sequence[int] | None = None,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D]."""
-    if query.is_cuda:
-        return _flash(query, key, value, ends, longest, scale=scale, window=window)
-    return one_by_one(query, key, value, ends, scale=scale, window=window)
+    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D].
+
+    Args:
+        lengths: what lies between the boundaries, on the host; None: read from `ends` where it is needed.
+    """
+    if _flash_in_use and query.is_cuda:  # small models of the class are measured on the CPU
+        return flash(query, key, value, ends, longest, scale=scale, window=window)
+    if lengths is None:  # a class of code of its own may not pass them on
+        lengths = [end - begin for begin, end in itertools.pairwise(ends.tolist())]
+    return one_by_one(query, key, value, lengths, scale=scale, window=window)
 
 
-def _flash(
+def flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -129,6 +150,7 @@ def _flash(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
+    """`kernel` by PyTorch's flash kernel, in one call."""
     from torch.nn.attention.varlen import varlen_attn
 
     width = query.shape[-1]
@@ -143,25 +165,29 @@ def _flash(
 
 
 def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, *, scale: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    """The same by one call of sdpa per chat; a window is a mask as long as the chat is."""
-    borders = ends.tolist()
-    lengths = [end - begin for begin, end in itertools.pairwise(borders)]
+    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
+    than `key`."""
+    lengths = list(lengths)
     times = query.shape[1] // key.shape[1]
-    if times > 1:  # a CPU's fused kernel has no grouped heads
+    if times > 1:  # only flash attention on a GPU has grouped heads
         key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     parts = []
     for chat in zip(*(heads.split(lengths) for heads in (query, key, value)), strict=True):
-        q, k, v = (heads.transpose(0, 1)[None] for heads in chat)
+        q, k, v = (heads.transpose(0, 1).unsqueeze(0) for heads in chat)
         length = q.shape[2]
         mask = None
         if window is not None and window < length:
-            places = torch.arange(length, device=q.device)
-            back = places[:, None] - places[None]
-            mask = (back >= 0) & (back < window)
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-        parts.append(attended[0].transpose(0, 1))
+        parts.append(attended.squeeze(0).transpose(0, 1))  # an index's gradient would be a copy
     return torch.cat(parts)
 
 

@@ -74,6 +74,8 @@ class BlockSpec:
     """Dropout of attention probabilities: eager attention keeps its mask, the fused kernels recompute it."""
     kernel: AttentionKernel = "flash"
     masked: bool = False
+    one_by_one: bool = False
+    """Each chat is attended to by a call of its own."""
     softcap: bool = False
     experts: int = 0
     experts_per_token: int = 0
@@ -389,7 +391,7 @@ class Pass:
         q, k = self._turned(q, k)
         out = self._attend(q, k, v)
         by_cat = self.spec.rotary_by_cat and not self._turns_in_place
-        if by_cat and self.spec.kernel == "flash":  # head by head in memory, as the rotated q is
+        if by_cat and self.spec.kernel == "flash" and not self.spec.one_by_one:  # head by head, as the rotated q is
             out = self.tape.op((out,), out.elements, out.width)
         out = self.linear(out, "o")
         return self.drop(out, self.spec.dropout)
@@ -476,6 +478,8 @@ class Pass:
     def _attend(self, q: Ref, k: Ref, v: Ref) -> Ref:
         kernel = self.spec.kernel
         q, k, v = (self.low(ref) for ref in (q, k, v))
+        if self.spec.one_by_one:
+            return self._one_by_one(q, k, v)
         if kernel == "flash":
             return self._flash(q, k, v)
         if kernel == "varlen":
@@ -496,13 +500,35 @@ class Pass:
             return out
         return self.tape.op((x,), x.elements * groups, x.width)
 
+    def _one_by_one(self, q: Ref, k: Ref, v: Ref) -> Ref:
+        """A call for each chat (training/varlen.py): keys and values of all heads; the calls' outputs are held and
+        joined, and so are the gradients of what was divided."""
+        groups = self.spec.heads // self.spec.kv_heads
+        if groups > 1:
+            k, v = (self.tape.op((x,), x.elements * groups, x.width) for x in (k, v))
+        parts = []
+        for whole in (q, k, v):
+            part = self.tape.view(whole)
+            if part.node is not None:
+                part.node.backward = fresh(whole)
+            parts.append(part)
+        del q, k, v, whole, part
+        is_flash = self.spec.kernel == "flash" and not self.spec.masked
+        out = self._flash(*parts) if is_flash else self._efficient(*parts)
+        parts.clear()
+        return self.tape.op((out,), out.elements, out.width, backward=shared(1))
+
+    def _at_once(self) -> int:
+        """Tokens that one call attends to."""
+        return self.length if self.spec.one_by_one else self.tokens
+
     def _flash(self, q: Ref, k: Ref, v: Ref) -> Ref:
         """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in fp32."""
-        spec, width = self.spec, q.width
-        rows = self.batch * spec.heads * up(self.length, 128)
+        spec, width, tokens = self.spec, q.width, self._at_once()
+        rows = tokens // self.length * spec.heads * up(self.length, 128)
         during = 4 * rows + 4 * rows * up(spec.head_dim, 32)
-        if spec.heads != spec.kv_heads:
-            during += 2 * self.tokens * spec.heads * up(spec.head_dim, 8) * width
+        if spec.heads != spec.kv_heads and not spec.one_by_one:
+            during += 2 * tokens * spec.heads * up(spec.head_dim, 8) * width
         return self._fused(q, k, v, during)
 
     def _varlen(self, q: Ref, k: Ref, v: Ref) -> Ref:
@@ -527,15 +553,15 @@ class Pass:
 
     def _efficient(self, q: Ref, k: Ref, v: Ref) -> Ref:
         """Memory-efficient attention: like flash, and also holds the mask as a bias in the compute dtype."""
-        spec = self.spec
+        spec, at_once = self.spec, self._at_once()
         bias = None
         if spec.masked:
             positions = self.batch * self.length * up(self.length, 8)
             self.tape.meter.touch(positions * (1 + q.width))
             bias = self.tape.new(positions, q.width)
-        during = 4 * self.tokens * spec.heads
+        during = 4 * at_once * spec.heads
         if q.width == 2 and spec.head_dim > 64:
-            during += 8 * self.tokens * spec.heads * up(spec.head_dim, 32)
+            during += 8 * at_once * spec.heads * up(spec.head_dim, 32)
         return self._fused(q, k, v, during, bias)
 
     def _fused(self, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = None) -> Ref:

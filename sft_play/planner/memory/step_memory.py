@@ -63,6 +63,8 @@ class Step:
     """Whether rows that are padded come with a mask, in training and evaluation (`planner.padding`)."""
     varlen: bool = False
     """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`training.varlen`), not a mask."""
+    one_by_one: bool = False
+    """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
     eval_batch: int = 0
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
     repeats_kv: bool = True
@@ -137,7 +139,10 @@ class Walk:
         in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
         specs = []
         for kind in self.shape.layers:
-            masked = not step.varlen and sees_mask(kind, self.shape, length=step.seq_len, padded=padded)
+            # one by one each chat has a mask for its window
+            masked = (not step.varlen or step.one_by_one) and sees_mask(
+                kind, self.shape, length=step.seq_len, padded=padded and not step.varlen
+            )
             kernel = kernel_of(
                 kind,
                 self.shape,
@@ -161,6 +166,7 @@ class Walk:
                 casts_inputs=step.casts_inputs,
                 kernel=kernel,
                 masked=masked,
+                one_by_one=step.one_by_one,
                 experts_in_turn=in_turn,
                 liger=liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
             )
@@ -239,7 +245,8 @@ class Walk:
         if step.attention == "flash_attention_2":
             return own
         pairs = zip(self.shape.layers, specs, strict=True)
-        kinds = {kind.attention for kind, spec in pairs if spec.masked or step.attention == "eager"}
+        shared = (kind for kind, spec in pairs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
+        kinds = {kind.attention for kind in shared}
         return own + len(kinds) * squares * (self.width if step.attention == "eager" else 1)
 
     # --- moments -----------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ def block_spec(
     casts_inputs: bool,
     kernel: AttentionKernel,
     masked: bool,
+    one_by_one: bool = False,
     experts_in_turn: bool = False,
     liger: Replaced | None = None,
 ) -> BlockSpec:
@@ -140,6 +141,7 @@ def block_spec(
         attention_dropout=shape.attention_dropout,
         kernel=kernel,
         masked=masked,
+        one_by_one=one_by_one,
         softcap=shape.attention_softcap is not None,
         experts=kind.num_experts,
         experts_per_token=shape.rows_per_token,

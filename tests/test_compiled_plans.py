@@ -1,0 +1,224 @@
+"""What train.compile changes in a plan: less time a step, compiling once, no more bytes, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.diagnose import device
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts import compiler
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.compiler import Toolchain, require_for_blocks
+from sft_play.facts.hardware import Hardware, named
+from sft_play.launch.device import require_machine
+from sft_play.planner import calibration, compiled, show
+from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
+from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json
+from sft_play.planner.throughput import predict_speed, rates_of
+
+GIB = 2**30
+CPU = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
+MODELS = ("Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-4B")
+MACHINES = ("A100-80GB", "RTX4090", "H100", "2xH100", "4xL40S", "cpu")
+
+
+def config(*overrides: str, compile: bool = True) -> Any:
+    text = "model: {name: x, max_seq_len: 2048}\ntrain: {effective_batch_size: 16}\n"
+    words = [f"train.compile={str(compile).lower()}", *overrides]
+    return config_from_text(text, name="run.yaml", overrides=words)
+
+
+def planned(machine: str, model: str, *overrides: str, compile: bool = True, **options: Any) -> Any:
+    hardware = replace(named(machine), cpu_name="CPU", cpu_cores=16)
+    request = PlanRequest(config(*overrides, compile=compile), shape_of(model), hardware, **options)
+    return make_plan(request, work=lambda effective: Work(1000, None))
+
+
+def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_memory():
+    """On random jobs; by the rule written again: half the traffic without reading weights, half the starts."""
+    draw = random.Random(5)
+    for _ in range(25):
+        model, machine, mode = draw.choice(MODELS), draw.choice(MACHINES[:5]), draw.choice(["lora", "qlora", "full"])
+        checkpointing = draw.choice(["true", "false"])
+        words = (f"tuning.mode={mode}", f"train.gradient_checkpointing={checkpointing}", "train.batch_size=2",
+                 f"train.grad_accum={16 // 2 // len(named(machine).gpus)}")  # fmt: skip
+        plain, fast = (
+            planned(machine, model, *words, compile=on, only=("single", "ddp", "fsdp")) for on in (False, True)
+        )
+        assert fast.memory.allocated == plain.memory.allocated
+        if fast.layout != plain.layout:
+            continue
+        one, other = plain.speed.parts, fast.speed.parts
+        for name in ("matrix", "dequantise", "optimizer", "host"):
+            assert other[name] == pytest.approx(one[name])
+        precision, step = plain.precision, plain.choice.step
+        rates = rates_of(plain.hardware, precision)
+        reads = _reads(plain, rates)
+        assert other["memory"] - reads == pytest.approx((one["memory"] - reads) * compiled.TRAFFIC)
+        assert other["kernel_starts"] < one["kernel_starts"]
+        assert fast.speed.step_s < plain.speed.step_s
+        again = predict_speed(config(*words), shape_of(model), precision, step, rates)
+        assert again.step_s == pytest.approx(fast.speed.step_s)
+
+
+def _reads(plan: Any, rates: Any) -> float:
+    """Seconds of a step in which weights are read, which no compiler spares."""
+    from sft_play.planner.throughput import BANDWIDTH_SHARE, active_params
+
+    step = plan.choice.step
+    layers = plan.choice.layers
+    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+    weights = active_params(shape_of_plan(plan))
+    return float(2 * weights * (2 + again) / (rates.bandwidth * BANDWIDTH_SHARE) * step.grad_accum)
+
+
+def shape_of_plan(plan: Any) -> Any:
+    return next(shape_of(name) for name in MODELS if shape_of(name).params == plan.model_params)
+
+
+def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
+    plain, fast = (planned("H100", MODELS[1], "tuning.mode=lora", compile=on) for on in (False, True))
+    assert (plain.compile_s, fast.compile_s) == (0.0, 103.0)  # 83 s for a kind of block, 20 s of measuring
+    assert planned("H100", "google/gemma-2-9b", "tuning.mode=lora").compile_s == 186.0  # two kinds of blocks
+    assert fast.hours * 3600 == pytest.approx(1000 * fast.speed.step_s + 103)
+    assert plain.hours * 3600 == pytest.approx(1000 * plain.speed.step_s)
+    assert plan_from_json(fast.as_json()).compile_s == 103.0
+    (line,) = [line for line in show.speed_lines(fast) if line.startswith("Run: ")]
+    assert " with 103 s of compiling" in line
+    assert any("train.compile: elementwise operations move 50%" in reason for reason in fast.reasons)
+    assert not any("compil" in text for text in (*plain.reasons, *show.speed_lines(plain)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("train.kernels=auto", "train.compile: true and train.kernels=auto do not go together"),
+     ("train.gradient_checkpointing=offload", "a compiled block recomputes by itself")],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words):
+    with pytest.raises(ConfigError, match=words):
+        planned("H100", MODELS[0], setting)
+    planned("H100", MODELS[0], setting, compile=False)
+
+
+def test_layouts_that_exchange_inside_blocks_are_not_possible():
+    shape, hardware = shape_of(MODELS[1]), named("4xH100")
+    possible, refused = layouts_for(config("tuning.mode=lora"), shape, hardware)
+    assert {layout.name for layout in possible} == {"ddp", "fsdp"}
+    because = {item.name: item.because for item in refused}
+    assert set(because) >= {*DEEPSPEED, "tp", "fsdp_tp"}
+    assert all("train.compile: " in because[name] for name in (*DEEPSPEED, "tp", "fsdp_tp"))
+    with pytest.raises(ConfigError, match=r"train\.compile: ranks that share rows"):
+        layouts_for(config("model.mesh_shape=[[2,2],[fsdp,cp]]"), shape, hardware)
+    assert {layout.name for layout in layouts_for(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
+
+
+def test_chats_have_no_boundaries_in_compiled_blocks_on_a_cpu():
+    """Attention between them asks for their lengths there; on a GPU it is one operator."""
+    rows = {on: planned("cpu", MODELS[0], compile=on) for on in (False, True)}
+    assert rows[False].choice.step.varlen
+    assert not rows[True].choice.step.varlen
+    assert planned("H100", MODELS[0]).choice.step.varlen
+
+
+def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
+    def run(**facts: Any) -> calibration.Measured:
+        given = {
+            "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 1,
+            "predicted_allocated": 10, "measured_allocated": 10, "predicted_reserved": 10, "measured_reserved": 20,
+            "predicted_tokens_per_s": 10.0, "measured_tokens_per_s": 5.0, "versions": "", "finished": "",
+        }  # fmt: skip
+        return calibration.Measured(**{**given, **facts})
+
+    runs = [run(), run(compiled=True, measured_reserved=15, measured_tokens_per_s=8.0)]
+    asked = {"device": "GPU", "mode": "lora", "layout": "single", "model": "m"}
+    plain, fast = (calibration.correction(runs, **asked, compiled=on) for on in (False, True))
+    assert (plain.runs, plain.memory, plain.speed) == (1, 2.0, 0.5)
+    assert (fast.runs, fast.memory, fast.speed) == (1, 1.5, 0.8)
+    assert calibration.correction(runs[:1], **asked, compiled=True) == calibration.Correction()
+    earlier = [run(device=named("H100").gpus[0].name, model="x")]
+    untouched = planned("H100", MODELS[0], "tuning.mode=lora")
+    assert planned("H100", MODELS[0], "tuning.mode=lora", earlier=earlier).speed == untouched.speed
+    plain_one, corrected = (
+        planned("H100", MODELS[0], "tuning.mode=lora", compile=False, earlier=known) for known in ([], earlier)
+    )
+    assert corrected.speed.tokens_per_s < plain_one.speed.tokens_per_s
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
+
+
+def test_a_run_that_stayed_plain_teaches_nothing_of_compiled_ones(cache):
+    from sft_play.starting.measured import remember
+
+    plan = planned("cpu", MODELS[0], "tuning.mode=lora")
+    summary = {"peak_bytes": {"measured_rss": 5, "measured_allocated": None}, "tokens_per_s": 3.0, "compile": None}
+    remember([(config(), plan)], summary)
+    assert calibration.load() == []
+    remember([(config(), plan)], summary | {"compile": {"graphs": 1}})
+    assert [one.compiled for one in calibration.load()] == [True]
+    remember([(config(compile=False), plan)], summary)
+    assert [one.compiled for one in calibration.load()] == [True, False]
+
+
+# --- what inductor needs ----------------------------------------------------------------------------------------------
+
+THERE = Toolchain(triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere"), python="3.11.9", built=True)
+
+
+@pytest.mark.parametrize(
+    ("tools", "machine", "words"),
+    [(replace(THERE, compiler=None), "H100", r"no C compiler .neither CC, gcc nor clang."),
+     (replace(THERE, triton=False), "H100", "Triton is not installed; pip install triton"),
+     (THERE, "H100", None)],
+)  # fmt: skip
+def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, tools, machine, words):
+    """What an earlier run has built is not enough: each new kernel is built again."""
+    monkeypatch.setattr(compiler, "look", lambda _: tools)
+    if words is None:
+        return require_for_blocks(named(machine), {})
+    with pytest.raises(HardwareError, match=f"train.compile: inductor cannot compile here: {words}.*compile=false"):
+        require_for_blocks(named(machine), {})
+
+
+def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path):
+    environment = {"CXX": str(tmp_path / "none")}
+    with pytest.raises(HardwareError, match=r"no C\+\+ compiler"):
+        require_machine(config("train.device=cpu"), CPU, environment, params=lambda: 1)
+    require_machine(config("train.device=cpu", compile=False), CPU, environment, params=lambda: 1)
+    (tmp_path / "none").write_text("#!/bin/sh\necho 'error: no licence' >&2\nexit 1\n")
+    (tmp_path / "none").chmod(0o755)
+    with pytest.raises(HardwareError, match="fails: error: no licence"):
+        require_for_blocks(CPU, environment)
+    monkeypatch.setattr(compiler, "_trial", lambda *_: None)
+    require_for_blocks(CPU, environment)
+
+
+def test_the_doctor_says_what_inductor_lacks(monkeypatch):
+    missing = replace(THERE, compiler=None)
+    monkeypatch.setattr(compiler, "look", lambda _: missing)
+    assert device.check_blocks(config(compile=False), named("H100"), {}) == []
+    (finding,) = device.check_blocks(config(), named("H100"), {})
+    assert (finding.verdict, finding.name) == ("FAIL", "train.compile")
+    monkeypatch.setattr(compiler, "look", lambda _: THERE)
+    (finding,) = device.check_blocks(config(), named("H100"), {})
+    assert finding.verdict == "PASS"
+    mps = SimpleNamespace(device="mps", gpus=())
+    (finding,) = device.check_blocks(config(), mps, {})  # type: ignore[arg-type]
+    assert "Apple" in finding.found
+
+
+def test_a_layout_with_an_engine_of_its_own_says_why():
+    assert compiled is not None
+    from sft_play.planner.layout import not_compiled
+
+    assert "fsdp shards the same" in str(not_compiled(Layout("zero3", 2, 2)))
+    assert not_compiled(Layout("fsdp", 2, 2)) is None

@@ -1,0 +1,444 @@
+"""train.compile: compiled blocks train what plain ones train, at any length without compiling again, or stay plain.
+
+Most tests stop before inductor: dynamo, autograd's partitioner and its decompositions run, and no C++ compiler does.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sft_play.config.load import config_from_text
+from sft_play.training import adapter_inputs, compiling, proof, varlen
+from tests.test_adapter_inputs import adapted
+
+pytestmark = pytest.mark.build
+CPU = torch.device("cpu")
+WITHOUT_INDUCTOR = "aot_eager_decomp_partition"
+LENGTHS = (23, 31, 40, 57, 5)
+
+
+@pytest.fixture(autouse=True)
+def _cheap(monkeypatch):
+    """No C++ compiler, unless a test says so, and nothing that another test has compiled."""
+    monkeypatch.setattr(compiling, "BACKEND", WITHOUT_INDUCTOR)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def llama(**sizes: Any) -> LlamaConfig:
+    given = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(**{**given, **sizes}, num_key_value_heads=2, vocab_size=300, tie_word_embeddings=False)
+
+
+def model_of(folder: Path, kind: str, *, checkpointing: bool) -> Any:
+    """A model in training as the trainer sets one up: full in fp32, else fp32 adapters on a bf16 or NF4 base."""
+    torch.manual_seed(0)
+    if kind == "full":
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    else:
+        model = adapted(folder, kind)
+        adapter_inputs.cast_outside_autocast(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+def passed(model: Any, *, length: int, rows: int = 2, half: bool = False) -> tuple[float, torch.Tensor]:
+    """Loss and all gradients of a pass."""
+    ids = torch.randint(3, 290, (rows, length), generator=torch.Generator().manual_seed(length))
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    grads = [one.grad.flatten().float() for one in model.parameters() if one.grad is not None]
+    return float(loss.detach()), torch.cat(grads)
+
+
+def config(text: str = "") -> Any:
+    return config_from_text(f"model: {{name: x}}\ntrain: {{compile: true{text}}}\n", name="run.yaml")
+
+
+def plan(compute: str = "float32") -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(precision=SimpleNamespace(compute=compute))
+
+
+def graphs() -> int:
+    return compiling._counted()[0]
+
+
+ALL = [(kind, checkpointing) for kind in ("full", "lora", "qlora") for checkpointing in (False, True)]
+QUICK = [("full", False), ("full", True), ("lora", True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.slow) for one in ALL]
+)
+def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_llama, kind, checkpointing):
+    half = kind != "full"
+    model = model_of(tiny_llama, kind, checkpointing=checkpointing)
+    names = list(model.state_dict())
+    plain = [passed(model, length=length, half=half) for length in LENGTHS]
+    before = graphs()
+    assert compiling.compile_in_place(model) == 2
+    found = []
+    for place, length in enumerate(LENGTHS):
+        found.append(passed(model, length=length, half=half))
+        if place == 0:
+            first = graphs()
+            # the first block's input needs no gradient under adapters without checkpointing
+            assert first - before == (2 if half and not checkpointing else 1)
+    assert graphs() == first
+    for (loss, grads), (loss_plain, grads_plain) in zip(found, plain, strict=True):
+        assert loss == pytest.approx(loss_plain, rel=1e-3 if half else 1e-5)
+        assert float((grads - grads_plain).norm() / grads_plain.norm()) < (1e-2 if half else 1e-5)
+    assert len({loss for loss, _ in found}) == len(LENGTHS)
+    assert list(model.state_dict()) == names
+    assert not any("_orig_mod" in name for name in names)
+
+
+def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length(monkeypatch):
+    """On CUDA attention between boundaries is an operator that torch knows; here one of the test's stands for it."""
+
+    @torch.library.custom_op("sft_play_test::between", mutates_args=())
+    def between(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
+        return varlen.one_by_one(query, key, value, ends, scale=scale, window=None)
+
+    between.register_fake(lambda query, key, value, ends, longest, scale: torch.empty_like(query))
+    kernel = varlen.kernel
+
+    def standing_in(query, key, value, ends, longest, *, scale, window):
+        return between(query, key, value, ends, longest, scale) if torch.compiler.is_compiling() else kernel(
+            query, key, value, ends, longest, scale=scale, window=window
+        )  # fmt: skip
+
+    monkeypatch.setattr(varlen, "kernel", standing_in)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(llama(attn_implementation=varlen.ATTENTION)).eval()
+    rows = [(17, 9), (3, 5, 8), (21,), (11, 2), (4, 4, 4, 4), (1, 2, 3, 4, 5)]
+    with torch.no_grad():
+        plain = [packed(model, lengths) for lengths in rows]
+        before = graphs()
+        compiling.compile_in_place(model)
+        found = [packed(model, lengths) for lengths in rows]
+    assert graphs() - before == 1
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+    for one, other in zip(found, plain, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
+    total = sum(lengths)
+    ids = torch.randint(3, 290, (1, total), generator=torch.Generator().manual_seed(total))
+    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    longest = max(lengths)
+    logits: torch.Tensor = model(
+        input_ids=ids, position_ids=places, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest,
+        max_length_k=longest, use_cache=False,
+    ).logits  # fmt: skip
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(tiny_llama, kind):
+    """The plan counts the plain one's bytes: the partitioner, which inductor has too, keeps fewer."""
+    model = model_of(tiny_llama, kind, checkpointing=False)
+    block = compiling.blocks_of(model)[1]
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
+    angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)
+    kept = []
+    for is_compiled in (False, True):
+        if is_compiled:
+            block.compile(backend=compiling.BACKEND, dynamic=True)
+        held: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "lora"),
+        ):
+            output = block(states + 0, position_embeddings=angles, attention_mask=None, position_ids=ids)
+        kept.append(sum(held.values()))
+        output.float().sum().backward()
+    assert 0.5 * kept[0] < kept[1] < 0.9 * kept[0]
+
+
+def test_generation_and_evaluation_run_the_plain_code(monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    model = AutoModelForCausalLM.from_config(llama())
+    ids = torch.arange(3, 20)[None]
+    model.eval()
+    answer = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist()
+    compiling.compile_in_place(model)
+    before = graphs()
+    with compiling.plain_code():
+        assert model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist() == answer
+        assert graphs() == before
+    model(input_ids=ids, use_cache=False)
+    assert graphs() == before + 1
+    assert all(one._compiled_call_impl is None for one in copy.deepcopy(model).modules())
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def wrong(graph: Any, inputs: Any) -> Any:
+    return lambda *given: tuple(one * 1.01 for one in graph(*given))
+
+
+def rounded(graph: Any, inputs: Any) -> Any:
+    """Exact in fp32; in 16 bits a multiple of 1/8."""
+    return lambda *given: tuple(
+        one if one.dtype == torch.float32 else one + ((one * 8).round() / 8 - one).detach() for one in graph(*given)
+    )
+
+
+def failing(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [(wrong, "a small model of this class computes something else compiled: "),
+     (rounded, "a small model of this class computes something else compiled: "),
+     (failing, "not proven: BackendCompilerFailed: ")],
+)  # fmt: skip
+def test_what_is_not_proven_stays_plain_with_one_warning(monkeypatch, caplog, backend, words):
+    monkeypatch.setattr(compiling, "BACKEND", backend)
+    model = AutoModelForCausalLM.from_config(llama())
+    assert compiling.compile_blocks(model, config(), plan("bfloat16"), device=CPU) is None
+    (record,) = [one for one in caplog.records if "Compiled blocks" in one.message]
+    assert record.levelno == logging.WARNING
+    assert words in record.message
+    assert all(one._compiled_call_impl is None for one in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
+    state = torch.get_rng_state()
+    found = compiling.prove(llama(), attention="sdpa", device=CPU, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.holds
+    assert found.fp32 < 1e-5
+    assert (found.half == 0) == (dtype == torch.float32)
+    assert found.half < proof.HALF_RATIO
+
+
+def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
+    monkeypatch.setattr(compiling.distributed, "any_rank", lambda mine: True)
+    model = AutoModelForCausalLM.from_config(llama())
+    assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
+    assert "the plain code runs: another rank cannot" in caplog.text
+
+
+def test_a_class_without_known_blocks_stays_plain(monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "prove", lambda *_, **__: proof.Proof(0.0, 0.0))
+    model = AutoModelForCausalLM.from_config(llama())
+    monkeypatch.setattr(compiling, "GradientCheckpointingLayer", nn.Bilinear)
+    assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
+    assert "its class has no blocks that transformers knows" in caplog.text
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched():
+    """A function that compiles a model and watches it; closed at the end."""
+    open_ones = []
+
+    def watch(model: Any) -> compiling.Compiler:
+        compiling.compile_in_place(model)
+        compiler = compiling.Compiler(proof_s=2.0)
+        open_ones.append(compiler)
+        return compiler
+
+    yield watch
+    for compiler in open_ones:
+        compiler.close()
+
+
+def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    caplog.set_level(logging.INFO)
+    handler = torch._dynamo.callback.callback_handler
+    listening = len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
+    model = AutoModelForCausalLM.from_config(llama())
+    compiler = watched(model)
+    waited: list[float] = []
+    compiler.waiting.append(waited.append)
+    for length in (9, 12):
+        passed(model, length=length)
+        compiler.on_step_end()
+    facts = compiler.facts
+    assert (facts.graphs, facts.breaks, facts.gave_up, facts.proof_s) == (1, 0, False, 2.0)
+    assert facts.seconds == pytest.approx(sum(waited)) and facts.seconds > 0  # noqa: PT018
+    compiler.on_train_end()
+    assert caplog.text.count("Compiled blocks: 1 graph in ") == 1
+    assert "WARNING" not in caplog.text
+    passed(model, length=9, rows=1)  # one row is a graph of its own
+    compiler.on_train_end()
+    assert "Compiled blocks: 2 graphs in " in caplog.text
+    compiler.close()
+    assert listening == (
+        len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
+    )  # fmt: skip
+
+
+def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, monkeypatch):
+    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(compiling, "GRAPHS_OF_A_BLOCK", 2)
+    model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4))
+    forward = type(model.model.layers[0].mlp).forward
+
+    def broken(self: Any, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", broken)
+    compiler = watched(model)
+    passed(model, length=9)
+    compiler.on_step_end()
+    assert compiler.facts.breaks > 0
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
+    for rows in (1, 2):
+        for block in model.model.layers:
+            block.self_attn.scaling *= 1.0 + rows / 10 + float(torch.rand(())) / 100  # a constant of each graph
+        passed(model, length=9, rows=rows)
+        compiler.on_step_end()
+    assert compiler.facts.gave_up
+    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
+    assert caplog.text.count("passes of more than 2 kinds were seen, and the others run the plain code") == 1
+
+
+def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched, caplog):
+    """As checkpointed ones do that break: a graph that recomputes has to be whole."""
+    caplog.set_level(logging.INFO)
+    model = AutoModelForCausalLM.from_config(llama()).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in model.model.layers:
+        block.mlp.forward = torch.compiler.disable(block.mlp.forward)
+    compiler = watched(model)
+    for length in (9, 12):
+        passed(model, length=length)
+        compiler.on_step_end()
+    assert compiler.facts.graphs == 0
+    assert caplog.text.count("nothing of them could be compiled, and the plain code runs") == 1
+    assert caplog.text.count("Compiled blocks: 0 graphs") == 1
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_yaml(tmp_path, tiny_llama, sums):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
+        "tuning: {mode: full}\n"
+        "train: {effective_batch_size: 8, max_steps: 4, learning_rate: 1e-2, report_to: [], warmup_steps: 0,\n"
+        "        gradient_checkpointing: true, save_steps: 2}\n"
+        "eval: {steps: 2, generate_rows: 2, max_new_tokens: 4}\n"
+        f"output: {{dir: {tmp_path}/outputs}}\n"
+    )
+    return path
+
+
+def losses(folder: Path, key: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+def test_a_run_trains_what_the_plain_one_trains_and_says_what_it_cost(command, run_yaml, tmp_path):
+    folders = {}
+    for name, words in (("plain", []), ("compiled", ["train.compile=true"])):
+        code, printed = command("train", "--config", str(run_yaml), f"output.name={name}", *words)
+        assert code == 0, printed
+        folders[name] = tmp_path / "outputs" / name
+    summary = json.loads((folders["compiled"] / "summary.json").read_text())
+    assert json.loads((folders["plain"] / "summary.json").read_text())["compile"] is None
+    assert summary["compile"]["graphs"] == 1  # evaluations and answers in between compiled nothing
+    assert (summary["compile"]["breaks"], summary["compile"]["gave_up"]) == (0, False)
+    assert "Compiled blocks: 1 graph in " in printed
+    for key in ("loss", "eval_loss"):
+        assert losses(folders["compiled"], key) == pytest.approx(losses(folders["plain"], key), rel=1e-5)
+    plain, compiled = (load_file(folder / "model/model.safetensors") for folder in folders.values())
+    assert plain.keys() == compiled.keys()
+    steps = [json.loads(line) for line in (folders["compiled"] / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in steps if "time_compile_s" in line)
+    assert first["time_compile_s"] == pytest.approx(summary["compile"]["seconds"], abs=0.1)
+    assert first["step_time_s"] < first["time_compile_s"]  # which the step and its speed leave out
+    assert sum("time_compile_s" in line for line in steps) == 1
+
+
+@pytest.mark.slow
+def test_a_stopped_run_with_adapters_goes_on_compiled_or_plain(command, run_yaml, tmp_path):
+    words = ["--config", str(run_yaml), "tuning.mode=lora", "train.compile=true"]
+    code, printed = command("train", *words, "output.name=whole")
+    assert code == 0, printed
+    for name, compiled in (("compiled", "true"), ("plain", "false")):
+        code, printed = command("train", *words, f"output.name={name}", "train.stop_after_steps=2")
+        assert code == 0, printed
+        code, printed = command("resume", *words, f"output.name={name}", f"train.compile={compiled}")
+        assert code == 0, printed
+        found = losses(tmp_path / "outputs" / name)
+        assert found == pytest.approx(losses(tmp_path / "outputs" / "whole"), rel=1e-5)
+        assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_inductor_itself_is_proven_and_trains_the_same(monkeypatch, tiny_llama):
+    monkeypatch.setattr(compiling, "BACKEND", "inductor")
+    assert compiling.prove(llama(), attention="sdpa", device=CPU, dtype=torch.bfloat16).holds
+    model = model_of(tiny_llama, "lora", checkpointing=True)
+    names = list(get_peft_model_state_dict(model))
+    plain = [passed(model, length=length) for length in LENGTHS]
+    compiling.compile_in_place(model)
+    before = graphs()
+    for length, (loss, grads) in zip(LENGTHS, plain, strict=True):
+        found, found_grads = passed(model, length=length)
+        assert found == pytest.approx(loss, rel=1e-2)  # a bf16 base without autocast
+        assert float((found_grads - grads).norm() / grads.norm()) < 5e-2
+    assert graphs() - before == 1
+    assert list(get_peft_model_state_dict(model)) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_compile_and_lose_what_plain_ones_lose(command, run_yaml, tmp_path, monkeypatch, strategy):
+    monkeypatch.setenv("NPROC", "2")
+    found = []
+    for name in ("false", "true"):
+        code, printed = command(
+            "train-distributed", "--config", str(run_yaml), "--strategy", strategy, f"output.name={name}",
+            f"train.compile={name}", "eval.generate_rows=0",
+        )  # fmt: skip
+        assert code == 0, printed
+        found.append(losses(tmp_path / "outputs" / name))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    summary = json.loads((tmp_path / "outputs" / "true" / "summary.json").read_text())
+    assert (summary["compile"]["graphs"], summary["compile"]["breaks"]) == (1, 0)

@@ -1,0 +1,421 @@
+"""Rows without padding where no kernel takes their boundaries: when, at what price, and on which GPU one is trusted."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.model_shape import Mla
+from sft_play.planner import candidates
+from sft_play.planner.candidates import micro_batches
+from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.padding import why_one_by_one
+from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.row_tokens import average_passes, row_tokens
+from sft_play.planner.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
+
+GIB = 2**30
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+LATENT = Mla(None, 512, 128, 64, 128)
+
+
+# --- where a kernel takes boundaries ----------------------------------------------------------------------------------
+def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundaries():
+    """On random GPUs, versions, precisions and heads, by the rule written again."""
+    draw, seen = random.Random(5), set()
+    mla = LATENT
+    for _ in range(800):
+        device = draw.choice(["cuda", "cuda", "rocm", "rocm", "cpu", "mps"])
+        half, width = draw.random() < 0.7, draw.choice([64, 128, 256, 257, 512])
+        capability = draw.choice([None, (6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+        architectures = draw.choices([None, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx906",
+                                      "gfx908", "gfx1030"], k=draw.choice([1, 2]))  # fmt: skip
+        torch = draw.choice([None, (2, 11), (2, 12), (2, 13), (3, 0)])
+        shape = dataclasses.replace(shape_of(LLAMA), head_dim=width, mla=mla if draw.random() < 0.1 else None)
+        because = why_one_by_one(
+            shape, half=half, capability=capability, device=device, architectures=architectures, torch=torch
+        )
+        runs = half and width <= 256 and shape.mla is None
+        if device == "cuda":
+            runs = runs and capability not in ((6, 0), (7, 0), (7, 5))
+        elif device == "rocm":
+            runs = runs and torch != (2, 11) and not {"gfx906", "gfx908", "gfx1030"} & set(architectures)
+        else:
+            runs = False
+        assert (because is None) == runs, (device, half, width, capability, architectures, torch)
+        seen.add((device, runs))
+    assert len(seen) == 6
+
+
+def test_a_plan_reads_the_version_of_torch_and_the_architectures(monkeypatch):
+    known = row_tokens(dict.fromkeys(range(100, 2000, 9), 1), limit=2048)
+
+    def reasons(gpu: Gpu, version: str) -> tuple[bool, str]:
+        monkeypatch.setattr("sft_play.facts.installed.version_of", lambda package: version)
+        machine = Hardware((gpu,), "CPU", 8, 256 * GIB, 256 * GIB)
+        plan = make_plan(PlanRequest(run_of(), shape_of(LLAMA), machine, rows=known))
+        assert plan_from_json(json.loads(json.dumps(plan.as_json()))) == plan
+        return plan.choice.step.one_by_one, " ".join(plan.reasons)
+
+    amd = Gpu(0, "AMD MI300X", 190 * GIB, None, (9, 4), 5.3e12, 1.3e15, 1.3e15, architecture="gfx942")
+    assert not reasons(amd, "2.12.1+rocm7.2")[0]
+    assert not reasons(amd, "unknown")[0]
+    apart, words = reasons(amd, "2.11.0+rocm7.1")
+    assert apart
+    assert "told apart by their boundaries, each attended to by a call of its own (torch 2.11 was not tested" in words
+    apart, words = reasons(dataclasses.replace(amd, architecture="gfx908"), "2.13.0")
+    assert apart
+    assert "AOTriton has no kernel for gfx908" in words
+
+
+# --- the price --------------------------------------------------------------------------------------------------------
+def run_of(model: str = LLAMA, mode: str = "lora", batch: int = 32, *overrides: str) -> Any:
+    text = f"model: {{name: {model}, max_seq_len: 2048}}\ntuning: {{mode: {mode}}}\n"
+    return config_from_text(text + f"train: {{effective_batch_size: {batch}}}\n", name="run.yaml", overrides=overrides)
+
+
+MODELS = (LLAMA, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct", "google/gemma-3-1b-it")
+
+
+def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
+    """On random cards without a kernel, models and rows: every candidate is the faster one of both."""
+    draw, seen = random.Random(3), {True: 0, False: 0}
+    cards = [entry.name for entry in ENTRIES]
+    monkeypatch.setattr(candidates, "why_one_by_one", lambda *_, **__: "no kernel")  # on every card
+    for _ in range(30):
+        model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
+        card, batch = draw.choice(cards), draw.choice([8, 32, 64])
+        mean = draw.choice([12, 40, 200, 800])
+        spread = draw.choice([0.0, 0.02, 0.6])
+        lengths = [max(2, min(2048, round(mean * draw.lognormvariate(0, spread)))) for _ in range(400)]
+        known = row_tokens({length: lengths.count(length) for length in lengths}, limit=2048)
+        request = PlanRequest(
+            run_of(model, mode, batch), shape_of(model), named(f"1x{card}"), rows=known, has_eval=False
+        )
+        plan, job = make_plan(request), job_of(request)
+        for candidate in plan.candidates:
+            step, speeds = candidate.step, {}
+            precision = job.precision_of(step.layout)
+            assert step.one_by_one == step.varlen
+            for joined in (True, False):
+                other = dataclasses.replace(step, varlen=joined, one_by_one=joined, padded=not joined and step.masks)
+                cut = micro_batches(job, precision, other)
+                assert cut.padded != joined
+                passes = average_passes(known, cut, effective_batch=batch, ranks=1)
+                speeds[joined] = predict_speed(
+                    job.config, job.shape, precision, other, job.rates, passes=passes
+                ).tokens_per_s
+            assert step.varlen == (speeds[True] >= speeds[False]), (card, model, mean, spread, speeds)
+            assert candidate.speed.tokens_per_s == pytest.approx(max(speeds.values()))
+            seen[step.varlen] += 1
+        said = "each chat would be a call of its own" in " ".join(plan.reasons)
+        assert said == (not plan.choice.step.varlen and plan.choice.batch.micro_batch > 1)
+    assert min(seen.values()) > 10, seen
+
+
+def test_every_chat_of_a_pass_costs_its_starts():
+    """By hand: a GPU whose products take no time waits for all starts, those of each chat in each layer and pass among
+    them: forwards once, and backwards counted twice."""
+    request = PlanRequest(run_of(mode="full"), shape_of(LLAMA), named("1xH200"), has_eval=False)
+    job = job_of(request)
+    rates = dataclasses.replace(job.rates, matrix=1e30, bandwidth=1e30)
+    step = candidates._step_of(
+        dataclasses.replace(job, rows=None),
+        make_plan(request).choice.layout,
+        make_plan(request).batch,
+        0,
+        loss="chunked",
+    )
+    assert step.varlen
+    passes = average_passes(row_tokens({64: 32}, limit=2048), MicroBatches(1, tokens=2048, padded=False),
+                            effective_batch=32, ranks=1)  # fmt: skip
+    assert (passes.count, passes.rows) == (1, 32)
+    starts = {
+        apart: predict_speed(
+            job.config, job.shape, job.precision, dataclasses.replace(step, one_by_one=apart), rates, passes=passes
+        ).parts["kernel_starts"]
+        for apart in (True, False)
+    }
+    assert starts[False] == pytest.approx(PASS_OVERHEAD_S * 32 * 3)
+    assert starts[True] - starts[False] == pytest.approx(CHAT_STARTS * PASS_OVERHEAD_S * 32 * 3 * 32)
+
+
+def test_the_rows_of_a_pass_are_those_of_its_fullest_rank():
+    draw = random.Random(9)
+    for _ in range(40):
+        rows = row_tokens({draw.randint(1, 90): draw.randint(1, 40) for _ in range(6)}, limit=90)
+        ranks, batch = draw.choice([1, 2, 4]), draw.choice([4, 16, 33])
+        cut = MicroBatches(2, tokens=180, padded=draw.random() < 0.5, overhead=20)
+        passes = average_passes(rows, cut, effective_batch=batch, ranks=ranks)
+        assert 1 <= passes.rows <= min(batch, rows.rows)
+        if ranks == 1:  # every row is in one pass
+            assert passes.rows * passes.count == pytest.approx(min(batch, rows.rows))
+        assert passes.rows * rows.longest >= passes.places - 1e-9
+
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+def test_no_number_is_read_from_the_device(monkeypatch):
+    """On the meta device nothing can be read: a pass with checkpointing and windows, forwards and backwards."""
+    import torch
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    from sft_play.training import varlen
+    from sft_play.training.collate import CHAT_LENGTHS, COUNTS, Collator
+
+    config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8,
+                           num_attention_heads=2, num_key_value_heads=1, sliding_window=6)  # fmt: skip
+    rows = [
+        {"input_ids": list(range(3, 3 + n)), "labels": [-100, *range(4, 3 + n)], "chat_lengths": [n]} for n in (9, 4)
+    ]
+    batch = Collator(pad_id=0, flat=True, tells_lengths=True)(rows)
+    assert batch[CHAT_LENGTHS] == (9, 4)
+    assert CHAT_LENGTHS not in Collator(pad_id=0, flat=True)(rows)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=varlen.ATTENTION)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)  # torch knows none of this device
+    inputs = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items() if name not in COUNTS
+    }  # fmt: skip
+    model(**inputs, use_cache=False).loss.backward()
+    assert all(one.grad is not None for one in model.parameters())
+    with pytest.raises((RuntimeError, NotImplementedError)):  # without the lengths they would be
+        model(**{name: value for name, value in inputs.items() if name != CHAT_LENGTHS}, use_cache=False)
+    # sliding rows that are padded: their lengths are their shape
+    padded = {"input_ids": torch.zeros(2, 9, dtype=torch.long, device="meta"), "labels": None}
+    model(**padded, position_ids=torch.zeros(1, 9, dtype=torch.long, device="meta"), use_cache=False)
+
+
+@pytest.mark.build
+def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama):
+    """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are."""
+    from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+    from sft_play.training.collate import CHAT_LENGTHS
+    from tests.ranks_micro_batches import trainer_of
+
+    trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
+    batches = [batch for batch in trainer.get_train_dataloader() if batch]
+    assert any(len(batch[CHAT_LENGTHS]) > 1 for batch in batches)
+    for batch in batches:
+        prepared = trainer._prepare_inputs(batch)
+        assert prepared[CHAT_LENGTHS] == tuple(batch["cu_seq_lens_q"].diff().tolist())
+        assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
+    _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
+    assert tuple(given[CHAT_LENGTHS]) == (3, 4)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_may_have_another_width_than_keys(dtype):
+    """Latent attention; against softmax by hand in fp64."""
+    import torch
+
+    from sft_play.training import varlen
+
+    torch.manual_seed(2)
+    lengths, kind = (5, 1, 12), getattr(torch, dtype)
+    query, key = (torch.randn(18, 4, 24).to(kind).requires_grad_() for _ in range(2))
+    value = torch.randn(18, 4, 10).to(kind).requires_grad_()
+    found = varlen.one_by_one(query, key, value, lengths, scale=0.2, window=None)
+    parts = []
+    for q, k, v in zip(*(one.double().split(lengths) for one in (query, key, value)), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    wanted = torch.cat(parts)
+    weight = torch.randn(wanted.shape, dtype=torch.float64)
+    given = (query, key, value)
+    own = torch.autograd.grad((found.double() * weight).sum(), given)
+    theirs = torch.autograd.grad((wanted * weight).sum(), given)
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for one, other in zip((found.detach(), *own), (wanted.detach(), *theirs), strict=True):
+        assert float((one.double() - other.double()).abs().max()) <= tolerance * (1 + float(other.abs().max()))
+
+
+# --- which kernel is trusted ------------------------------------------------------------------------------------------
+def prepared(**changes: Any) -> tuple[Any, Any]:
+    """A model's spec and a plan, as far as `trust_kernel` reads them."""
+    from transformers import MistralConfig
+
+    from sft_play.training import varlen
+
+    hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
+    spec = SimpleNamespace(hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.ATTENTION)))
+    step = SimpleNamespace(one_by_one=changes.pop("one_by_one", False))
+    compute = changes.pop("compute", "bfloat16")
+    layout = SimpleNamespace(tensor_parallel=changes.pop("parts", 1))
+    assert not changes
+    plan = SimpleNamespace(choice=SimpleNamespace(step=step, layout=layout), precision=SimpleNamespace(compute=compute))
+    return spec, plan
+
+
+def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
+    from sft_play.training import varlen
+
+    assert longest == max(ends.diff().tolist())
+    return varlen.one_by_one(query, key, value, ends.diff().tolist(), scale=scale, window=window)
+
+
+def wrong(**changes: Any) -> Any:
+    """A kernel with one fault."""
+
+    def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
+        import torch
+
+        from sft_play.training import varlen
+
+        lengths = ends.diff().tolist()
+        if "joins" in changes:
+            lengths = [lengths[0] + lengths[1], *lengths[2:]]
+        if "window" in changes and window is not None:
+            window += changes["window"]
+        found = varlen.one_by_one(query, key, value, lengths, scale=scale * changes.get("scale", 1), window=window)
+        if "nan" in changes:
+            found = torch.where(torch.arange(len(found))[:, None, None] == changes["nan"], torch.nan, found)
+        if "gradient" in changes:
+            found.register_hook(lambda grad: grad * changes["gradient"])
+        return found
+
+    return kernel
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("FlashAttention only supports\nAmpere GPUs or newer")
+
+
+@pytest.fixture
+def reset():
+    from sft_play.training import varlen
+
+    yield
+    varlen.use_flash(used=False)
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("reset")
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
+    import torch
+
+    from sft_play.training import varlen, varlen_proof
+
+    asked = []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        asked.append((given[0].dtype, given[0].shape[1:], given[1].shape[1:], options["window"]))
+        return right(*given, **options)
+
+    monkeypatch.setattr(varlen, "flash", watched)
+    caplog.set_level(logging.INFO)
+    state = torch.get_rng_state()
+    varlen_proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
+    assert varlen._flash_in_use
+    assert torch.equal(torch.get_rng_state(), state)
+    assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, varlen_proof.WINDOW)]
+    assert "PyTorch's kernel for boundaries is within" in caplog.text
+    # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
+    asked.clear()
+    varlen_proof.trust_kernel(*prepared(parts=2), device=torch.device("cpu"))
+    assert {shape for _, *shapes, _ in asked for shape in shapes} == {(2, 32), (1, 32)}
+    asked.clear()
+    for changes in ({"name": "sdpa"}, {"one_by_one": True}):
+        varlen.use_flash(used=True)
+        varlen_proof.trust_kernel(*prepared(**changes), device=torch.device("cpu"))
+        assert not varlen._flash_in_use
+    assert not asked
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("reset")
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [(wrong(joins=True), "is wrong on cpu"), (wrong(window=1), "window 48: 0.1"), (wrong(window=-1), "window 48: 0.1"),
+     (wrong(scale=1.05), "is wrong on cpu"), (wrong(nan=100), "window None: nan"),
+     (wrong(gradient=1.05), "window None"),
+     (refused, "raises RuntimeError: FlashAttention only supports")],
+    ids=["joins", "wide", "narrow", "scale", "nan", "gradient", "raises"],
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
+    import torch
+
+    from sft_play.training import varlen, varlen_proof
+
+    monkeypatch.setattr(varlen, "flash", kernel)
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    assert not varlen._flash_in_use
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("Attention: each chat is a call of its own, with the same numbers, but slower than planned")
+    assert says in line
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("reset")
+def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
+    import torch
+
+    from sft_play.training import distributed, varlen, varlen_proof
+
+    told = []
+    monkeypatch.setattr(varlen, "flash", right)
+    monkeypatch.setattr(distributed, "any_rank", lambda flag: told.append(flag) or True)
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    assert told == [False]
+    assert not varlen._flash_in_use
+    assert "another rank cannot" in caplog.text
+    monkeypatch.setattr(varlen, "why_not", lambda: "torch 2.10 has none")
+    varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
+    assert told == [False, True]
+    assert "torch 2.10 has none" in caplog.text
+
+
+@pytest.mark.build
+@pytest.mark.usefixtures("reset")
+def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from sft_play.training import varlen
+
+    monkeypatch.setattr(varlen, "flash", lambda *_, **__: "one call")
+    monkeypatch.setattr(varlen, "one_by_one", lambda *_, **__: "each chat")
+    for device, used in itertools.product(("cuda", "cpu"), (True, False)):
+        varlen.use_flash(used=used)
+        with FakeTensorMode():
+            heads = torch.empty(7, 2, 8, device=device)
+            found = varlen.kernel(heads, heads, heads, heads, 7, lengths=(3, 4), scale=1.0, window=None)
+        assert found == ("one call" if used and device == "cuda" else "each chat")
+
+
+@pytest.mark.build
+def test_the_heads_that_are_tried_are_the_models():
+    from transformers import GPT2Config, LlamaConfig, MistralConfig
+
+    from sft_play.training.varlen_proof import Heads, _cases
+
+    assert _cases(GPT2Config(n_head=12, n_embd=768), 1) == [(Heads(12, 12, 64), None)]
+    llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    assert _cases(llama, 4) == [(Heads(2, 1, 8), None)]  # a quarter of 2 key heads is one
+    short = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=9)
+    assert _cases(short, 1) == list(itertools.product([Heads(4, 2, 32)], [None, 9]))
+    wide = LlamaConfig(head_dim=32, num_attention_heads=8, num_key_value_heads=4)
+    wide.global_head_dim, wide.num_global_key_value_heads = 64, 1  # Gemma 4's names
+    assert [heads for heads, _ in _cases(wide, 1)] == [
+        Heads(8, 1, 32), Heads(8, 1, 64), Heads(8, 4, 32), Heads(8, 4, 64)
+    ]  # fmt: skip
