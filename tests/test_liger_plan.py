@@ -20,6 +20,7 @@ from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
 from sft_play.facts.liger import PACKAGE, REPLACED
 from sft_play.planner import calibration
+from sft_play.planner.advice.suggestions import suggestions
 from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
@@ -424,3 +425,16 @@ def test_experts_keep_their_gates(monkeypatch: Any) -> None:
         has_experts = name == "experts"
         assert kernels._swap(model) == (("rms_norm", "rope") if has_experts else ("rms_norm", "swiglu", "rope"))
         assert asked[-1] == {"rms_norm": True, "swiglu": not has_experts, "rope": True, "loss": False}
+
+
+@pytest.mark.parametrize("wish", ["none", "auto"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and_wanted(
+    wish: str, installed: bool
+) -> None:
+    run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
+    without = frozenset() if installed else frozenset({PACKAGE})
+    found = list(suggestions(PlanRequest(run, shape_of(run.model.name), named("1xRTX4090"), without=without)))
+    named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
+    assert bool(named_ways) == (wish == "auto" and installed)
+    assert found
