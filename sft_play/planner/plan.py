@@ -200,7 +200,7 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
-            "compile_s": self.compile_s,
+            **({"compile_s": self.compile_s} if self.compile_s else {}),
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -411,7 +411,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         work=None if run is None else Work(run["steps"], run["tokens"]),
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
-        compile_s=data["compile_s"],
+        compile_s=data.get("compile_s", 0.0),
     )
 
 
