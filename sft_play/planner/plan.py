@@ -204,7 +204,7 @@ class Plan:
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
             **({"kernels": asdict(self.kernels)} if self.kernels else {}),
-            "compile_s": self.compile_s,
+            **({"compile_s": self.compile_s} if self.compile_s else {}),
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,

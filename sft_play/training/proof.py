@@ -96,7 +96,7 @@ def gap(found: Numbers, exact: Numbers) -> float:
 
 def attention_of(model: Any) -> str:
     """The attention of small models: the model's, but on whole rows where ranks share them."""
-    name = str(model.config.get_text_config()._attn_implementation)
+    name = str(model.config._attn_implementation)
     return "sdpa" if name == context_parallel.ATTENTION else name
 
 
