@@ -1,8 +1,6 @@
 """Unsloth on the rows of our run (PEER=unsloth), through the API of its documentation: FastLanguageModel and TRL.
 
-    PEER_PYTHON=.venv-unsloth/bin/python, which runs this file
-
-Not measured by this project: it needs a GPU.
+The Python of `make setup-unsloth`, or of PEER_PYTHON=, runs this file.
 """
 
 from __future__ import annotations
