@@ -51,6 +51,13 @@ LONGEST_FIRST = (
 """Files that take minutes: first, so that no process is left with one when the other has nothing to do."""
 
 
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        from tests import warm
+
+        warm.keep()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))

@@ -40,6 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
+FOLDER_VARIABLE = "SFT_PLAY_WARM"
 TORCHRUN = "torch.distributed.run"
 MODULES = (
     "sft_play.cli",
@@ -82,26 +83,38 @@ os._exit(code)
 """The program that stands for a fork: address, the real Python, and that Python's words."""
 
 
+def keep() -> str:
+    """Make the folder of the process that imports, which lives until this process ends; the path, for its children too.
+
+    Called where pytest begins, so that the processes of xdist share one.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    os.mkfifo(folder / "alive")
+    alive = os.open(folder / "alive", os.O_RDWR)
+
+    def end(owner: int = os.getpid()) -> None:
+        if os.getpid() == owner and not (folder / "line").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(alive)  # what imports waits for this, and removes the folder
+
+    atexit.register(end)
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    return str(folder)
+
+
 @functools.cache
 def python() -> str:
     """The program to start in place of sys.executable; sys.executable itself where forks cannot be had.
 
-    With a GPU a fork would inherit CUDA, which cannot be. The processes of one pytest share the one that has imported,
-    which ends when the last of them does.
+    With a GPU a fork would inherit CUDA, which cannot be.
     """
     if sys.platform != "linux" or any(Path("/dev").glob("nvidia[0-9]*")):
         return sys.executable
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir()) / f"warm-{run}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or keep())
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "users").exists():
-            os.mkfifo(folder / "users")
-        users = os.open(folder / "users", os.O_RDWR)  # open as long as this process lives
         if not (folder / "line").exists():
             start_server(folder)
-    atexit.register(os.close, users)
     return str(folder / "bin" / "python")
 
 
@@ -156,7 +169,7 @@ def receive(line: socket.socket) -> Asked:
 
 
 def serve(folder: Path) -> Asked | None:
-    """Fork for each request until nobody is left who could ask; in a fork, what it is to run."""
+    """Fork for each request until the process of `keep` has ended; in a fork, what it is to run."""
     waiting: dict[int, socket.socket] = {}
     ended, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -165,16 +178,16 @@ def serve(folder: Path) -> Asked | None:
     with (
         socket.socket(socket.AF_UNIX) as listener,
         selectors.DefaultSelector() as events,
-        (folder / "users").open("rb", buffering=0) as users,
+        (folder / "alive").open("rb", buffering=0) as alive,
     ):
         listener.bind(str(folder / "bound"))
         listener.listen(64)
         (folder / "bound").rename(folder / "line")  # whoever sees it can connect
-        for file in (listener, users, ended):
+        for file in (listener, alive, ended):
             events.register(file, selectors.EVENT_READ)
         while True:
             for key, _ in events.select():
-                if key.fileobj is users:
+                if key.fileobj is alive:
                     for pid in waiting:
                         os.kill(pid, signal.SIGKILL)
                     return None
