@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import TrainingError
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
@@ -153,8 +154,6 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         )
         if not proof.holds:
             reason = f"a small model of this class computes something else compiled: {proof.words}"
-        elif not blocks_of(model):
-            reason = "its class has no blocks that transformers knows"
     except Exception as error:  # a class can break at anything that dynamo traces, inductor writes or a compiler builds
         reason = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
     if distributed.any_rank(reason is not None):
@@ -172,6 +171,9 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
     was compiled is forgotten.
 
     Attention between boundaries has a kernel for 16 bits only: in fp32 the same rows are padded ones.
+
+    Raises:
+        TrainingError: the class has no blocks that transformers knows, or none that compiles.
     """
     in_half = dtype != torch.float32
     is_apart = has_boundaries(attention) and in_half
@@ -183,8 +185,12 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
         plain, plain_half = numbers(exact), numbers(half, boundaries=is_apart)
         for model in (exact, half):
             compile_in_place(model)
+        before = _counted()
         try:
-            return compared(plain, plain_half, numbers(exact), numbers(half, boundaries=is_apart))
+            proof = compared(plain, plain_half, numbers(exact), numbers(half, boundaries=is_apart))
+            if _counted()[0] == before[0]:
+                raise TrainingError("none of its blocks compiles")
+            return proof
         finally:
             torch.compiler.reset()
 
