@@ -217,7 +217,7 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
     monkeypatch.setattr(varlen, "kernel", counted)
     tried: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        load_trainer, "take_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
+        load_trainer, "trust_kernel", lambda spec, plan, *, device: tried.append((spec.attention.name, device.type))
     )
     path = run_yaml(tmp_path, tiny_llama)
     for name, attention in (("masked", "sdpa"), ("apart", "auto")):

@@ -335,7 +335,7 @@ def candidate_of(
     """
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
-    if step.one_by_one and job.by_tokens:
+    if step.one_by_one and job.by_tokens and job.rows is not None:
         step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
     walk = Walk(job.config, job.shape, precision, step)
     if job.has_eval:
