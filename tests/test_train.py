@@ -169,6 +169,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(train, mod
     code, printed, _ = train("parts", *same, verb="resume")
     assert code == 0, printed
     assert "Resuming bnb run from step 2" in printed
+    assert "Steps: 2 of 4, after a resume, in " in printed
     assert losses(whole) == losses(parts)
     assert [line["step"] for line in metrics(parts) if "loss" in line] == [1, 2, 3, 4]
     assert_same_bits(weights(whole), weights(parts))

@@ -154,7 +154,7 @@ def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
 
     found = boundaries_of(CONFIG_MAPPING[kind]())
     assert found.are_enough, found.reason
-    assert found.reason.startswith("packs need no mask: chats are told apart by their boundaries")
+    assert found.reason.startswith("chats of one row need no mask: they are told apart by their boundaries")
 
 
 def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
@@ -165,7 +165,7 @@ def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
         found = boundaries.boundaries_of(CONFIG_MAPPING[kind]())
         assert not found.are_enough
-        assert found.reason.startswith("packs keep a mask between their chats: ")
+        assert found.reason.startswith("chats of one row keep a mask between them: ")
         assert says in found.reason
     dropping = boundaries.boundaries_of(LlamaConfig(attention_dropout=0.1))
     assert not dropping.are_enough
@@ -227,7 +227,7 @@ def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_lla
             f"model.attn_implementation={attention}",
         )  # fmt: skip
         assert code == 0, said
-        assert ("Attention: packs need no mask" in said) == (name == "apart")
+        assert ("Attention: chats of one row need no mask" in said) == (name == "apart")
         assert any(count > 1 for count in calls) == (name == "apart")
         plan = json.loads((tmp_path / "outputs" / name / "plan.json").read_text())
         assert plan["step"]["varlen"] == (name == "apart")

@@ -136,7 +136,7 @@ def speed_lines(plan: Plan) -> list[str]:
     run = plan.as_json()["run"]
     if run is None:
         lines.append(
-            "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not a single file)"
+            "Run: hours and cost are not predicted (no train.max_steps, and data.train_path is not one file here)"
         )
     elif run["hours"] is not None:
         is_known = plan.row_tokens is not None

@@ -65,20 +65,20 @@ def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Boundar
     )
     if found is None:
         return Boundaries(
-            False, f"packs keep a mask between their chats: what {kind} does without cannot be measured ({problem})"
+            False, f"chats of one row keep a mask between them: what {kind} does without cannot be measured ({problem})"
         )
     logits, gradients = max(found.logits, found.rows), found.gradients
     if not found.is_none or not found.seen >= TELLING:
         return Boundaries(
             False,
-            f"packs keep a mask between their chats: without one a small model of {kind}'s class differs, "
+            f"chats of one row keep a mask between them: without one a small model of {kind}'s class differs, "
             f"logits by {logits:.1g} of their spread, gradients by {gradients:.1g} of their length (without "
             f"any, logits by {found.seen:.1g})",
         )
     return Boundaries(
         True,
-        f"packs need no mask: chats are told apart by their boundaries (on a small model of {kind}'s class logits "
-        f"differ by {logits:.0e} of their spread, gradients by {gradients:.0e} of their length)",
+        f"chats of one row need no mask: they are told apart by their boundaries (on a small model of {kind}'s class "
+        f"logits differ by {logits:.0e} of their spread, gradients by {gradients:.0e} of their length)",
     )
 
 

@@ -245,7 +245,8 @@ class Progress(TrainerCallback):
         self._loss: float | None = None
         self._speed: float | None = None
         self._memory: float | None = None
-        self._first_step = self._started = self._last_line = 0.0
+        self.first_step = 0
+        self._started = self._last_line = 0.0
         self._paused = self._pause_began = 0.0
         self._bar: Any = None
         self._task: Any = None
@@ -262,7 +263,7 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Start the clock."""
         self._started = self._last_line = self._now()
-        self._first_step, self._paused = state.global_step, 0.0
+        self.first_step, self._paused = state.global_step, 0.0
         if sys.stdout.isatty() and state.is_world_process_zero:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
@@ -306,7 +307,7 @@ class Progress(TrainerCallback):
         if self._bar is not None:
             with contextlib.suppress(OSError):
                 self._bar.update(self._task, completed=state.global_step, text=text)
-        first_or_last = state.global_step in (self._first_step + 1, state.max_steps)
+        first_or_last = state.global_step in (self.first_step + 1, state.max_steps)
         if first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S:
             self._last_line = self._now()
             logger.info("step %d/%d  %s", state.global_step, state.max_steps, text,
@@ -314,7 +315,7 @@ class Progress(TrainerCallback):
 
     def line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
-        done = max(1, step - self._first_step)
+        done = max(1, step - self.first_step)
         left = self.training_s / done * (steps - step)
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._tokens() / self.training_s

@@ -153,7 +153,10 @@ def _train(
     peak = watch.memory.peak()
     watch.memory.peaks.end()
     compiled = compiler.facts if compiler is not None else None
-    return Trained(trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled)
+    return Trained(
+        trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled,
+        steps_before=progress.first_step,
+    )  # fmt: skip
 
 
 def _last_checkpoint(job: Job) -> Path | None:

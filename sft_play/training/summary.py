@@ -32,12 +32,15 @@ class Trained:
     """The result of the optimizer steps since this process started. Speed is in tokens per second of all ranks."""
 
     steps: int
+    """Of the whole run, those of earlier starts too."""
     tokens_per_s: float
     peak_bytes: dict[str, int | None]
     stop: StopAfter
     updates: UpdateFacts | None
     compiled: CompileFacts | None = None
     """What compiling blocks came to; None where the plain code ran."""
+    steps_before: int = 0
+    """Steps of earlier starts."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str
     """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what to try next."""
     predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
     steps, speed = result.trained.steps, result.trained.tokens_per_s
-    lines = [f"Steps: {steps} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
+    earlier = result.trained.steps_before
+    now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
+    lines = [f"Steps: {now} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
     lines += [result.trained.compiled.line] if result.trained.compiled else []
     lines += _figure_lines(result)
     lines += _answer_lines(result.before, result.after)
