@@ -42,9 +42,10 @@ override RUN_PYTHON := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $
 override PROGRAM := $(RUN_PYTHON) -m sft_play
 # What launches or trains is a script that a person can give to any launcher too.
 override SCRIPT := $(RUN_PYTHON) scripts
-# All tests run in two processes, a file in one of them; chosen ones in one, where a debugger can stop.
+# All tests run in three processes, a file in one of them: a third of their time is waiting for ranks, timeouts and
+# servers, so two cores have work for three. Chosen tests run in one, where a debugger can stop.
 override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", "")) or \
-  ["-n2", "--dist=loadfile", "--no-loadscope-reorder"]))
+  ["-n3", "--dist=loadfile", "--no-loadscope-reorder"]))
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
 # The targets for which setup does more than make .venv: those that add an extra (EXTRAS of scripts/setup_env.py).
@@ -181,7 +182,7 @@ bench: setup ## Measure real steps of CONFIG, in turns with another trainer's (P
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
 	@$(PATHS) && exec "$(PY)" -c '$(PYTEST)'
 coverage: setup ## Run the tests and report which lines and branches of sft_play they reach (TESTS= chooses)
-	@$(PATHS) && export PYTEST_ADDOPTS="$${TESTS:--n2 --dist=loadfile --no-loadscope-reorder}" && \
+	@$(PATHS) && export PYTEST_ADDOPTS="$${TESTS:--n3 --dist=loadfile --no-loadscope-reorder}" && \
 	  "$(PY)" -m coverage erase && { "$(PY)" -m coverage run -m pytest; code=$$?; } && \
 	  "$(PY)" -m coverage combine --quiet && "$(PY)" -m coverage report && exit $$code
 lint: setup ## Check style, format and types (ruff, mypy)

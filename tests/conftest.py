@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup what it runs with SIGHUP ignored
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # three processes share the cores
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False  # a hundred processes of tests would each compile the package anew, for two seconds
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them

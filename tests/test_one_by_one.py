@@ -199,10 +199,13 @@ def test_no_number_is_read_from_the_device(monkeypatch):
 
 
 @pytest.mark.build
+@pytest.mark.usefixtures("reset")
 def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama):
-    """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are."""
+    """accelerate's loader, DDP's and checkpointing's handling of keyword arguments leave them as they are; the kernel,
+    which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+    from sft_play.training import varlen
     from sft_play.training.collate import CHAT_LENGTHS
     from tests.ranks_micro_batches import trainer_of
 
@@ -215,6 +218,11 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
         assert all(type(length) is int for length in prepared[CHAT_LENGTHS])
     _, (given,) = scatter_kwargs((), {CHAT_LENGTHS: (3, 4)}, [0])
     assert tuple(given[CHAT_LENGTHS]) == (3, 4)
+    varlen.use_flash(used=True)
+    trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
+    batches = [batch for batch in trainer.get_train_dataloader() if batch]
+    assert batches
+    assert all("cu_seq_lens_q" in batch and CHAT_LENGTHS not in batch for batch in batches)
 
 
 @pytest.mark.build
@@ -323,6 +331,7 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     state = torch.get_rng_state()
     varlen_proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
     assert varlen._flash_in_use
+    assert not varlen.needs_lengths(varlen.ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
     assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, varlen_proof.WINDOW)]
     assert "PyTorch's kernel for boundaries is within" in caplog.text
@@ -335,6 +344,8 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
         varlen.use_flash(used=True)
         varlen_proof.trust_kernel(*prepared(**changes), device=torch.device("cpu"))
         assert not varlen._flash_in_use
+        assert varlen.needs_lengths(varlen.ATTENTION)
+        assert not varlen.needs_lengths("sdpa")
     assert not asked
 
 

@@ -105,7 +105,7 @@ def varlen() -> dict[str, Any]:
     """
     from sft_play.planner.memory.structure import FLASH_SINCE
     from sft_play.training import varlen as ours
-    from sft_play.training.varlen_proof import Heads, error
+    from sft_play.training.varlen_proof import Heads, relative_error
 
     on_gpu = device() == "cuda"
     lacking = ours.why_not() if on_gpu else None
@@ -116,7 +116,7 @@ def varlen() -> dict[str, Any]:
         for window in (None, 48):
             for width in (HEAD_DIM, 60):
                 case = f"{heads}, {'no window' if window is None else f'window {window}'}, width {width}"
-                errors[case] = error(
+                errors[case] = relative_error(
                     ours.flash if on_gpu else ours.kernel, Heads(QUERY_HEADS, count, width), window=window,
                     dtype=torch.bfloat16, device=torch.device(device()),
                 )  # fmt: skip

@@ -185,9 +185,11 @@ def start(
             sidecar, words = _start_new(board, python, title or logdir.name, time.monotonic() + timeout_s)
             moved = f" (port {port} is taken)" if sidecar is not None and port not in (0, sidecar.port) else ""
             return sidecar, words + moved
+    except ConfigError as error:
+        return None, str(error)
     except Exception as error:  # whatever it is, training continues without it
         logger.debug("TensorBoard could not be started", exc_info=True)
-        return None, str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {one_line(str(error))}"
+        return None, f"{type(error).__name__}: {one_line(str(error))}"
 
 
 def _free_port(host: str, first: int) -> int:

@@ -23,7 +23,6 @@ from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import TrainingError
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
@@ -173,7 +172,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
     Attention between boundaries has a kernel for 16 bits only: in fp32 the same rows are padded ones.
 
     Raises:
-        TrainingError: the class has no blocks that transformers knows, or none that compiles.
+        ValueError: the class has no blocks that transformers knows, or none that compiles.
     """
     in_half = dtype != torch.float32
     is_apart = has_boundaries(attention) and in_half
@@ -189,7 +188,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
         try:
             proof = compared(plain, plain_half, numbers(exact), numbers(half, boundaries=is_apart))
             if _counted()[0] == before[0]:
-                raise TrainingError("none of its blocks compiles")
+                raise ValueError("none of its blocks compiles")
             return proof
         finally:
             torch.compiler.reset()

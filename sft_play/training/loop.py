@@ -138,7 +138,7 @@ class PlannedLoop(CheckpointedLoop):
         part = distributed.batch_rank(layout) % parts
         self.data_collator: Any = Collator(
             pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
-            tells_lengths=attention == varlen.ATTENTION,
+            tells_lengths=varlen.needs_lengths(attention),
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------

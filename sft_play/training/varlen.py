@@ -44,6 +44,11 @@ def use_flash(*, used: bool) -> None:
     _flash_in_use = used
 
 
+def needs_lengths(attention: str) -> bool:
+    """Whether a model with this attention needs the chats' lengths on the host; the kernel reads boundaries itself."""
+    return attention == ATTENTION and not _flash_in_use
+
+
 def why_not() -> str | None:
     """Why the installed torch has no kernel for boundaries on a GPU; None where it has one."""
     try:

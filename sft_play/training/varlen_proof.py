@@ -52,7 +52,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
     worst, problem = 0.0, varlen.why_not()
     try:
         for heads, window in () if problem else _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
-            worst = max(worst, found := error(varlen.flash, heads, window=window, dtype=dtype, device=device))
+            worst = max(worst, found := relative_error(varlen.flash, heads, window=window, dtype=dtype, device=device))
             if not found <= TOLERANCE:
                 problem = (
                     f"PyTorch's kernel for boundaries is wrong on {device} for {heads}, window {window}: {found:.2g}"
@@ -70,7 +70,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
     logger.info("Attention: on this GPU PyTorch's kernel for boundaries is within %.1g of a call for each chat", worst)
 
 
-def error(
+def relative_error(
     kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> float:
     """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an
