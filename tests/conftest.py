@@ -44,19 +44,9 @@ def shared(name: str) -> Path:
 
 LONGEST_FIRST = (
     *("test_starter", "test_sharded_checkpoints", "test_failures", "test_compiling", "test_mesh", "test_distributed"),
-    *(
-        "test_fsdp_loading",
-        "test_makefile",
-        "test_ways_in",
-        "test_export",
-        "test_commands",
-        "test_stages",
-        "test_train",
-        "test_gradients",
-        "test_trace",
-    ),
-    *("test_tensorboard", "test_recorded_data", "test_plan_inputs", "test_options", "test_score", "test_endings"),
-    *("test_mask_score", "test_eval", "test_going_on"),
+    *("test_fsdp_loading", "test_makefile", "test_ways_in", "test_export", "test_commands", "test_stages"),
+    *("test_train", "test_gradients", "test_trace", "test_tensorboard", "test_recorded_data", "test_plan_inputs"),
+    *("test_options", "test_score", "test_endings", "test_mask_score", "test_eval", "test_going_on"),
 )
 """Files that take minutes: first, so that no process is left with one when the other has nothing to do."""
 
