@@ -180,6 +180,7 @@ def disk(world, tmp_path, launch):  # noqa: F811
     return begin
 
 
+@pytest.mark.slow  # two ranks that wait for a file that grows are below
 def test_a_save_that_is_slow_is_no_hang(world, disk):
     started = disk("slow", "train.max_steps=1")
     assert started.end(150) == 0, started.printed
