@@ -211,7 +211,7 @@ def test_a_peer_that_cannot_be_imported_is_refused_before_our_run(command, small
     code, said = command("bench", "--config", str(small / "padded.yaml"), "--peer", "axolotl")
     assert code == 2
     assert f"PEER=axolotl: {sys.executable} has the package peers_package and cannot import peers_package.train" in said
-    assert "No module named 'a_package_that_is_nowhere'; mend that environment" in said
+    assert "No module named 'a_package_that_is_nowhere'; repair that environment" in said
     assert "Round" not in said
     (package / "train.py").write_text("")
     bench.check_peer("axolotl", None)

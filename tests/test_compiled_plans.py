@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from sft_play.planner import calibration, compiled, show
 from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
 from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json
 from sft_play.planner.throughput import predict_speed, rates_of
+from tests.test_plan_truth import measured
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB)
@@ -129,15 +131,8 @@ def test_chats_have_no_boundaries_in_compiled_blocks_on_a_cpu():
 
 
 def test_compiled_runs_and_plain_ones_do_not_correct_each_other():
-    def run(**facts: Any) -> calibration.Measured:
-        given = {
-            "device": "GPU", "mode": "lora", "layout": "single", "model": "m", "micro_batch": 1, "seq_len": 1,
-            "predicted_allocated": 10, "measured_allocated": 10, "predicted_reserved": 10, "measured_reserved": 20,
-            "predicted_tokens_per_s": 10.0, "measured_tokens_per_s": 5.0, "versions": "", "finished": "",
-        }  # fmt: skip
-        return calibration.Measured(**{**given, **facts})
-
-    runs = [run(), run(compiled=True, measured_reserved=15, measured_tokens_per_s=8.0)]
+    run = functools.partial(measured, measured_reserved=2000)
+    runs = [run(), run(compiled=True, measured_reserved=1500, measured_tokens_per_s=80.0)]
     asked = {"device": "GPU", "mode": "lora", "layout": "single", "model": "m"}
     plain, fast = (calibration.correction(runs, **asked, compiled=on) for on in (False, True))
     assert (plain.runs, plain.memory, plain.speed) == (1, 2.0, 0.5)

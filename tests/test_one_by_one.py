@@ -368,7 +368,9 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
     assert not varlen._flash_in_use
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.startswith("Attention: each chat is a call of its own, with the same numbers, but slower than planned")
+    assert line.startswith(
+        "Attention: each chat is a call of its own, with the same numbers, but slower and with more memory than planned"
+    )
     assert says in line
 
 

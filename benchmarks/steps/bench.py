@@ -263,7 +263,7 @@ def check_peer(peer: str | None, python: str | None) -> str:
     if found.returncode:
         reason = [line for line in found.stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
         raise ConfigError(f"PEER={peer}: {one_line(asked)} has the package {package} and cannot import {module}: "
-                          f"{one_line(redact(' '.join(reason)), limit=400)}; mend that environment")  # fmt: skip
+                          f"{one_line(redact(' '.join(reason)), limit=400)}; repair that environment")  # fmt: skip
     return asked
 
 

@@ -78,6 +78,8 @@ class PlannedLoop(CheckpointedLoop):
     """The library's class that the loop refines."""
     kernels = Taken()
     """What the model computes norms, gated activations and rotations with."""
+    compiler: Compiler | None = None
+    """Of compiled blocks; None for plain ones."""
 
     def __init__(
         self,
@@ -112,8 +114,6 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
-        self.compiler: Compiler | None = None
-        """Of compiled blocks; None for plain ones."""
         require_known(self.upstream)
         super().__init__(**options)
         attention = str(self.model.config.get_text_config()._attn_implementation)

@@ -143,9 +143,7 @@ def build_model_spec(
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
     if by_boundaries and attention.name == "sdpa":
-        boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
-        notes.append(f"Attention: {boundaries.reason}")
-        attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+        attention = _by_boundaries(hf_config, attention, notes, trust_remote_code=trusted)
     if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
         notes.append(f"Attention: {padding.reason}")
@@ -156,6 +154,14 @@ def build_model_spec(
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype, chosen,
     )  # fmt: skip
+
+
+def _by_boundaries(hf_config: Any, attention: Attention, notes: list[str], *, trust_remote_code: bool) -> Attention:
+    """The attention that is told chats apart by their boundaries where a measurement shows that they are enough; the
+    reason goes into `notes`."""
+    boundaries = boundaries_of(hf_config, trust_remote_code=trust_remote_code)
+    notes.append(f"Attention: {boundaries.reason}")
+    return replace(attention, name=ATTENTION) if boundaries.are_enough else attention
 
 
 def _adapter_notes(peft_config: PeftLoraConfig, skeleton: Any, hf_config: Any) -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,11 +89,7 @@ def attend(
     Raises:
         ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional attention.
     """
-    asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    asked += ["dropout"] if dropout and module.training else []
-    asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
-    if asked:
-        raise ValueError(f"varlen attention has no {', '.join(asked)}")
+    _refuse(module, dropout, options)
     rows, _, length, _ = query.shape
     slides = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (slides and attention_mask is None):
@@ -120,6 +116,15 @@ def attend(
         window=sliding_window if slides else None,
     )
     return output_THD.unflatten(0, (rows, length)), None
+
+
+def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no fused kernel does."""
+    asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    asked += ["dropout"] if dropout and module.training else []
+    asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
+    if asked:
+        raise ValueError(f"varlen attention has no {', '.join(asked)}")
 
 
 def kernel(

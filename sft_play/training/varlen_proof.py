@@ -62,7 +62,8 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
         problem = f"PyTorch's kernel for boundaries raises {type(raised).__name__}: {one_line(str(raised), limit=200)}"
     if distributed.any_rank(problem is not None):
         logger.warning(
-            "Attention: each chat is a call of its own, with the same numbers, but slower than planned: %s",
+            "Attention: each chat is a call of its own, with the same numbers, but slower and with more memory than "
+            "planned: %s",
             problem or "another rank cannot",
         )
         return
