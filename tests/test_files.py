@@ -436,7 +436,6 @@ class TestSources:
         assert (str(paths.train), str(paths.val)) == (f"{tmp_path}/*.jsonl", "hub:owner/name:config")
         assert data_of(paths.train) == [ROW]
         assert isinstance(paths.val, Source)
-        assert paths.val.is_hub
 
     def test_what_looks_like_a_hub_id_says_how_one_is_written(self):
         with pytest.raises(DataError, match="a data set of the hub is written hub:HuggingFaceH4/ultrachat_200k"):

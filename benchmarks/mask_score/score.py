@@ -269,7 +269,7 @@ def _read(file: Path) -> str:
 
 
 def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
-    renderings = Renderings(case, tokenizer, renderer.turns().template)
+    renderings = Renderings(case, tokenizer, renderer.turns().template.jinja)
     found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
     if not renderings.written:
         return Row(name, case.name, "", "cannot_render", renderings.why)

@@ -121,7 +121,6 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     import tokenizers
 
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
-    writes_date = any("strftime_now" in text for _, text in recipe.tokenizer.templates)
     # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
     code = hashlib.sha256(tokenizers.__version__.encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -131,7 +130,7 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
         "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
         "options": options,
         "limit": recipe.max_seq_len,
-        "date": str(recipe.today) if writes_date and not recipe.data.template_date else "",
+        "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
         "kind": [split, recipe.documents, recipe.held_share, recipe.keeps_chats],
         "source": str(source),
         "content": [[part.name, part.kind, _content(part)] for part in parts],

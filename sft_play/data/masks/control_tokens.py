@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sft_play.log import one_line
+
 _CONTROL_TOKEN = re.compile(
     r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>|\[/?[A-Z_]{2,20}\]"
     r"|</?[A-Za-z_][^<>\s]{0,40}>"
@@ -63,3 +65,9 @@ def common_length(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def first_difference(expected: str, text: str) -> str:
+    """Where two texts part, and what the second has there, for a message."""
+    at = common_length(expected, text)
+    return f"at character {at + 1}: {one_line(repr(text[max(0, at - 20) : at + 40]), limit=90)}"

@@ -17,12 +17,13 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder, Masked, masked_of
+from sft_play.data.masks.inexact import OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, Message, RenderError
 from sft_play.data.masks.template_limits import Span
 from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, TokenRow, trained_tokens
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.masks.turns import OTHER_PROMPT, REFUSED, Inexact, LocatedTurns, Turns
+from sft_play.data.masks.turns import LocatedTurns, Turns
 from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import GIVEN, merge_turns
@@ -83,13 +84,14 @@ class Renderer:
             TokenizerError: there is no such template, or it cannot render a question and an answer.
         """
         if with_tools is None:
+            # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
             with_tools = "tool_use" in names and "default" not in names
         if with_tools not in self._turns:
             try:
                 source = self.parts.template(with_tools=with_tools)
                 other = self._turns.get(not with_tools)
-                if isinstance(other, Turns) and other.template.source == source:
+                if isinstance(other, Turns) and other.template.jinja.source == source:
                     self._turns[with_tools] = other
                 else:
                     has_several = len(self.parts.templates) > 1
@@ -118,12 +120,12 @@ class Renderer:
     @property
     def end_of_turn(self) -> str:
         """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
-        return self.turns().end_of_turn
+        return self.turns().ends.end_of_turn
 
     @property
     def writes_date(self) -> bool:
         """Whether the chat template writes the day."""
-        return any("strftime_now" in source for _, source in self.parts.templates)
+        return self.parts.writes_date
 
     @functools.cached_property
     def specials(self) -> Specials:
@@ -131,7 +133,7 @@ class Renderer:
         ends: list[str] = []
         for with_tools in (False, True) if self.parts.templates else ():
             with contextlib.suppress(TokenizerError):
-                ends += self.turns(with_tools=with_tools).end_tokens
+                ends += self.turns(with_tools=with_tools).ends.tokens
         return Specials(self.parts, ends)
 
     # Rows.
@@ -143,6 +145,7 @@ class Renderer:
         turns = [index for index, message in enumerate(example.messages) if is_trained_turn(message)]
         if len(turns) < 2:
             return [example]
+        # Each row ends with the turn that it trains: templates write the last turn as it is generated (think text).
         history = [{**message, "train": False} if message["role"] == "assistant" else message
                    for message in example.messages]  # fmt: skip
         return [
@@ -196,7 +199,7 @@ class Renderer:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, example.tools)
             turns = self._turns_for(example.tools)
-            fitted = turns.fitted(messages, example.tools)
+            fitted = turns.template.fitted(messages, example.tools)
             messages = fitted.messages
             special = sum(map(self.specials.count, texts_of(messages)))
             if special and self.data.special_tokens_in_text == "fail":
@@ -227,7 +230,7 @@ class Renderer:
             return
         with_tools = bool(tools)
         if with_tools not in self._stops:  # special tokens, and the template's own ends that are one token
-            ends = self.turns(with_tools=with_tools).end_tokens
+            ends = self.turns(with_tools=with_tools).ends.tokens
             added = (token for _, token, is_special in self.parts.added if is_special or token in ends)
             self._stops[with_tools] = tuple(token for token in (*added, self.parts.eos) if token)
         for start, end in spans:
@@ -240,7 +243,7 @@ class Renderer:
         """Raise Inexact where the template does not treat a special token in a text as plain text: it may split there,
         escape it, or refuse it."""
         try:
-            real = self._turns_for(tools).rendered(messages, tools)
+            real = self._turns_for(tools).template.rendered(messages, tools)
         except RenderError as error:
             raise Inexact(REFUSED, str(error)) from error
         if self.specials.revealed(text) != real:
@@ -261,7 +264,7 @@ class Renderer:
             )
         if messages[0]["role"] == "system" and not self.data.system_into_user:
             system = "data.system_into_user=true puts the system prompt before the first user turn"
-        for tried in ((merge,), (system,), (merge, system)):
+        for tried in ((merge,), (system,), (merge, system)):  # one option if it is enough
             if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
                 return " and ".join(tried)
         return ""
@@ -272,19 +275,17 @@ class Renderer:
             return ""
         self._helped += 1
         usual = self._turns_for(tools)
-        template = usual.template
-        for name in sorted(name for name in template.asks if "think" in name):
+        jinja = usual.template.jinja
+        for name in sorted(name for name in jinja.asks if "think" in name):
             for value in (False, True):
                 if self.data.chat_template_kwargs.get(name) is value:
                     continue
-                key = (template.source, name, value)
+                key = (jinja.source, name, value)
                 with contextlib.suppress(Inexact, TokenizerError):
                     if key not in self._switched:
-                        self._switched[key] = self._turns_of(
-                            template.source, with_tools=usual.with_tools, **{name: value}
-                        )
+                        self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, **{name: value})
                     turns = self._switched[key]
-                    located = turns.locate(turns.fitted(messages, tools).messages, tools)
+                    located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
                     _, untrained, _ = self._trained_spans(located, messages)
                     if not untrained:
                         return f"data.chat_template_kwargs={{{name}: {str(value).lower()}}} makes it exact"
@@ -296,13 +297,13 @@ class Renderer:
             tried = merge_turns(messages) if merged else messages
             turns = self._turns_for(tools)
             tried = self._system_into_user(tried, tools) if moved else tried
-            turns.rendered(turns.fitted(tried, tools).messages, tools)
+            turns.template.rendered(turns.template.fitted(tried, tools).messages, tools)
             return True
         return False
 
     def _system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""
-        if messages[0]["role"] != "system" or self._turns_for(tools).habits.system == "written":
+        if messages[0]["role"] != "system" or self._turns_for(tools).template.habits.system == "written":
             return messages
         system, rest = messages[0]["content"], [dict(message) for message in messages[1:]]
         first = next((message for message in rest if message["role"] == "user"), None)
@@ -355,6 +356,7 @@ class Renderer:
                 return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.at])
             masked = split or masked
         ids, labels = masked.ids, masked.labels
+        # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             return BadRow(draft.where, "two BOS tokens", "the row's text begins with the template's own BOS")
         if trained_tokens(labels) == 0:
@@ -370,7 +372,7 @@ class Renderer:
         ids, labels, limit = row.input_ids, row.labels, self.max_seq_len
         over = len(ids) - limit
         if over <= 0:
-            return row
+            return row  # the same object: most rows fit
         if self.data.truncate == "drop":
             return BadRow(row.where, TOO_LONG, f"{len(ids)} tokens")
         if self.data.truncate == "end":
@@ -418,7 +420,7 @@ class Renderer:
         """
         turns = self.turns(with_tools=bool(chat.tools))
         try:
-            return turns.rendered(turns.fitted(chat.messages, chat.tools).messages, chat.tools)
+            return turns.template.rendered(turns.template.fitted(chat.messages, chat.tools).messages, chat.tools)
         except Inexact as error:
             raise RenderError(error.detail) from error
 
@@ -435,8 +437,8 @@ class Renderer:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)
             turns = self._turns_for(chat.tools)
-            fitted = turns.fitted(messages, chat.tools).messages
-            text = turns.rendered(fitted[:-1], chat.tools, prompt=True)
+            fitted = turns.template.fitted(messages, chat.tools).messages
+            text = turns.template.rendered(fitted[:-1], chat.tools, prompt=True)
         except (RenderError, Inexact):
             return None
         return list(self._backend.encode(text, add_special_tokens=False).ids), str(last["content"])

@@ -25,9 +25,9 @@ Message = dict[str, Any]
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_REASONING = frozenset(REASONING_KEYS)
-"""Names under which templates look for a turn's think text (transformers fills them from one another)."""
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's think text, in the order of `_REASONING_FIELDS` in transformers/utils/chat_template_utils.py (5.23):
+the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
 
 
 class RenderError(ValueError):
@@ -52,7 +52,6 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise TokenizerError(f"the chat template has {len(source):,} characters; the limit is 1,000,000")
         self.source = source
-        self.writes_date = "strftime_now" in source
         self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         self._variables = dict(variables)
         self._environment = LimitedEnvironment(today)
@@ -122,7 +121,7 @@ class ChatTemplate:
         with _as_render_error():
             for piece in template.generate(
                 messages=[_as_transformers_gives(message) for message in messages],
-                tools=list(tools) or None,
+                tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
                 documents=None,
                 add_generation_prompt=prompt,
                 **{**self._variables, **more},
@@ -144,7 +143,7 @@ def _as_render_error() -> Iterator[None]:
         raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
     except MemoryError:
         raise Endless("the chat template takes more memory than there is") from None
-    except GeneratorExit:
+    except GeneratorExit:  # the reader of the pieces has stopped reading
         raise
     except Exception as error:
         raise RenderError(one_line(str(error) or type(error).__name__)) from error
@@ -154,9 +153,9 @@ def _as_transformers_gives(message: Message) -> Message:
     """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
     calls), its think text under every name that templates know."""
     copy = {key: value for key, value in message.items() if value is not None}
-    if _REASONING.isdisjoint(copy):
+    reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
+    if reasoning is None:
         return copy
-    reasoning = next(copy[key] for key in REASONING_KEYS if key in copy)
     return {"thinking": reasoning, **copy, "reasoning_content": reasoning}
 
 

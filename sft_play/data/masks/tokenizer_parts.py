@@ -77,6 +77,11 @@ class TokenizerParts:
             raise TokenizerError("the tokenizer has no chat template; set data.chat_template")
         return source
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether a chat template writes the day."""
+        return any("strftime_now" in source for _, source in self.templates)
+
     def with_template(self, source: str) -> TokenizerParts:
         """The same tokenizer with another template."""
         return replace(self, templates=(("default", source),))

@@ -60,11 +60,6 @@ class Source:
     def __str__(self) -> str:
         return self.given
 
-    @property
-    def is_hub(self) -> bool:
-        """Whether it is a data set of the hub."""
-        return self.given.startswith(tables.HUB)
-
 
 AnySource = Source | Path | str
 
