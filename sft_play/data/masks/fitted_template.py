@@ -61,7 +61,7 @@ class FittedTemplate:
 
     def __init__(self, jinja: ChatTemplate, habits: Habits) -> None:
         self.jinja, self.habits = jinja, habits
-        # Keys that a template may ask a message for; of others it sees that they are there where it writes a message whole.
+        # Keys that a template may ask a message for by name.
         self._names = frozenset(re.findall(r"\w+", jinja.source))
         self._taken: dict[tuple[str, ...], bool] = {}
 

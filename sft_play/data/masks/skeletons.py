@@ -68,8 +68,8 @@ class Skeletons:
             text = self._template.rendered(copy, tools)
         except RenderError as error:
             raise Inexact("the chat template refuses a copy of the row with marks in it", str(error)) from error
-        # A template that takes letters out of a text (`content[0]`) takes them out of the sentinels: the second copy has
-        # others in their place, so the two renderings differ.
+        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
+        # other letters there, so that the two renderings differ.
         other = [mapped(message, index, with_other_sentinels) for index, message in enumerate(copy)]
         again = with_first_sentinels(self._template.rendered_or_nothing(other, tools))
         if again != text:
@@ -171,7 +171,7 @@ class Skeletons:
             if index:
                 return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
             prompt = ""  # many templates read the first message, which an empty prompt does not have
-        # A model that generates after the prompt writes what follows it, so the trained span begins where the prompt ends.
+        # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
         common = common_length(prompt, places.text)
         is_prefix = common == len(prompt)
         first, last, kind = places.extent(index, common)
@@ -189,7 +189,7 @@ class Skeletons:
             why = NO_END if end.place is None else OTHER_PROMPT
             return Turn(index, reason=why, detail=f"messages[{index}]")
         if not is_prefix:
-            # The best guess, for data.on_inexact_mask=train: from where prompt and text part, if no piece stands before.
+            # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
             nearest = (start, end.place) if first is None or common <= first else None
             detail = f"messages[{index}]: the prompt continues with {one_line(repr(prompt[common:][:40]))}"
             return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest, added=end.added)
@@ -248,7 +248,7 @@ class Skeletons:
             opener = next(reversed(control_tokens(end.text, self._ends.special)), "")
             end = end if opener in self._ends.next_openers else None
         if end is not None:
-            # Where the turn alone does not show this end, it is the turn's only if no other text could stand in between.
+            # An end that the turn alone does not show is its own only if the next turn's text is written behind it.
             is_own = own_tail is not None and own_tail.startswith(end.text)
             if not (is_own or end.by_next or places.tells_end(index, len(copy))):
                 return _EndPlace()

@@ -26,7 +26,7 @@ MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's think text, in the order of `_REASONING_FIELDS` in transformers/utils/chat_template_utils.py (5.23):
+"""Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
 the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
 
 
