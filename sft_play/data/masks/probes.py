@@ -166,7 +166,7 @@ def _ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
 def _call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
     """The last token of a calling turn's end, where it is none of the known ends, and whether it opens the next turn.
 
-    Llama 3.1 ends a call with `<|eom_id|>` and an answer with `<|eot_id|>`.
+    gpt-oss ends a call with `<|call|>` and an answer with `<|return|>`.
     """
     try:
         last, whole = (

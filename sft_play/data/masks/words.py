@@ -39,8 +39,9 @@ _KEEP_KNOWN, _KEEP_ASCII = frozenset({"NFC"}), frozenset({"NFC", "NFD", "NFKC", 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2)."""
 _UNSEEN = [*range(33), *range(127, 161), 173]
-_BYTES = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
-"""How byte-level tokenizers write bytes: those that are not visible characters of Latin-1 as characters beyond it."""
+BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
+"""The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
+Latin-1 as they are, the others as characters from U+0100."""
 _NOWHERE = r"\ue000"
 """A character that no known text holds, for classes without any character."""
 
@@ -141,7 +142,7 @@ class _Remembered(dict[str, tuple[int, ...]]):
         self._model = model
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = tuple(token.id for token in self._model.tokenize("".join(map(_BYTES.__getitem__, word.encode()))))
+        ids = tuple(token.id for token in self._model.tokenize("".join(map(BYTE_LETTERS.__getitem__, word.encode()))))
         if len(word) <= MAX_WORD_CHARS:
             if len(self) >= MAX_WORDS:
                 self.clear()
