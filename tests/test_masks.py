@@ -22,9 +22,9 @@ from sft_play.data.masks.encode import Encoder, label_spans
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer_parts import TokenizerParts, end_of_text_id
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Text
 from sft_play.data.sources.messages import merge_turns
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.models import CHATML, make_tokenizer

@@ -27,9 +27,9 @@ from sft_play.data.process_report import SplitReport
 from sft_play.data.row_lengths import RowLengths
 from sft_play.data.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
-from sft_play.data.sources.files import BadRow, RawRow, read_rows
+from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
-from sft_play.data.sources.raw import LongLine, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.data.survey import row_outcomes
 from sft_play.data.workers import BATCH_CHARS
 from sft_play.errors import DataError

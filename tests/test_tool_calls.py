@@ -17,8 +17,9 @@ from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import BadRow, RawRow, data_paths
+from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import recognise, to_example
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
 from sft_play.training.tokenizer import load_tokenizer

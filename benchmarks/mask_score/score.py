@@ -19,8 +19,8 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, TokenizerError
 from sft_play.log import one_line
 

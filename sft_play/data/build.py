@@ -33,8 +33,9 @@ from sft_play.data.masks.render import Draft, Renderer
 from sft_play.data.masks.token_row import CHAT, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
-from sft_play.data.sources.files import AnySource, BadRow, Part, data_files, read_part, source_digest
+from sft_play.data.sources.files import AnySource, Part, data_files, read_part, source_digest
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format
+from sft_play.data.sources.raw import BadRow
 from sft_play.data.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError

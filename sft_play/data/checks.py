@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import METHODS
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.messages import roles_said
+from sft_play.data.sources.raw import BadRow
 from sft_play.data.stats import bad_row_lines, rows_text
 from sft_play.data.survey import Survey
 from sft_play.findings import Finding, failed, passed, skipped, warned

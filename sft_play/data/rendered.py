@@ -10,7 +10,8 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, BadRow
+from sft_play.data.sources.files import AnySource
+from sft_play.data.sources.raw import BadRow
 from sft_play.data.stats import RowStats, bad_row_lines
 from sft_play.data.survey import RowMaker, row_outcomes
 from sft_play.errors import DataError

@@ -9,8 +9,9 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.mixing import exact_shares
-from sft_play.data.sources.files import BadRow, Part, data_files, find_source, kind_of, read_part
-from sft_play.data.sources.raw import blocks, is_gzipped
+from sft_play.data.sources.file_kinds import kind_of
+from sft_play.data.sources.files import Part, data_files, find_source, read_part
+from sft_play.data.sources.raw import BadRow, blocks, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0

@@ -24,9 +24,9 @@ from sft_play.data.masks.template_limits import Span
 from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, TokenRow, trained_tokens
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.turns import LocatedTurns, Turns
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import GIVEN, merge_turns
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 

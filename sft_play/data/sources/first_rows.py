@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.files import BadRow, DataPaths, Part, RawRow, data_files, read_part
+from sft_play.data.sources.files import DataPaths, Part, data_files, read_part
 from sft_play.data.sources.formats import check_columns, first_format
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
