@@ -186,7 +186,7 @@ def digest_of(file: Path) -> str:
 
 _META = "meta.pickle"
 _DIGESTS = "{}.digests.npy"
-_WAITING = "Data: another process prepares the same rows; waiting for it"
+_WAITING = "Data: another process is preparing the same rows; waiting for it"
 
 
 def _load(folder: Path) -> Built | None:
@@ -294,6 +294,7 @@ class _Maker:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())
             writers = {
+                # a file for each job and side: no process waits for another, and the order is that of the jobs
                 name: stack.enter_context(_Writer(Path(job.folder), f"{job.number:06d}.{name}.arrow", self._recipe))
                 for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
             }
@@ -312,6 +313,7 @@ class _Maker:
     def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
         """The piece's examples in batches: one is tokenised while the next is read and rendered."""
         before: _Batch | None = None
+        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
         with ThreadPoolExecutor(1) as tokenizer:
             for examples in _in_batches(self._examples(job, stats[KEPT])):
                 for name, share in self._by_side(examples).items():
@@ -372,6 +374,7 @@ class _Maker:
             if isinstance(whole, BadRow):
                 stats.count_bad(whole)
                 continue
+            # rows that fit keep all at any limit that could be proposed: only the others are worth counting
             if len(whole.labels) > self._recipe.max_seq_len:
                 stats.cost.add(len(whole.labels), trained_runs(whole.labels))
             row = self._renderer.cut(whole)

@@ -19,7 +19,7 @@ LIMIT_STEP = 64
 """`model.max_seq_len` is proposed in multiples of this."""
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Finding]:
@@ -76,7 +76,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
             )
         )
     if not repeated:
-        findings.append(passed("duplicates", "no row is twice in its file"))
+        findings.append(passed("duplicates", "no row occurs twice in its file"))
     files = [survey for survey in surveys.values() if survey.split != "text"]
     pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
     leaks = []
@@ -88,8 +88,8 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
             leaks.append(
                 warned(
                     "leaks",
-                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: figures on "
-                    f"{other.split} flatter the model",
+                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: scores on "
+                    f"{other.split} come out too high",
                     "leave them out of one: make process SET=data.process.drop_leaks=true",
                 )
             )
@@ -99,7 +99,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
     return [*findings, *leaks]
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
+# Masks
 
 
 def judge_masks(survey: Survey, data: DataConfig) -> list[Finding]:
@@ -172,13 +172,13 @@ def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
     return findings
 
 
-# --- length -----------------------------------------------------------------------------------------------------------
+# Length
 
 
 def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
     """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
 
-    `positions`: the most that the model has; None where it has no limit.
+    `positions`: how many the model has; None where it has no limit.
     """
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
@@ -213,7 +213,7 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
     if longer:
         return f"set model.max_seq_len: {', '.join(longer)}"
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
-        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
+        return f"set model.max_seq_len={positions}, the model's limit: {cost.kept_share(positions):.1%} kept"
     other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
     more = positions is not None and positions > max_seq_len
     why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"

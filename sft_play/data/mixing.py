@@ -86,6 +86,8 @@ class Mix:
             if (place, current) in self._passes:
                 continue
             order = np.random.default_rng([self.seed, place, current]).permutation(size)
+            # This pass begins in epoch (current * size) // count. That epoch's first row is `skipped` rows into pass
+            # `begun`: the rows of `begun` after those are what the epoch already had.
             begun, skipped = divmod(current * size // count * count, size)
             if skipped and begun != current:
                 is_had = np.isin(order, self._passes[place, begun][skipped:])

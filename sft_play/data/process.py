@@ -271,8 +271,8 @@ class _Process:
         if len(self._kinds) > 1:
             raise DataError(
                 f"the raw files mix chats ({self._kinds['chats']}) and plain text ({self._kinds['text']}), which are "
-                "trained in different ways; process them one after the other, with a data.process.raw_path and "
-                "out_dir of their own each"
+                "trained in different ways; process them separately, each with its own data.process.raw_path "
+                "and out_dir"
             )
         if not report.rows_kept:
             reasons = "; ".join(f"{places.count:,} x {reason}" for reason, places in by_count(report.dropped))

@@ -22,7 +22,7 @@ SAMPLE_CHARACTERS = 32 << 20
 """Characters that are read of each file at most."""
 _SAMPLE_KEPT = 1_000
 SAMPLE_FILES = 20
-"""Of many files so many are read; the others are taken to have the same rows per byte."""
+"""Files that are read at most; the others are taken to have as many rows per byte."""
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,8 @@ def build_splits(
 ) -> Splits:
     """Every split of a run as token rows.
 
-    `positions`: the most that the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date
-    that templates are given.
+    `positions`: how many the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date that
+    templates are given.
 
     Raises:
         DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
@@ -149,7 +149,7 @@ class _Builder:
             self._notes.append(
                 f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
             )
-        share = share if val is None else 0.0
+        share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
         self._judge(train, "train")
@@ -191,6 +191,7 @@ class _Builder:
         if not held_share:
             return kept, None
         held = _of_cache(built, HELD, f"{held_share:g} of {source} by content hash")
+        # the build counts every row it reads for the kept side: those that are split off are taken out again
         held.report.rows = held.report.kept + held.report.too_long + held.report.bad.total()
         kept.report.rows -= held.report.rows
         return kept, held if held.rows is not None else None
@@ -343,6 +344,7 @@ class _Builder:
                 f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
                 f"{text.report.source} has {blocks}: more than {MAX_PASSES} passes over it; lower it"
             )
+        # rows are numbered with the chats first; text is taken in passes over all its blocks
         order = [*range(count), *(count + index % blocks for index in range(wanted))]
         random.Random(self._config.train.seed).shuffle(order)
         rows = _joined([chats.rows, text.rows]).select(order)

@@ -33,7 +33,7 @@ def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> lis
     return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
 
 
-# --- what a limit costs -----------------------------------------------------------------------------------------------
+# What a limit costs
 
 
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
@@ -61,12 +61,14 @@ class LimitCost:
         self.longest = max(self.longest, size)
         if size + 2 > len(self._steps):
             self._steps.extend([0] * (size + 2 - len(self._steps)))
+        # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
+        # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
         for begin, end in runs:
             begin = max(begin, 1)
             if end <= begin:
                 continue
             self.trained += end - begin
-            if self.truncate == "drop":
+            if self.truncate == "drop":  # all at once, where the whole row fits
                 self._steps[size] += end - begin
                 self._steps[size + 1] -= end - begin
             elif self.truncate == "prompt":  # a token is kept where the limit reaches back to it
@@ -99,7 +101,7 @@ class LimitCost:
         return next((limit for limit, kept in enumerate(self._kept()) if kept >= share * self.trained), self.longest)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 @dataclass
@@ -298,7 +300,7 @@ class RowStats:
             )
         for other, count in self.shared.items():
             lines.append(
-                f"{rows_text(count)} with the same tokens as in {other}: figures on {split} flatter the model (make "
+                f"{rows_text(count)} with the same tokens as in {other}: scores on {split} come out too high (make "
                 "check names them; make process SET=data.process.drop_leaks=true leaves them out)"
             )
         if self.lost or self.cut_rows:

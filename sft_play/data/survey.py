@@ -35,7 +35,7 @@ TEMPLATE = "template"
 """Counts tokens that are in no message's text."""
 
 
-# --- tokens by role ---------------------------------------------------------------------------------------------------
+# Tokens by role
 
 
 def tokens_by_role(
@@ -66,7 +66,7 @@ def tokens_by_role(
     return counts
 
 
-# --- the whole file ---------------------------------------------------------------------------------------------------
+# The whole file
 
 
 @dataclass

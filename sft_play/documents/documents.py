@@ -121,9 +121,9 @@ class DocumentsReport:
             f"{_many(len(self.files.documents), 'document')} found, {read} read, {len(self.unreadable)} not",
             *_listed("not read", self.reasons()),
             *self._others(),
-            *_listed("to know", self._notes()),
+            *_listed("notes", self._notes()),
             *_listed("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
-            *_listed("nothing of their own", [f"{name}: all of it is in earlier documents" for name in self.emptied]),
+            *_listed("nothing left to write", [f"{name}: all of it is in earlier documents" for name in self.emptied]),
             *_tally("left out", self.left_out),
             *_tally("repeated or boilerplate, kept (data.documents.drop_repeated=false)", self.kept),
             *self._written(),
@@ -376,6 +376,7 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # first no new work, then the processes, which the threads wait for, then the threads
         self._pool.shutdown(wait=False, cancel_futures=True)
         for reader in self._all:
             reader.close()
@@ -386,7 +387,7 @@ class _Readers:
         running: deque[tuple[Document, Future[Extract | Unreadable]]] = deque()
         for document in wanted:
             running.append((document, self._pool.submit(self._read, document)))
-            if len(running) > 2 * self._count:
+            if len(running) > 2 * self._count:  # texts wait in memory only while the next in order is not done
                 first, future = running.popleft()
                 yield first, future.result()
         for first, future in running:

@@ -165,6 +165,7 @@ class _Reader:
         paragraph = pending or _Paragraph()
         self._hidden_by_style = bool(self._styles.find(style, "hidden"))
         self._inline_all(item, paragraph)
+        # `w:rPr` here belongs to the paragraph's mark: where that was deleted, the next paragraph continues this one
         mark = child(properties, "w:rPr")
         if child(mark, "w:del") is not None or child(mark, "w:moveFrom") is not None:
             return paragraph
@@ -183,18 +184,18 @@ class _Reader:
         """Label, kind and indent of a paragraph; an empty one is not counted, since Word shows no number for it."""
         outline = _outline(properties)
         outline = self._styles.find(style, "outline") if outline is None else outline
-        is_heading = outline is not None and outline < 9
+        is_heading = outline is not None and outline < 9  # level 9 is body text
         number, level = _numbered(properties)
         if number is None:
             number = self._styles.find(style, "number")
             level = self._styles.find(style, "level") if level is None else level
             if level is None and number is not None:
                 level = self._numbering.level_of_style(number, style)
-        if number is None or number == "0" or is_empty:
+        if number is None or number == "0" or is_empty:  # 0 takes a paragraph out of its style's list
             return "", "heading" if is_heading else "text", ""
         label = self._numbering.label(number, level or 0)
         if is_heading:
-            return "" if label in (None, BULLET) else label or "", "heading", ""
+            return "" if label in (None, BULLET) else label or "", "heading", ""  # a heading keeps its number only
         return label or "", "text" if label is None else "list", "  " * (level or 0)
 
     # Inside a paragraph
@@ -213,6 +214,7 @@ class _Reader:
             paragraph.pieces.append(_SIGNS[kind])
         elif kind == "w:r":
             properties = child(item, "w:rPr")
+            # the run's own setting goes before its character style, and that before the paragraph's style
             is_hidden = is_on(child(properties, "w:vanish"))
             if is_hidden is None:
                 is_hidden = self._styles.find(attribute(child(properties, "w:rStyle"), "w:val"), "hidden")
@@ -414,7 +416,7 @@ def read_docx(data: bytes, options: ReadOptions) -> Extract:
         raise Unreadable("the archive lacks the part that holds the document")
     body = child(reader.root, "w:body")
     extract.blocks = reader.blocks(reader.root if body is None else body)
-    extract.blocks += reader.notes()
+    extract.blocks += reader.notes()  # after the text, whose references number them
     if options.headers:
         above = [block for root in reader.headers("w:headerReference") for block in reader.blocks(root)]
         below = [block for root in reader.headers("w:footerReference") for block in reader.blocks(root)]

@@ -80,6 +80,7 @@ def html_blocks(text: str, options: ReadOptions) -> Extract:
     """The blocks of a web page's source."""
     extract = Extract()
     soup = _soup(text)
+    # Three readings, from all to least: everything, without menus and footers, and trafilatura's main part.
     everything = list(_visible(soup, around=True))
     inner = list(_visible(soup, around=False)) or everything
     chosen = inner
@@ -238,7 +239,7 @@ def _main_part(text: str) -> tuple[list[Block], str]:
             include_comments=False,
             include_tables=True,
             include_formatting=True,
-            favor_recall=True,
+            favor_recall=True,  # rather a sentence too many than a paragraph lost
             with_metadata=False,
         )
     except (MemoryError, RecursionError):

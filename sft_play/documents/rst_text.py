@@ -77,6 +77,7 @@ class _Walker:
             yield from self._block(item, indent)
 
     def _block(self, item: Any, indent: str) -> Iterator[Block]:
+        # docutils' own visitors find their methods by the name of a node's class too
         kind = item.__class__.__name__
         handler = getattr(self, f"_{kind}", None)
         if handler is not None:
@@ -96,7 +97,7 @@ class _Walker:
 
     def _comment(self, item: Any, indent: str) -> Iterator[Block]:
         self._extract.left_out.add(COMMENTS, len(item.astext()))
-        yield from ()
+        yield from ()  # a generator, as the other handlers
 
     def _image(self, item: Any, indent: str) -> Iterator[Block]:
         yield Block(item.get("alt", ""))

@@ -102,6 +102,7 @@ class Extract:
 def clean(text: str, left_out: Tally) -> str:
     """Text in its clean form (see the module), line breaks and indents kept."""
     text = _counted(_SOFT, _counted(_CONTROL, text, CONTROL_CHARACTERS, left_out), SOFT_HYPHENS, left_out)
+    # form feeds and paragraph separators end paragraphs; other line ends become plain ones
     text = _SPACES.sub(" ", _PARAGRAPH_ENDS.sub("\n\n", _LINE_ENDS.sub("\n", text)))
     return unicodedata.normalize("NFC", "\n".join(line.rstrip(" \t") for line in text.split("\n")))
 

@@ -104,7 +104,7 @@ class Splitting:
     never sees that token; it sees the tokens of the prompt and adds its own.
     """
 
-    _EDGE = "\U0010e002"
+    _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 
     def __init__(self, backend: Any) -> None:
         from tokenizers import AddedToken, Tokenizer
@@ -127,7 +127,7 @@ class Splitting:
                 part += 1
                 continue
             ids.append(token)
-            labels.append(token if part % 2 else IGNORED)
+            labels.append(token if part % 2 else IGNORED)  # edges alternate: odd parts are spans
         whole = self._backend.encode(text, add_special_tokens=False).ids
         same = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
             whole, skip_special_tokens=False

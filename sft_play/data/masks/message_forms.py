@@ -35,8 +35,8 @@ OBJECT_FOR_TEXT = (
 
 @dataclass(frozen=True)
 class CallForm:
-    """What is changed in a row with calls, beside the form of the arguments, where the template refuses the row or
-    drops its calls as they are written."""
+    """What is changed in a row with tool calls, besides the form of their arguments, where the template refuses the row
+    or drops its calls as they are."""
 
     content: Literal["own", "absent", "empty"] = "own"
     """In a turn that only calls."""

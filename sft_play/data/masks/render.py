@@ -44,8 +44,8 @@ ROWS_HELPED = 20
 class Renderer:
     """Renders examples with one tokenizer and the data section of a run.
 
-    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is an existing one
-    of this tokenizer.
+    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is one that this
+    tokenizer has already.
 
     Raises:
         TokenizerError: the tokenizer cannot say which characters a token stands for, or its chat template cannot
@@ -77,8 +77,8 @@ class Renderer:
     # What the template does.
 
     def turns(self, *, with_tools: bool | None = None) -> Turns:
-        """The turns of the tokenizer's template, which may have another one for rows with tools; without
-        `with_tools` those of the template that most rows have.
+        """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
+        None, of the one that most rows use.
 
         Raises:
             TokenizerError: there is no such template, or it cannot render a question and an answer.

@@ -102,6 +102,7 @@ class Specials:
         """
         from tokenizers import Tokenizer
 
+        # Renamed wherever tokenizer.json spells them, so that the ids stay and no text has a special token's name.
         state = json.loads(self._parts.state)
         names = {token: self._name(token) for token in self.tokens}
         for token in state["added_tokens"]:

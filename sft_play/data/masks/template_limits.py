@@ -105,15 +105,15 @@ class _Generation(jinja2.ext.Extension):
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """transformers' environment with limits."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})  # Jinja's sandbox gives `call_binop` these operators alone
 
     def __init__(self, today: date) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.budget = Budget()
         self.pieces: list[str] | None = None
         self.marked: list[Span] = []
-        self.finalize = flat
-        self.concat = _joined  # type: ignore[method-assign]
+        self.finalize = flat  # every value that `{{ }}` writes passes through it
+        self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
         for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
             self.filters[name] = _narrow(name, self.filters[name])
@@ -131,6 +131,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def refuse_chance(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
 
+        # A mask is found by rendering the same conversation several times: all renderings must be alike.
         self.filters["random"] = self.globals["lipsum"] = refuse_chance
         now = datetime.combine(today, clock())
         self.globals["raise_exception"] = refuse
@@ -145,6 +146,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.budget.take(1 + len(items))
         return _Timed(items, self.budget)
 
+    # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the template's, counted, its result short."""
         __self.budget.take(1)
@@ -182,6 +184,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             node.iter = filter_node(node.iter, "bounded")
         elif isinstance(node, nodes.Compare):
             sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+            # comparing two nested lists takes as many steps as they have values; with a constant it ends at once
             if not any(isinstance(side.expr, nodes.Const) for side in sides):
                 for side in sides:
                     side.expr = filter_node(side.expr, "flat")

@@ -97,6 +97,7 @@ def _with_shared_vocabulary(backend: Any) -> Any:
         if (part := getattr(backend, name)) is not None:
             setattr(copy, name, part)
     added = backend.get_added_tokens_decoder()
+    # by id: a token whose text is not in the vocabulary gets the next free id
     copy.add_tokens([token for _, token in sorted(added.items())])
     copy.encode_special_tokens = backend.encode_special_tokens
     is_same = copy.get_added_tokens_decoder() == added and copy.get_vocab_size() == backend.get_vocab_size()

@@ -24,9 +24,9 @@ from typing import Any
 Span = tuple[int, int]
 
 MAX_WORDS = 200_000
-"""Words that are remembered; then all are forgotten. Some 60 MB."""
+"""Words that are remembered, some 60 MB; at the limit all are forgotten."""
 MAX_PIECES, MAX_PIECE_CHARS = 4_096, 256
-"""What stands between added tokens, such as a system prompt: so many and so long ones are remembered whole."""
+"""Limits on texts between added tokens that are remembered whole, such as a system prompt."""
 MAX_WORD_CHARS = 40
 """Longer words are rarely seen again."""
 PROBES = 300

@@ -129,6 +129,7 @@ def data_paths(data: DataConfig) -> DataPaths:
             unwritten.append(f"data.{key}={value}")
         return None
 
+    # every path is looked for before the first error is raised, so that one message names all that is missing
     train = find("train_path", data.train_path)
     sources, lacking = _source_paths(data)
     missing += lacking
@@ -407,7 +408,7 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
     start, first, line, at = 0, 1, 1, 0
     for block in blocks(part.path):
         done = 0
-        while at + len(block) - start > part_bytes:
+        while at + len(block) - start > part_bytes:  # a part may end in this block: at the next line end
             cut = block.find(b"\n", max(done, start + part_bytes - at)) + 1
             if cut == 0:
                 break

@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 class _Enough(Exception):
-    """So many rows say nothing yet."""
+    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:

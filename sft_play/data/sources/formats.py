@@ -83,6 +83,7 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",
 
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
+    # without the authors' own notation (roles by another name, content in parts), which changes nothing of the content
     content: Any = example.text if isinstance(example, Text) else [without_given(example.messages), example.tools]
     return hashlib.sha256(_CANONICAL.encode(content).encode("utf-8", "replace")).digest()
 
@@ -379,6 +380,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
     such a row comes back as a BadRow with `is_asked`.
     """
+    # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in shape.needs if key not in row.data]
     if missing:
         keys = one_line(", ".join(map(str, row.data)) or "none")

@@ -41,7 +41,7 @@ class RefusedJson(ValueError):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
-    if len(value) == len(pairs):
+    if len(value) == len(pairs):  # called for every object of every row: the usual case is one comparison
         return value
     keys = [key for key, _ in pairs]
     twice = next(key for key in keys if keys.count(key) > 1)
@@ -147,8 +147,10 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
         value, end = _scan(line, 0)
     except (ValueError, RecursionError, StopIteration):
         return parse_line(line, f"{name}:{number}")
+    # brackets bound the depth from above; those inside strings make it a guess, which `parse_line` settles
     if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
         return parse_line(line, f"{name}:{number}")
+    # JSON has control characters and surrogates as escapes only, DEL aside; tabs and line breaks do not count as such
     if "\\u" in line or "\\b" in line or "\x7f" in line:
         return _as_row(value, f"{name}:{number}", line)
     return RawRow(f"{name}:{number}", value, True)
@@ -293,6 +295,7 @@ class Window:
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
         """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
         near the window's end."""
+        # 64 characters: more than a literal, an escape or a number that the window's end may have cut
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:
             return

@@ -158,6 +158,7 @@ def _plain(item: Any) -> Message | None:
         return None
     given, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
     role = _PLAIN_ROLES.get(given) if type(given) is str else None
+    # under `role` another name than a template's is kept as its author's own (GIVEN), which `_message` does
     if role is None or type(content) is not str or (role != given and "role" in item):
         return None
     return {"role": role, "content": content}
@@ -212,6 +213,7 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
         message["train"] = False
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
+    # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
     if role_key == "role" and "content" in item:
         own = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
         if any(value != message.get(key) for key, value in own.items()):

@@ -22,7 +22,7 @@ REJECTED = (
 NEGATIVES = ("negative", "negatives", "neg", "hard_negatives")
 CHOICES = ("choices", "options")
 TELLTALES = frozenset({*TAGS, *REJECTED, *NEGATIVES, *CHOICES})
-"""Keys of which one at least stands in every row that `refuse_other_kind` refuses."""
+"""Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look."""
 
 UNWANTED = "is false: an answer that is not wanted (KTO)"
 PREFERENCE = "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples"

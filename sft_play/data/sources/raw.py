@@ -172,6 +172,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         block = read
         if start == 0 and number == 0 and block.startswith(BOM):
             block, at = block[len(BOM) :], len(BOM)
+        # The line that was open before this block ends in it. If it was too long, its rest is skipped.
         first = block.find(b"\n") + 1
         if first and waiting + first - 1 > MAX_ROW_BYTES:
             yield at, LongLine(waiting + first - 1)
@@ -186,7 +187,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         pending.append(block[cut:])
         waiting += len(block) - cut
         if waiting > MAX_ROW_BYTES:
-            pending = []
+            pending = []  # only its size is needed from here on
     if waiting > MAX_ROW_BYTES:
         yield at, LongLine(waiting)
     elif waiting:
@@ -270,7 +271,7 @@ def piece_end(text: str, most: int) -> int:
     of them, the last such place; at `most` where there is none."""
     for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
         end = 0
-        for match in pattern.finditer(text, most // 2, most + 1):
+        for match in pattern.finditer(text, most // 2, most + 1):  # + 1 for what a lookahead has to see
             end = match.end()
         if end:
             return end
@@ -279,6 +280,7 @@ def piece_end(text: str, most: int) -> int:
 
 def not_utf8(path: Path, offset: int) -> DataError:
     """The error for the byte at `offset`: its line and column, what the file looks like, and what to run."""
+    # The file is read again from its beginning: readers count lines only where they need them.
     line, line_start, at = 1, 0, 0
     sample = b""
     for block in blocks(path):
@@ -322,6 +324,7 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     else:  # without a mark: ASCII characters have zeros in all other bytes
         sample = start[:400]
         evens, odds = sample[::2].count(0), sample[1::2].count(0)
+        # shares, not all: text in other scripts has few zeros, and a line break has one in any case
         if len(sample) >= 8 and max(evens, odds) > 0.3 * len(sample) and min(evens, odds) <= 0.02 * len(sample):
             encoding = "utf-16le" if odds > evens else "utf-16be"
         elif len(sample) >= 16 and evens + odds > 0.7 * len(sample) and sample.strip(b"\0"):
@@ -340,6 +343,8 @@ def guess_encoding(sample: bytes) -> tuple[str, str]:
     runs = _high_runs(sample)
     high = sum(map(len, runs))
     if high and sum(len(run) for run in runs if len(run) > 1) >= 0.7 * high:
+        # These encodings share their bytes, so nearly all of them decode: each test asks whether what comes out is
+        # what text of its language consists of.
         for test in (_korean, _japanese, _chinese, _cyrillic, _traditional):
             guess = test(sample)
             if guess:
@@ -370,6 +375,7 @@ def _share(text: str, test: Callable[[str], bool]) -> float:
 
 def _korean(sample: bytes) -> tuple[str, str] | None:
     is_hangul = _share(_text_of(sample, "euc_kr"), lambda char: "\uac00" <= char <= "\ud7a3") > 0.8
+    # in EUC-KR hangul have the lead bytes 0xB0 to 0xC8; Chinese text soon goes beyond
     pairs = [run[at] for run in _high_runs(sample) for at in range(0, len(run) - 1, 2)]
     return ("euc-kr", "EUC-KR") if is_hangul and max(pairs, default=0xFF) <= 0xC8 else None
 

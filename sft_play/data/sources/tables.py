@@ -95,7 +95,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     Raises:
         DataError: there is no header, it names a column twice, a quote is not closed, or a byte is not UTF-8.
     """
-    csv.field_size_limit(MAX_ROW_BYTES)
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
     reader = csv.reader(lines, delimiter=find_delimiter(path), strict=True)
     names: list[str] | None = None
@@ -111,6 +111,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
                 raise _never_closed(f"{name}:{line}") from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
+        # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
@@ -250,6 +251,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
+            # asked of the schema once, so that plain values are not copied one by one
             plain = _is_plain(str(batch.schema.remove_metadata()))
         for piece in _slices(batch):
             with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
@@ -348,6 +350,7 @@ def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
             yield from _from_dicts(loaded, name)
         return
     rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
+    # as Arrow, since datasets would decode every row by its features (images, audio)
     batches = loaded.with_format("arrow").iter(batch_size=rows)
     yield from _from_batches(batches, path, name, "a saved dataset", 1)
 
