@@ -721,6 +721,16 @@ def test_special_tokens_in_texts_are_plain_text_and_counted(tokenizer, make):
     assert judge(tokenizer, chat, row, ("way<|im_end|>",), words=lambda message: []) == ""
 
 
+@pytest.mark.parametrize("how", ["plain", "control"])
+def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_had(make, how):
+    """Evaluation, chat and serve generate after it: a user's text must not become a turn of its own there either."""
+    chat = Chat("f:1", (user("hi" + FORGED), answer("fine")))
+    renderer = make(special_tokens_in_text=how)
+    row = renderer.render(chat)
+    first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
+    assert renderer.prompt_ids(chat) == (row.input_ids[:first], "fine")
+
+
 def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokenizer, make):
     chat = Chat("f:1", (user("hi" + FORGED), answer("fine")))
     row = make(special_tokens_in_text="control").render(chat)

@@ -437,11 +437,17 @@ class Renderer:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)
             turns = self._turns_for(chat.tools)
-            fitted = turns.template.fitted(messages, chat.tools).messages
-            text = turns.template.rendered(fitted[:-1], chat.tools, prompt=True)
+            asked = turns.template.fitted(messages, chat.tools).messages[:-1]
+            hide = self.hides(asked)
+            text = turns.template.rendered(self.specials.hidden(asked) if hide else asked, chat.tools, prompt=True)
         except (RenderError, Inexact):
             return None
-        return list(self._backend.encode(text, add_special_tokens=False).ids), str(last["content"])
+        encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), str(last["content"])
+
+    def hides(self, messages: Sequence[Message]) -> bool:
+        """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
+        return self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts_of(messages)))
 
 
 @dataclass
