@@ -164,6 +164,7 @@ class Renderer:
 
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
+        # `build.py` runs the second step of one batch in a thread beside the first of the next
         drafts = self.drafts(examples)
         return self.tokenised(drafts, self.encodings(drafts))
 
@@ -176,6 +177,7 @@ class Renderer:
 
         Each is an `Encoding`, or `Masked` where every word of the text is known.
         """
+        # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
         plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
         by_words = [self._encoder.masked(draft.text, draft.spans) for draft in plain]
         others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
@@ -208,8 +210,10 @@ class Renderer:
             shown = self.specials.hidden(messages) if hide else messages
             located = turns.locate(shown, example.tools)
             if hide:
+                # without the end that was added, which the template's own rendering does not have
                 self._check_hidden(located.text.removesuffix(located.added), messages, example.tools)
             spans, untrained, method = self._trained_spans(located, messages)
+            # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
         except Inexact as error:
@@ -234,7 +238,7 @@ class Renderer:
             added = (token for _, token, is_special in self.parts.added if is_special or token in ends)
             self._stops[with_tools] = tuple(token for token in (*added, self.parts.eos) if token)
         for start, end in spans:
-            trained = text[start:end].rstrip()
+            trained = text[start:end].rstrip()  # a line break after the end token may be trained with it
             if not trained.endswith(self._stops[with_tools]):
                 shown = one_line(repr(trained[-40:]), limit=60)
                 raise Inexact(NO_END_TOKEN, f"{shown}: {WAYS_TO_AN_END}")
@@ -310,7 +314,7 @@ class Renderer:
         if first is None:
             raise Inexact("there is no user turn to put the system prompt before")
         first["content"] = f"{system}\n\n{first['content']}"
-        first.pop(GIVEN, None)
+        first.pop(GIVEN, None)  # its author's own message no longer says the same
         return rest
 
     def _trained_spans(self, located: LocatedTurns, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
@@ -346,6 +350,7 @@ class Renderer:
         if draft.special:
             encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
         else:
+            # one encoding for each plain draft, in their order
             encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         merged = masked.inside
@@ -354,7 +359,7 @@ class Renderer:
             split = splitting.masked(encoded, spans)
             if split is None and self.data.on_inexact_mask == "fail":
                 return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.at])
-            masked = split or masked
+            masked = split or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
         ids, labels = masked.ids, masked.labels
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
@@ -377,7 +382,7 @@ class Renderer:
             return BadRow(row.where, TOO_LONG, f"{len(ids)} tokens")
         if self.data.truncate == "end":
             ids, labels = ids[:limit], labels[:limit]
-        else:  # the last tokens, a BOS at the beginning kept
+        else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
             kept = 1 if self._bos is not None and ids[0] == self._bos else 0
             ids, labels = [*ids[:kept], *ids[kept + over :]], [*labels[:kept], *labels[kept + over :]]
         left = trained_tokens(labels)
@@ -406,6 +411,7 @@ class Renderer:
     def _document(self, encoding: Any) -> list[int]:
         ids = list(encoding.ids)
         end = self.parts.end_of_text
+        # some tokenizers put it there themselves, by their post-processor
         return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
     def encoded(self, text: str) -> Any:

@@ -73,13 +73,14 @@ class Specials:
         text and spans as a person reads them."""
         encoded, shown = _Spliced(), _Spliced()
         at = 0
+        # A token found by its name was written by the template; one found by its private-use character, by the data.
         for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
             between, token = text[at : match.start()], match.group()
             written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
             encoded.add(between, self._name(token) if token in self._number else written, len(token))
             shown.add(between, written, len(token))
             at = match.end()
-        for spliced in (encoded, shown):
+        for spliced in (encoded, shown):  # the text after the last one
             spliced.add(text[at:], "", 0)
         encoding = self.plain.encode(encoded.text, add_special_tokens=False)
         shown_spans = [shown.moved(span) for span in spans]
@@ -133,6 +134,7 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
         for key in TEXT_KEYS:
             if isinstance(message.get(key), str):
                 yield message[key]
+        # most messages are a role and a text: nothing else has to be looked through
         if len(message) > 2 or not isinstance(message.get("content"), str):
             for key, value in message.items():
                 if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):

@@ -95,11 +95,11 @@ class ChatTemplate:
         """Whether the rendering depends on more of the texts that hold the mark than where `tested` stands in them,
         such as their length, their first letter, or whether they are equal."""
         watching = self._watching
-        if self._watched is None:
+        if self._watched is None:  # compiled when it is first needed
             self._watched = watching.compiled(self.source)
         watching.watch(mark, messages)
         try:
-            for _ in self._pieces(messages, tools, prompt, {}, watched=True):
+            for _ in self._pieces(messages, tools, prompt, {}, watched=True):  # for what is seen meanwhile
                 pass
         except RenderError:
             return True
@@ -116,7 +116,7 @@ class ChatTemplate:
     ) -> Iterator[str]:
         environment = self._watching if watched else self._environment
         template = self._watched if watched and self._watched else self._template
-        environment.budget = Budget()
+        environment.budget = Budget()  # a new one for each rendering
         written = 0
         with _as_render_error():
             for piece in template.generate(

@@ -141,7 +141,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _bounded(self, items: Any) -> Any:
         """What a loop goes over, counted before it begins."""
-        if not isinstance(items, Sized):
+        if not isinstance(items, Sized):  # a generator, which Jinja's `map` and `select` return
             items = list(items)
         self.budget.take(1 + len(items))
         return _Timed(items, self.budget)
@@ -175,6 +175,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> jinja2.Template:
         """The template with its loops and joins counted."""
         tree = self.parse(source)
+        # Jinja calls no hook for loops, comparisons and `~`: the syntax tree is given filters in their places.
         _rewrite(tree, self._rewritten)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
@@ -236,7 +237,7 @@ class _Timed:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:
-            self._budget.take(0)
+            self._budget.take(0)  # the steps were taken at once; the time was not
             yield item
 
 
@@ -250,6 +251,7 @@ def _count(value: Any) -> int:
     """Values inside a list or an object, itself counted; raises TooMuch."""
     if not isinstance(value, (list, tuple, dict)):
         return 1
+    # with a list of what is left, since recursion could go deeper than Python allows
     counted, waiting = 1, [value]
     while waiting:
         held = waiting.pop()
@@ -286,6 +288,7 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
             # a list takes a pointer of 8 bytes for each value
             _check_chars(times * len(side) * (1 if isinstance(side, (str, bytes)) else 8))
     if isinstance(left, int) and isinstance(right, int):
+        # the length of the result before it is computed, which is what would take the time
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
             raise TooMuch("a number without end")
@@ -336,6 +339,7 @@ def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         text = str(given[0]) if given else ""
         if name == "format":
             _check_format(text, _PERCENT_WIDTH)
+        # how often the padding or separator may be written
         places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
         sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
         if name in ("wordwrap", "format", "indent"):

@@ -30,7 +30,7 @@ class TokenizerParts:
     """The backend itself, where it is in this process: parsing `state` again takes time and memory."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None}
+        return {**self.__dict__, "live": None}  # the other process reads `state`
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
@@ -46,6 +46,7 @@ class TokenizerParts:
                 f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
+        # transformers: one template as a text, or several as {name: text}
         given = tokenizer.chat_template
         templates = given if isinstance(given, dict) else {"default": given} if given else {}
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}

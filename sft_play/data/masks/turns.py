@@ -112,6 +112,7 @@ class Turns:
         skeleton = self._shapes[shape]
         if skeleton is None:
             return self._verified(text, messages, tools)
+        # a plain message has one piece: its text without the white space at its ends, which the shape has
         pieces = [stripped for message in messages if (stripped := message["content"].strip())]
         expected, begins = skeleton.fill(pieces)
         if expected != text:

@@ -72,7 +72,7 @@ class Words:
 
         None where the tokenizer has to be asked: for other characters, or where an edge stands inside a word.
         """
-        if not text.isascii() and self._unknown(text):
+        if not text.isascii() and self._unknown(text):  # isascii() is a flag of the text, read at once
             return None
         edges = [edge for span in spans for edge in span]
         ids: list[int] = []
@@ -97,6 +97,7 @@ class Words:
 
     def _piece_ids(self, piece: str) -> Sequence[int] | None:
         """The ids of a text without added tokens; None where the pattern leaves characters of it out."""
+        # system prompts and the template's own words between tokens come again in every row
         remembered = self._pieces.get(piece)
         if remembered is not None:
             return remembered
@@ -169,8 +170,10 @@ def words_of(backend: Any) -> Words | None:
     stages = _stages(_state(backend.pre_tokenizer))
     normalizer = _state(backend.normalizer)
     is_plain_bpe = type(backend.model).__name__ == "BPE" and not backend.model.dropout
+    # dropout makes the tokens of a word random; other models (Unigram, WordPiece) are not asked word by word
     if stages is None or not _keeps(_KEEP_ASCII, normalizer) or not is_plain_bpe:
         return None
+    # such a token takes white space along, or stands only between words: a plain search for its text is not enough
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
     if len({token.normalized for token in added.values()}) > 1:  # the tokenizer cuts at one kind, then at the other
