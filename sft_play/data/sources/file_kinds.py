@@ -51,7 +51,7 @@ def kind_of(path: Path, *, text_wanted: bool = False) -> str:
     start = head(path)
     binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
     if binary is not None:
-        if is_gzipped(path):
+        if is_gzipped(path):  # pyarrow seeks in the file
             raise DataError(f"{path} is gzipped {binary.title()}, which is read from its end: gunzip it")
         return binary
     foreign = next((advice for mark, advice in _FOREIGN.items() if start.startswith(mark)), None)
@@ -60,8 +60,9 @@ def kind_of(path: Path, *, text_wanted: bool = False) -> str:
     wide = wide_encoding(path, start)
     if wide is not None:
         raise wide
+    # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
     text = start.removeprefix(BOM).decode("utf-8", "ignore")
-    if not text.strip():
+    if not text.strip():  # the rows may begin after a head of white space
         _refuse_blank(path)
     return _text_kind(path, text.lstrip(), text_wanted)
 
@@ -104,6 +105,7 @@ def _json_kind(path: Path, start: str) -> str:
     first, ended, _ = start.partition("\n")
     if ended and _is_object(first):
         return "lines"
+    # a first line that is no object may be broken JSON, which is named as such, or the beginning of an indented object
     return "objects" if json_rows.is_spread_out(path) else "lines"
 
 

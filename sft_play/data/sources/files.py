@@ -232,6 +232,7 @@ def _absent(value: str) -> str:
         return f"no file matches {shown}"
     first, _, last = value.partition("/")
     is_data_name = Path(last.removesuffix(".gz")).suffix.lower() in DATA_SUFFIXES | TEXT_SUFFIXES
+    # owner/name without hub: is the usual slip; data/train.jsonl looks the same but for its suffix
     if _HUB_LIKE.fullmatch(value) and not is_data_name and _existing(first) is None:
         return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
     parent = Path(value).parent
@@ -278,7 +279,7 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
     parts = [part for match in matches for part in _files_at(match, split, text_wanted, is_one_of=True)]
     if not parts:
         raise DataError(_absent(given) if not matches else f"what matches {one_line(given)} holds no data files")
-    return list(dict.fromkeys(parts))
+    return list(dict.fromkeys(parts))  # with `**` a folder and the files in it may both match
 
 
 def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
@@ -312,7 +313,7 @@ def walk(folder: Path) -> list[Path]:
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_DATA]
         items += [here / name for name in names if not name.startswith(".") and name not in NOT_DATA]
-    return sorted(item for item in items if item.is_file() or is_saved(item))
+    return sorted(item for item in items if item.is_file() or is_saved(item))  # the order of os.walk is the disk's
 
 
 def is_saved(path: Path) -> bool:
@@ -335,6 +336,7 @@ def read_part(part: Part) -> Iterator[RawRow | BadRow]:
 def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
     """The row, or as many as its one long text has pieces, which tokenised whole would take gigabytes."""
     long = [] if isinstance(row, BadRow) else [key for key, value in row.data.items() if is_long(value)]
+    # with two long texts a row is no document with columns beside it, and there is no one text to cut
     if isinstance(row, BadRow) or len(long) != 1:
         yield row
         return
@@ -366,7 +368,7 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         assert kind == "text", kind
         pieces = text_pieces(path)
         first = list(itertools.islice(pieces, 2))
-        is_whole = len(first) == 1
+        is_whole = len(first) == 1  # a second piece is read ahead to know it: whole files are named without a line
         for line, text in itertools.chain(first, pieces):
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, is_piece=not is_whole)
 
@@ -417,7 +419,7 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
             start, first, done = at + cut, line, cut
         line += block.count(b"\n", done)
         at += len(block)
-    if start < at:
+    if start < at:  # the rest, which may lack a line end
         ranges.append(dataclasses.replace(part, start=start, end=at, first=first))
     return ranges
 

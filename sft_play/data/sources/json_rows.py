@@ -128,7 +128,7 @@ def read_lines(
             text = block[: block.rfind(b"\n", 0, broken) + 1].decode("utf-8")
         lines = text.split("\n")
         if broken is None and block.endswith(b"\n"):
-            lines.pop()
+            lines.pop()  # the empty text behind the last line end is no line
         for line in lines:
             number += 1
             row = _row_of_line(line, name, number)
@@ -158,7 +158,7 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
 
 def parse_line(line: str, where: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
-    line = line.strip().removeprefix("\ufeff")
+    line = line.strip().removeprefix("\ufeff")  # files that were joined have byte order marks inside
     try:
         return _as_row(_DECODER.decode(line), where, line)
     except json.JSONDecodeError as error:
@@ -280,6 +280,7 @@ class Window:
         except RefusedJson as error:
             refused = error
             try:
+                # where the row ends, so that it is one bad row and those after it are read
                 value, end = _LENIENT.raw_decode(self.text, self.position)
             except json.JSONDecodeError as fault:
                 self._raise_if_final(fault)
@@ -314,7 +315,7 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the first on it)."""
     window = Window(path)
     window.peek()
-    window.position += 1
+    window.position += 1  # past the bracket
     if window.peek() == "]":
         raise DataError(f"{path} has no rows: the list is empty")
     last_line = 0

@@ -119,7 +119,7 @@ def turns_of(value: Any, key: str) -> list[Message]:
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
         raise Unusable(f"{key} is empty" if value == [] else f"{key} is {kind(value)}, expected a list")
-    if type(value[0]) is dict:
+    if type(value[0]) is dict:  # nearly all rows: the checks below look for JSON text in every item
         return [message for index, item in enumerate(value) for message in _messages(item, index)]
     value = [unpacked(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
@@ -263,7 +263,7 @@ def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise Unusable("a loss weight other than 0 and 1", f"{where}.{key} is {shown(value)}; it is not rounded")
         weights[key] = bool(value)
-    if len(set(weights.values())) > 1:
+    if len(set(weights.values())) > 1:  # such as train: true beside weight: 0
         raise Unusable("a message is both trained and not", f"{where}: {shown(weights)}")
     return next(iter(weights.values()), None)
 
@@ -271,7 +271,7 @@ def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
 def _role(given: Any, where: str, *, is_result: bool = False) -> str:
     if not isinstance(given, str):
         raise Unusable("a message has no role", f"{where}: {shown(given)}")
-    name = given.strip().lower()
+    name = given.strip().lower()  # "Human", "USER "
     if name in ROLES:
         return ROLES[name]
     if name == "function" and is_result:
@@ -449,6 +449,7 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else {}
+        # a `train` of its own must stay with its turn; names are speakers of one role
         alike = all(last.get(key) == message.get(key) for key in ("role", "train", "name"))
         if not alike or message["role"] == "tool":
             merged.append(dict(message))

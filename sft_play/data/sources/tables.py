@@ -64,7 +64,7 @@ def find_delimiter(path: Path, *, start: str | None = None) -> str:
     """The character between the fields of a table's first line: the one that gives the most fields."""
     text = head(path).decode("utf-8", "ignore") if start is None else start
     first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
-    return max(DELIMITERS, key=lambda char: _field_count(first, char))
+    return max(DELIMITERS, key=lambda char: _field_count(first, char))  # of equal counts the first: a comma
 
 
 def _field_count(line: str, delimiter: str) -> int:
@@ -162,7 +162,7 @@ class _TextLines:
     def __next__(self) -> str:
         line = next(self._lines)
         self._taken += len(line)
-        if self._taken > MAX_ROW_BYTES:
+        if self._taken > MAX_ROW_BYTES:  # characters, which are never more than bytes
             raise _never_closed(self._where)
         return line
 
@@ -242,7 +242,9 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
     plain: bool | None = None
     iterator = iter(batches)
     while True:
-        with _reading(path, kind):
+        with _reading(
+            path, kind
+        ):  # not around the whole loop: what a caller raises at a `yield` is not the file's fault
             batch = next(iterator, None)
         if batch is None:
             return
@@ -259,7 +261,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
             is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
                 number += 1
-                size = _text_bytes(row) if is_large else 0
+                size = _text_bytes(row) if is_large else 0  # a piece below the limit holds no row above it
                 if size > MAX_ROW_BYTES:
                     yield too_large(f"{name}:row {number}", size)
                 else:
@@ -303,6 +305,7 @@ class _NotText(ValueError):
 def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
     """The row without its nulls, as values that JSON has."""
     try:
+        # null cells are left out: Arrow gives every row every column, and a key says that something is there
         data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
     except _NotText:
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
