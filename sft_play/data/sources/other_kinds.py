@@ -38,7 +38,7 @@ def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text:
 
     `is_text`: the format is plain text, which may have any label beside it.
     """
-    # a text or a number that says false counts too, as CSV writes it
+    # a text that says false counts too, as CSV has it
     tag = next((key for key in TAGS if key in data and str(data[key]).strip().lower() == "false"), None)
     if tag is not None and not is_text:
         raise Unusable(

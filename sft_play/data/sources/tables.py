@@ -242,9 +242,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
     plain: bool | None = None
     iterator = iter(batches)
     while True:
-        with _reading(
-            path, kind
-        ):  # not around the whole loop: what a caller raises at a `yield` is not the file's fault
+        with _reading(path, kind):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(iterator, None)
         if batch is None:
             return
