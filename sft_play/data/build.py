@@ -164,6 +164,7 @@ def content_digest_of(source: AnySource) -> str:
 def digest_of(file: Path) -> str:
     """SHA-256 of a file's content, remembered until its size, times, inode or path change."""
     state = file.stat()
+    # as git does: a file whose size, times and inode are the same has not changed
     identity = [str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
     note = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
     with contextlib.suppress(OSError, ValueError):
@@ -175,7 +176,7 @@ def digest_of(file: Path) -> str:
     if time.time() - state.st_mtime > 2:  # a file that is being written may change within the clock's tick
         with contextlib.suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
-            aside = note.with_name(f"{note.name}.{os.getpid()}")
+            aside = note.with_name(f"{note.name}.{os.getpid()}")  # renamed when it is whole: others may read meanwhile
             aside.write_text(digest, encoding="ascii")
             aside.replace(note)
     return digest
@@ -193,6 +194,7 @@ def _load(folder: Path) -> Built | None:
     """The cache where it is complete; otherwise None, and what is left of it is removed."""
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         files, stats = pickle.loads((folder / _META).read_bytes())
+        # the folder was renamed when it was whole; a user may have removed files since
         if all((folder / file).is_file() for names in files.values() for file in names):
             return Built(folder, files, stats)
     shutil.rmtree(folder, ignore_errors=True)
@@ -249,7 +251,7 @@ def _rows_of(
     formats = ", ".join(name for name, _ in stats[KEPT].formats.most_common())
     for name, side in stats.items():
         every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
-        distinct = np.unique(every)
+        distinct = np.unique(every)  # each once, as `splits.py` compares them
         side.format = formats or side.format
         side.repeated = len(every) - len(distinct)
         np.save(folder / _DIGESTS.format(name), distinct)

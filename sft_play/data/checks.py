@@ -83,6 +83,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
     for one, other in pairs:
         shared = one.digests.keys() & other.digests.keys()
         if shared:
+            # the earliest row's, so that the message is the same each time
             digest = min(shared, key=one.digests.__getitem__)
             rows = f"row {one.digests[digest]:,} of {one.source} and row {other.digests[digest]:,} of {other.source}"
             leaks.append(
@@ -205,6 +206,7 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
     """The limits that would keep enough, and everything, within the model's positions."""
     cost, longer = survey.cost, []
     enough = 1 - data.max_lost_fraction
+    # rounded up, since kernels are at their best with multiples of 64
     limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
     for limit in sorted(limits):
         if limit > max_seq_len and (positions is None or limit <= positions):

@@ -37,6 +37,7 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
     longest: tuple[int, int, Raw] | None = None
     last: tuple[int, Raw] | None = None
     for number, raw in enumerate(reader.raw()):
+        # before any tokenizer is asked: the longest by characters is near enough to show
         size = len(str(raw[0].data)) if isinstance(raw[0], RawRow) else 0
         if longest is None or size > longest[0]:
             longest = (size, number, raw)
@@ -48,7 +49,7 @@ def rows_spread(reader: ExampleReader, count: int) -> list[tuple[int, Raw]]:
                 kept = {n: item for n, item in kept.items() if n % stride == 0}
     if last is None or longest is None:
         raise DataError(f"{reader.path} has no rows")
-    kept |= {last[0]: last[1], longest[1]: longest[2]}
+    kept |= {last[0]: last[1], longest[1]: longest[2]}  # the stride may have dropped them
     wanted = spread_out(last[0] + 1, count, longest=longest[1])
     nearest = sorted({min(sorted(kept), key=lambda number: abs(number - one)) for one in wanted})
     return [(number + 1, kept[number]) for number in nearest]

@@ -83,7 +83,7 @@ def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
     if count == 1:
         return [0]
     even = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if count > 2 and longest not in even:
+    if count > 2 and longest not in even:  # in the place of the nearest; the first and the last stay
         nearest = min(even[1:-1], key=lambda n: abs(n - longest))
         even[even.index(nearest)] = longest
     return sorted(even)

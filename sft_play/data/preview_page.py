@@ -51,6 +51,7 @@ pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; 
 
 def html_page(examples: Sequence[Shown], *, title: str, about: Iterable[str], most: int = PAGE_PIECES) -> str:
     """One HTML page without network, script or anything outside itself; `about` are lines below the title."""
+    # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     out = io.StringIO()

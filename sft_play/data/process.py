@@ -82,7 +82,9 @@ class _Process:
         self._faults: list[str] = []
         self._has_bad_rows = False
         self._seen: dict[str, set[bytes]] = {name: set() for name in SPLITS}
+        """Digests of the rows of each split."""
         self._kinds: dict[str, str] = {}
+        """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
         self._lengths: RowLengths | None = None
 
@@ -117,6 +119,7 @@ class _Process:
         paths = (given,) if isinstance(given, str) else given
         named = dict(item for path in paths for item in self._parts_of(path))  # a file that two paths name is read once
         held_out = sum(split in ("val", "test") for split in named.values())
+        # One held-out file beside others makes it so; files that are all held out are split like any others.
         self._report.own_splits = 0 < held_out < len(named)
         if not self._report.own_splits:
             return [(part, None) for part in named]
@@ -156,6 +159,7 @@ class _Process:
         """Each split of a saved data set or one of the hub; one that is none of the three is not read."""
         splits: list[tuple[Part, str | None]] = []
         for name in names:
+            # `train_sft`, `test_gen`: the split may be the first word
             split = split_of_name(name) or split_of_name(name.replace("_", "-").split("-")[0])
             if split is None and len(names) > 1:
                 remark = f"{one_line(part.name)}: its split {one_line(name)} is none of {', '.join(SPLITS)}: not read"
@@ -179,7 +183,7 @@ class _Process:
                 if problem is not None:
                     self._report.dropped.setdefault(problem.reason, Places()).add(problem.where)
                     stats.count_bad(problem)
-        except CannotWrite:
+        except CannotWrite:  # a full disk is no fault of the raw file
             raise
         except DataError as error:
             self._faults.append(_file_fault(file, stats, str(error)))
@@ -218,6 +222,7 @@ class _Process:
         report = self._report
         digest = content_digest(example)
         line = _LINE.encode(as_row(example, digest))
+        # a character takes at most 4 bytes, so only long lines have to be encoded to know their size
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
             return too_large(example.where, size)
         options = self._options
@@ -229,7 +234,7 @@ class _Process:
         self._kinds.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
             return None  # nothing will be written; the rest is read to list all faults
-        if place not in self._files:
+        if place not in self._files:  # a split without rows gets no file
             self._files[place] = out.open(f"{place}.jsonl")
         self._files[place].write(line + "\n")
         counts = report.splits.setdefault(place, SplitReport())
@@ -249,9 +254,11 @@ class _Process:
             if dropped:
                 report.dropped.setdefault("a duplicate of an earlier row", Places()).add(where)
         seen.add(key)
+        # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
         others = [name for name in SPLITS[SPLITS.index(place) + 1 :] if key in self._seen[name]]
         if others or (place == "test" and key in self._seen["val"]):
             report.leaks.add(f"{where} ({' and '.join(others) or 'val'})")
+            # from train alone: the held-out rows stay the same whatever is trained on
             if self._options.drop_leaks and place == "train" and not dropped:
                 report.dropped.setdefault("stands in val or test too", Places()).add(where)
                 dropped = True

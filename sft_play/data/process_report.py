@@ -138,6 +138,7 @@ class ProcessReport:
             "leaks": {**dataclasses.asdict(self.leaks), "dropped": self.leaks_dropped},
             "own_splits": self.own_splits,
             "splits": {name: split.as_json() for name, split in self.splits.items()},
+            # one pass over train; the chat template's own tokens come on top
             "tokens_per_epoch_estimated": round(self.splits["train"].tokens) if "train" in self.splits else 0,
             "max_seq_len": self.max_seq_len,
             "lengths_by": self.lengths_by,

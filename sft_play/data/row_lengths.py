@@ -105,6 +105,7 @@ def token_counter(config: RunConfig) -> tuple[TokenCounter, str]:
     def count(texts: list[str]) -> list[int]:
         if tokenizer is None:
             return [round(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
+        # verbose=False: transformers would warn of texts that are longer than the model's positions
         return [len(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
 
     if tokenizer is None:
@@ -114,6 +115,7 @@ def token_counter(config: RunConfig) -> tuple[TokenCounter, str]:
 
 def _local_tokenizer(config: RunConfig) -> Any:
     """The model's tokenizer from its folder or the hub's cache; None where there is none or it cannot be loaded."""
+    # Looked for before AutoTokenizer is imported, which takes seconds, and never fetched: processing works offline.
     name, files = config.model.name, ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -79,7 +79,7 @@ def _of_file(part: Part) -> RoughSize | None:
                 sample.append(row.data)
         if taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS:
             break
-    else:
+    else:  # the whole file was read: its figures are exact
         return RoughSize(rows, characters) if rows else None
     count = _rows(part, sample, at_least=rows) if sample else rows
     return RoughSize(count, int(count * characters / rows)) if rows else None

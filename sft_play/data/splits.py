@@ -145,6 +145,7 @@ class _Builder:
             return self._of_sources(paths)
         val = self._held_out(paths.val, "val")
         share = self._config.data.val_fraction
+        # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
             self._notes.append(
                 f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
@@ -182,7 +183,7 @@ class _Builder:
         """The rows of a source, and those split off it."""
         if documents and held_share and (few := self._few_documents(source, split)) is not None:
             return self._ends_split_off(few, source, held_share)
-        keeps = split != "train" or held_share > 0
+        keeps = split != "train" or held_share > 0  # conversations are needed where answers are generated
         recipe = self._recipe(documents=documents, held_share=held_share, keeps_chats=keeps)
         built = build(source, recipe, split=split, workers=self._config.data.workers)
         kept = _of_cache(built, KEPT, str(source))
@@ -222,9 +223,10 @@ class _Builder:
         weights = tuple(source.weight for source in self._config.data.sources)
         sources = Sources(names, weights, tuple(len(split.rows) for split in used))
         mix = sources.mix(seed=self._config.train.seed)
+        # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._is_text:
             self._notes += [f"Data train: {line}" for line in mix_table(mix)]
-        numbered = held.items() if common is None else [(-1, common)]
+        numbered = held.items() if common is None else [(-1, common)]  # -1: of no source
         held_out = [_marked(self._finished(split), at) for at, split in numbered]
         tested = _marked(self._finished(test), -1) if test else None
         notes = (*paths.notes, *self._notes)
@@ -310,6 +312,7 @@ class _Builder:
                 f"of max_seq_len {block}; lower model.max_seq_len or give more text"
             )
         count = len(split.rows)
+        # a single block may be shorter: a held-out text of less than one (`build._blocks`)
         tokens = count * block if count > 1 or len(split.rows[0]["input_ids"]) == block else stats.tokens
         left = stats.tokens - tokens
         self._notes.append(
@@ -402,7 +405,11 @@ class _Builder:
         features = Features(
             {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
         )
-        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
+        columns = {
+            "input_ids": blocks,
+            "labels": blocks,
+            "source": [1] * len(blocks),
+        }  # every token is trained; 1: text
         return Split(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
 

@@ -38,6 +38,7 @@ def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> lis
 
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     """The runs [start, end) of trained tokens; labels of shape [T]."""
+    # with an untrained token put before and after, so that each run has two edges
     is_trained = np.zeros(len(labels) + 2, dtype=np.int8)
     is_trained[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORED
     edges = np.flatnonzero(np.diff(is_trained)).tolist()
@@ -94,6 +95,7 @@ class LimitCost:
 
     def kept_share(self, limit: int) -> float:
         """The share of the trained tokens that a limit keeps."""
+        # the last of those there are: beyond the longest row every limit keeps all
         return list(itertools.islice(self._kept(), limit + 1))[-1] / (self.trained or 1)
 
     def limit_for(self, share: float) -> int:
@@ -250,6 +252,7 @@ class RowStats:
         """Both sources together; each note keeps the first row of each source."""
         both = RowStats()
         for one in (self, other):
+            # the places of first notes go into their text, where both sources keep theirs
             add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
         both.shared = dict(Counter(self.shared) + Counter(other.shared))
         both.source = f"{self.source} + {other.source}"

@@ -109,6 +109,7 @@ class Survey(RowStats):
 
     def count_content(self, example: Example, number: int) -> None:
         """Count an example, and whether an earlier row has the same content."""
+        # 16 of 32 bytes: a million rows are 16 MB, and no two contents share them by chance
         first = self.digests.setdefault(content_digest(example)[:16], number)
         if first != number:
             self.duplicates += 1
@@ -202,6 +203,7 @@ def row_outcomes(
     chars = longest = 0
     for number, example in rows:
         size = 0 if isinstance(example, BadRow) else characters(example)
+        # a bad row flushes too, so that outcomes keep the order of the file
         if len(waiting) == BATCH_ROWS or chars + size > BATCH_CHARS or isinstance(example, BadRow):
             yield from maker.of(waiting, document=document)
             give_back(longest)
@@ -291,6 +293,7 @@ class Surveyor:
             return False
         pieces: list[_Piece] = []
         for part in parts:
+            # by the file's first rows, which a process that is given a later piece does not see
             shape = first_format(read_part(part), self._data)[1]
             pieces += [_Piece(piece, shape) for piece in pieces_of(part, count=count, total_bytes=total)]
         count = min(count, len(pieces))
@@ -378,7 +381,7 @@ class _Counting:
         marks = self._inquiry.marks
         assert marks is not None
         survey.with_bos += marks.bos is not None and bool(whole.input_ids) and whole.input_ids[0] == marks.bos
-        if marks.pad is not None and marks.pad != marks.eos:
+        if marks.pad is not None and marks.pad != marks.eos:  # a tokenizer without a pad token of its own pads with eos
             survey.pad_trained += marks.pad in row.labels
         self._count_ends(survey, whole, runs)
         if isinstance(outcome.example, Chat):
@@ -390,7 +393,7 @@ class _Counting:
         ends = self._inquiry.marks.special
         is_open = False
         for begin, end in runs:
-            last = reversed(whole.labels[max(begin, end - 2) : end])
+            last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
             special = next((number for number in last if number in ends), None)
             if special is None:
                 is_open = True

@@ -44,6 +44,7 @@ class TokenBytes:
             is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
             if is_mark or getattr(token, "special", False):
                 self._special.add(number)
+        # How the names of tokens spell bytes: as letters (ByteLevel), with ## (WordPiece), or with ▁ and <0x0A>.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         state = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
         self._is_byte_level = '"ByteLevel"' in state
@@ -86,6 +87,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
     pieces: list[Piece] = []
     waiting: list[int] = []
     state: tuple[bool, bool] | None = None
+    # incremental: it holds back the bytes of a character that is not complete, and tells so in its state
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text = ""
 
@@ -104,7 +106,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
             end()
             pieces.append(Piece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
             continue
-        if here != state:
+        if here != state:  # a piece is trained or not, kept or not, as a whole
             end()
         state = here
         waiting.append(number)

@@ -152,8 +152,8 @@ def _start_worker(sent: bytes, parent: int) -> None:
     """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _do_job
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_with(parent, signal.SIGKILL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    leave_with(parent, signal.SIGKILL)  # a parent that is killed cannot end its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
     begin, recipe = pickle.loads(sent)
     _do_job = begin(recipe)
 
