@@ -216,6 +216,7 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
         DataError: the packages of the documents extra are not installed; there are no documents, none can be read, or
             the folder holds files that were edited.
     """
+    # before any document is read, so that a folder of .docx does not fail at its first web page
     missing = [package for package, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise DataError(
@@ -274,6 +275,7 @@ class _Repeats:
     def take(self, name: str, blocks: list[Block]) -> list[Block]:
         """The blocks to write; repeats are counted, and left out where `drop` is set."""
         text = join(blocks)
+        # a copy is left out whole, headings and code too, which as single paragraphs never are
         first = self._documents.setdefault(_digest(text), name)
         if first != name:
             self._report.copies[name] = first
@@ -287,12 +289,12 @@ class _Repeats:
                 self._count(reason, len(block.text))
             if not reason or not self._drop:
                 kept.append(block)
-        self._paragraphs |= here
+        self._paragraphs |= here  # only now: within one document a repeat has a reason of its own
         return kept
 
     def _repeated(self, block: Block, here: set[bytes]) -> str:
         """Why a block counts as repeated; empty where it does not."""
-        words = " ".join(block.text.split())
+        words = " ".join(block.text.split())  # the same paragraph may be wrapped otherwise
         if block.kind not in REPEATED_BYTES or len(words.encode("utf-8")) < REPEATED_BYTES[block.kind]:
             return ""
         digest = _digest(words)[:16]
@@ -323,7 +325,7 @@ class _Writer:
         elif TRAIN in self._files:
             self._rows(VAL, name, blocks)
         else:
-            self._waiting.append((name, blocks))
+            self._waiting.append((name, blocks))  # until a document goes to training: then they may be validation
 
     def finish(self) -> None:
         """Where every document's hash is in the validation share, all of them go to training."""
@@ -353,6 +355,7 @@ class _Writer:
 
 def read_all(wanted: list[Document], options: ReadOptions) -> Iterator[tuple[Document, Extract | Unreadable]]:
     """Each document with its text, in the order given; read by several processes, few in memory at a time."""
+    # threads wait for processes here, so one for each process is enough
     count = max(1, min(cores(), _MAX_PROCESSES, len(wanted) // _DOCUMENTS_PER_PROCESS))
     started, logged = time.monotonic(), time.monotonic()
     with _Readers(options, count) as readers:

@@ -75,6 +75,7 @@ class _Styles:
         number, level = _numbered(paragraph)
         outline = _outline(paragraph)
         label = (attribute(child(item, "w:name"), "w:val") or "").lower()
+        # by the style's built-in name, which is English in every language of Word
         if outline is None and (label.startswith("heading ") or label == "title"):
             outline = 0
         return _Style(
@@ -88,7 +89,7 @@ class _Styles:
 
     def find(self, key: str | None, label: str) -> Any:
         """The first value of a field along the chain of styles."""
-        seen: set[str] = set()
+        seen: set[str] = set()  # a broken file's styles may be based on each other in a circle
         while key is not None and key in self._styles and key not in seen:
             value = getattr(self._styles[key], label)
             if value is not None:
@@ -266,7 +267,7 @@ class _Reader:
 
     def _mark(self, kind: str, number: str) -> str:
         key = (kind, number)
-        if key not in self._marks:
+        if key not in self._marks:  # numbered as Word shows them: in the order of the references, not of the ids
             count = sum(earlier == kind for earlier, _ in self._marks) + 1
             self._marks[key] = f"[{count if kind == 'w:footnoteReference' else roman(count)}]"
         return self._marks[key]
@@ -276,6 +277,7 @@ class _Reader:
             code = int(attribute(item, "w:char") or "", 16)
         except ValueError:
             code = 0xF000
+        # Wingdings and Symbol live in the private-use area U+F000 to U+F0FF
         if 0xE000 <= code < 0xF900 or not 0x20 <= code < 0x110000:  # an index into the font, not a character
             self._extract.left_out.add(PICTURE_SIGNS, 1)
             return ""
@@ -297,7 +299,7 @@ class _Reader:
             if name(row) == "w:tr" and child(child(row, "w:trPr"), "w:del") is not None:
                 self._count(row, DELETIONS)
                 continue
-            cells = [self.blocks(cell) for cell in self._cells(row)]
+            cells = [self.blocks(cell) for cell in self._cells(row)]  # a cell holds paragraphs and tables
             line = _line(cells)
             if line is not None:
                 lines.append(line)
@@ -324,6 +326,7 @@ class _Reader:
         blocks: list[Block] = []
         for label, part in (("w:footnoteReference", "footnotes"), ("w:endnoteReference", "endnotes")):
             root = self._linked(part)
+            # separators and notes that nothing refers to are in the part too, and in no mark
             texts = {attribute(item, "w:id"): item for item in children(root)} if root is not None else {}
             for (kind, number), mark in list(self._marks.items()):
                 if kind == label and number in texts:

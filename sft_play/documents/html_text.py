@@ -87,6 +87,7 @@ def html_blocks(text: str, options: ReadOptions) -> Extract:
     main, problem = _main_part(str(soup))
     if problem:
         extract.notes.append(problem)
+    # trafilatura may take a page's teaser for its text: then the visible text is the better one
     elif _size(main) and _size(main) >= _LEAST_SHARE * _size(list(_visible(soup, around=False, links=False))):
         chosen = _with_title(main, inner)
     lost = _size(everything) - _size(chosen)
@@ -190,6 +191,7 @@ class _Walker:
             self._label = _item_label(item)
         self._kind = "heading" if kind in _HEADINGS else "list" if kind in ("li", "dt", "dd") else "text"
         self.walk(item)
+        # the label waits for the first text, which may stand in a paragraph inside the item
         if self._label and self._kind == "text" and "".join(self._pieces).strip():
             self._kind = "list"
         self.end_block()

@@ -208,7 +208,7 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     for line in sys.stdin:
         asked = json.loads(line)
-        _end_after(asked["seconds"] + 30)
+        _end_after(asked["seconds"] + 30)  # later than the parent would, which says why
         answers.write(json.dumps(_answer(asked)) + "\n")
         answers.flush()
         _end_after(0)
@@ -307,6 +307,7 @@ def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str
     assert process.stdin is not None
     assert process.stdout is not None
     started = time.monotonic()
+    # readline() has no timeout: the process is killed, which ends the line
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()

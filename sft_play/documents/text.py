@@ -104,6 +104,7 @@ def clean(text: str, left_out: Tally) -> str:
     text = _counted(_SOFT, _counted(_CONTROL, text, CONTROL_CHARACTERS, left_out), SOFT_HYPHENS, left_out)
     # form feeds and paragraph separators end paragraphs; other line ends become plain ones
     text = _SPACES.sub(" ", _PARAGRAPH_ENDS.sub("\n\n", _LINE_ENDS.sub("\n", text)))
+    # last: what was removed may have stood between a letter and its accent
     return unicodedata.normalize("NFC", "\n".join(line.rstrip(" \t") for line in text.split("\n")))
 
 
@@ -165,6 +166,7 @@ def chunks(blocks: list[Block], *, limit: int) -> list[str]:
             start = len(current)
             while start and current[start - 1].kind == "heading":
                 start -= 1
+            # the headings at the end go to the next chunk, if there is text before them and room there
             if start == 0 or len(join([*current[start:], block])) > limit:  # a chunk of headings alone is not moved
                 start = len(current)
             texts.append(join(current[:start]))
@@ -196,6 +198,7 @@ def _pieces(block: Block, limit: int) -> list[Block]:
 
 def _cut(text: str, start: int, end: int, enders: Sequence[Callable[[str, int, int], int]]) -> int:
     """Where to cut at `end` or before it: at the last good place of the second half, else at any, else right there."""
+    # the best kind of place first (sentence, line, word), but rather a word in the second half than a tiny piece
     for floor in (start + (end - start) // 2, start):
         for ender in enders:
             place = ender(text, floor, end)
