@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import METHODS
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import bad_row_lines, rows_text
+from sft_play.data.stats import rows_text
 from sft_play.data.survey import Survey
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
@@ -56,7 +57,7 @@ def _bad(
     lines = "\n".join([*bad_row_lines(among, bad, first), *also])
     if data.on_bad_row == "skip":
         return warned(name, lines, "they are left out (data.on_bad_row=skip); fix them to use them")
-    return failed(name, lines, "fix them, or leave them out, counted, with data.on_bad_row=skip")
+    return failed(name, lines, FIX_OR_SKIP)
 
 
 def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:

@@ -17,6 +17,7 @@ from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.row_lengths import RowLengths, TokenCounter, token_counter
+from sft_play.data.sources.bad_rows import bad_row_lines
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
 from sft_play.data.sources.formats import (
     Example,
@@ -34,7 +35,7 @@ from sft_play.data.sources.formats import (
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, too_large
 from sft_play.data.sources.tables import split_of_name
-from sft_play.data.stats import RowStats, bad_row_lines, rows_text
+from sft_play.data.stats import RowStats, rows_text
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line

@@ -24,11 +24,12 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.mixing import MAX_PASSES, Sources, drawn, mix_table
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import RowStats, bad_row_lines
+from sft_play.data.stats import RowStats
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -467,7 +468,7 @@ def _joined(datasets: Sequence[Any]) -> Any:
 def _bad_rows_message(stats: RowStats, source: str) -> str:
     lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.bad, stats.first_bad)
     lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
-    return "\n".join([*lines, "fix them, or leave them out, counted, with data.on_bad_row=skip"])
+    return "\n".join([*lines, FIX_OR_SKIP])
 
 
 def _nothing_left_message(stats: RowStats, source: str, max_seq_len: int, positions: int | None) -> str:

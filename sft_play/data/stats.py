@@ -12,25 +12,15 @@ from typing import Any
 import numpy as np
 
 from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
+from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.raw import BadRow
 from sft_play.log import one_line
-
-SHOWN_BAD_ROWS = 20
-"""Bad rows of a source that are listed; the others are counted."""
 
 
 def rows_text(count: int) -> str:
     """A number of rows in words."""
     return f"{count:,} row{'s' * (count != 1)}"
-
-
-def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> list[str]:
-    """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
-    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in bad.most_common(6))
-    rows = [f"  {one_line(str(row), limit=600)}" for row in first]
-    more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
-    return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
 
 
 # What a limit costs
