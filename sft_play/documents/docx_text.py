@@ -14,7 +14,7 @@ from typing import Any
 from sft_play.documents.docx_formula import linear
 from sft_play.documents.docx_numbering import BULLET, Numbering, roman
 from sft_play.documents.docx_package import Package, attribute, child, children, is_on, name
-from sft_play.documents.text import Block, Extract, Kind, ReadOptions, Unreadable
+from sft_play.documents.text import MAX_CELL_CHARS, Block, Extract, Kind, ReadOptions, Unreadable
 
 DELETIONS = "tracked deletions (.docx)"
 HIDDEN = "hidden text (.docx)"
@@ -28,8 +28,6 @@ _PROPERTIES = frozenset(
 ) | {"w:numberingChange", "w:customXmlPr", "w:smartTagPr", "w:rubyPr"}
 _DELETED = frozenset({"w:del", "w:moveFrom", "w:customXmlDelRangeStart"})
 _BLOCK_PARENTS = frozenset({"w:sdt", "w:sdtContent", "w:customXml", "w:smartTag", "w:ins", "w:moveTo"})
-_MAX_CELL_CHARS = 400
-"""A table with longer cells is the layout of a page: its cells are paragraphs, not columns of a line."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +375,7 @@ def _line(cells: list[list[Block]]) -> str | None:
     if len(cells) < 2 or any(block.kind == "table" for cell in cells for block in cell):
         return None
     texts = [" ".join(" ".join(block.text.split()) for block in cell if block.text.strip()) for cell in cells]
-    if any(len(text) > _MAX_CELL_CHARS for text in texts):
+    if any(len(text) > MAX_CELL_CHARS for text in texts):
         return None
     while texts and not texts[-1]:
         texts.pop()

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator
 from typing import Any
 
-from sft_play.documents.text import Block, Extract, Kind, ReadOptions, Unreadable
+from sft_play.documents.text import MAX_CELL_CHARS, Block, Extract, Kind, ReadOptions, Unreadable
 from sft_play.log import one_line
 
 PAGE_PARTS = "parts of web pages around the main text (.html)"
@@ -212,7 +212,7 @@ def _is_data(table: Any) -> bool:
     """Whether a table has short cells, and is not the layout of a page."""
     if table.find(["table", "p", "div", "ul", "ol", "pre", "h1", "h2", "h3"]):
         return False
-    return all(len(cell.get_text()) <= 400 for cell in table.find_all(["td", "th"]))
+    return all(len(cell.get_text()) <= MAX_CELL_CHARS for cell in table.find_all(["td", "th"]))
 
 
 def _rows(table: Any) -> Iterator[str]:

@@ -23,6 +23,9 @@ _PARAGRAPH_ENDS = re.compile("[\x0c\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
+MAX_CELL_CHARS = 400
+"""A table with longer cells is the layout of a page: its cells are paragraphs, not columns of a line."""
+
 CONTROL_CHARACTERS = "control characters"
 SOFT_HYPHENS = "soft hyphens and byte order marks"
 

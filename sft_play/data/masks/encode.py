@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template_limits import Span
-from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.token_row import IGNORED, Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.words import Words, words_of
 from sft_play.log import one_line

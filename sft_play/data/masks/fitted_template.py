@@ -34,8 +34,8 @@ from sft_play.data.masks.message_forms import (
     with_notes,
 )
 from sft_play.data.masks.probe_conversations import CALLING, PART_KEY, PLAIN
-from sft_play.data.masks.template import ChatTemplate, Endless, Message, RenderError
-from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, without_given
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, Message, without_given
 
 _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 _NOT_ITS_OWN = "the row is not rendered as apply_chat_template renders its messages"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sft_play.data.masks.message_forms import Kind
-from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.token_row import Span
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.template import Message
-from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS
+from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS, Message
 
 Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
 """`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""

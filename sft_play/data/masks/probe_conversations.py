@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from sft_play.data.masks.template import Message
+from sft_play.data.sources.messages import Message
 
 PART_KEY = re.compile(r"""['"]type['"]""")
 """In a rendering: the template took a list of parts for the text, and wrote it with its keys."""

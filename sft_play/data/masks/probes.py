@@ -26,8 +26,9 @@ from sft_play.data.masks.probe_conversations import (
     PROBE_TOOLS,
     SYSTEM,
 )
-from sft_play.data.masks.template import ChatTemplate, Endless, Message, RenderError
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 
 

@@ -19,13 +19,12 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder, Masked, masked_of
 from sft_play.data.masks.inexact import OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.special_tokens import Specials, texts_of
-from sft_play.data.masks.template import ChatTemplate, Message, RenderError
-from sft_play.data.masks.template_limits import Span
-from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, TokenRow, trained_tokens
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, Span, TokenRow, trained_tokens
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.turns import LocatedTurns, Turns
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.messages import GIVEN, merge_turns
+from sft_play.data.sources.messages import GIVEN, Message, merge_turns
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line

@@ -32,8 +32,9 @@ from sft_play.data.masks.marked_copy import (
 )
 from sft_play.data.masks.message_forms import Kind, adapted, mapped
 from sft_play.data.masks.probe_conversations import NEXT_QUESTION
-from sft_play.data.masks.template import Message, RenderError
+from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
 _MAX_PIECES = 90_000

@@ -11,10 +11,9 @@ from typing import Any
 
 from sft_play.data.masks.encode import Splitting
 from sft_play.data.masks.inexact import Inexact
-from sft_play.data.masks.template import Message
-from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.token_row import Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.messages import TEXT_KEYS
+from sft_play.data.sources.messages import TEXT_KEYS, Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 

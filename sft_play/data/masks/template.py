@@ -15,12 +15,12 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, Span, TooMuch
+from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, TooMuch
 from sft_play.data.masks.template_watch import WatchingEnvironment
+from sft_play.data.masks.token_row import Span
+from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
-
-Message = dict[str, Any]
 
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""

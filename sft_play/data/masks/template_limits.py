@@ -19,8 +19,7 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-Span = tuple[int, int]
-"""Characters [start, end) of a text."""
+from sft_play.data.masks.token_row import Span
 
 MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""

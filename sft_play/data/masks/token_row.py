@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template_limits import Span
-
+Span = tuple[int, int]
+"""Characters [start, end) of a text."""
 IGNORED = -100
 """The label of a token that is not trained (torch's and transformers' convention)."""
 METHODS = {

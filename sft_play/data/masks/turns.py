@@ -34,8 +34,9 @@ from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, sp
 from sft_play.data.masks.message_forms import adapted
 from sft_play.data.masks.probes import probed
 from sft_play.data.masks.skeletons import Skeletons
-from sft_play.data.masks.template import ChatTemplate, Message, RenderError
-from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.token_row import Span
+from sft_play.data.sources.messages import Message
 
 Method = Literal["generation", "prefix", "marker", "next_turn", "last_turn", "all", "document", "inexact"]
 """How the trained spans of a row were found; see docs/masks.md.

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-Span = tuple[int, int]
+from sft_play.data.masks.token_row import Span
 
 MAX_WORDS = 200_000
 """Words that are remembered, some 60 MB; at the limit all are forgotten."""
