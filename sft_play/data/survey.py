@@ -229,14 +229,14 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Marks:
-        """Those of a transformers tokenizer."""
+        """The special tokens of a transformers tokenizer."""
         special = frozenset(getattr(tokenizer, "added_tokens_decoder", {})) | frozenset(tokenizer.all_special_ids)
         return cls(tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, special)
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What a survey needs to count rows, in a form that another process can be sent.
+    """What a survey needs to count rows, in a form that can be sent to another process.
 
     Without `marks` there is no tokenizer, and rows are only read. `document`: the plain text of `task_mode: cpt_mixed`.
     Tokens are counted by role in about `role_rows` rows.

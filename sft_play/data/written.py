@@ -24,7 +24,7 @@ RECORD = ".sft_play_written.json"
 
 
 class CannotWrite(DataError):
-    """What was to be written could not be: a full disk, a limit."""
+    """Output could not be written: the disk is full, or a limit was reached."""
 
 
 class OutputFolder:

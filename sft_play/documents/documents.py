@@ -130,7 +130,7 @@ class DocumentsReport:
         ]
 
     def reasons(self) -> list[str]:
-        """Why each document that was not read was not."""
+        """Each document that was not read, with the reason."""
         return [f"{name}: {reason}" for name, reason in self.unreadable.items()]
 
     def _notes(self) -> list[str]:

@@ -35,7 +35,7 @@ class RenderError(ValueError):
 
 
 class Endless(RenderError):
-    """A template that passes the limits; rendering it again takes as long again."""
+    """A template that exceeds the limits; rendering it once more would take as long."""
 
 
 class ChatTemplate:

@@ -34,7 +34,7 @@ class TokenizerParts:
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
-        """Those of a transformers tokenizer.
+        """The parts of a transformers tokenizer.
 
         Raises:
             TokenizerError: it cannot say which characters a token stands for.

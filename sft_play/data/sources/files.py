@@ -165,7 +165,7 @@ def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
-    """Whether a path is where a command writes by default, beside the training rows that it writes."""
+    """Whether a path option has its default, beside training rows that a command of this project writes."""
     if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key)
