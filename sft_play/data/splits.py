@@ -406,11 +406,8 @@ class _Builder:
         features = Features(
             {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
         )
-        columns = {
-            "input_ids": blocks,
-            "labels": blocks,
-            "source": [1] * len(blocks),
-        }  # every token is trained; 1: text
+        # every token is trained, and 1 is the number of text
+        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
         return Split(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
 
