@@ -182,7 +182,7 @@ class Skeletons:
             begin = self._unasked_start(places, copy, index, tools, after=common, first=first)
         start = None if begin is None else places.place(begin)
         after = common if last is None else last
-        # `x &lt; y` in place of `x < y` would be learned; no sentinel shows it, as sentinels have nothing to escape.
+        # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
         if entity := self._template.entity(places.text[common : places.next_piece(after)], copy):
             raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
         end = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
@@ -219,10 +219,8 @@ class Skeletons:
             return None
         asked = [*copy[:index], NEXT_QUESTION]
         try:
-            prompt, whole = (
-                self._template.rendered(asked, tools, prompt=True),
-                self._template.rendered([*asked, *copy[index:]], tools),
-            )
+            prompt = self._template.rendered(asked, tools, prompt=True)
+            whole = self._template.rendered([*asked, *copy[index:]], tools)
         except RenderError:
             return None
         at = whole.find(places.text[first : first + SENTINEL_CHARS], len(prompt))
@@ -249,7 +247,7 @@ class Skeletons:
             opener = next(reversed(control_tokens(end.text, self._ends.special)), "")
             end = end if opener in self._ends.next_openers else None
         if end is not None:
-            # An end that the turn alone does not show is its own only if the next turn's text is written behind it.
+            # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
             is_own = own_tail is not None and own_tail.startswith(end.text)
             if not (is_own or end.by_next or places.tells_end(index, len(copy))):
                 return _EndPlace()
