@@ -80,7 +80,7 @@ def _content(jinja: ChatTemplate, *, with_tools: bool) -> Habits:
 
 def _calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
     """Whether it writes tool calls, and the one form of arguments that it writes correctly."""
-    # The whole exchange first. Some templates refuse a tool's result, and some have calls but no place for tools.
+    # The whole exchange first; some templates refuse a tool's result, or to be given tools.
     with contextlib.suppress(Endless):
         for turns, tools in ((CALLING, PROBE_TOOLS), (CALLING[:2], PROBE_TOOLS), (CALLING[:2], ())):
             written = {kind: _written_calls(template, turns, tools, kind) for kind in ARGUMENT_FORMS}

@@ -169,7 +169,6 @@ def _system(row: RawRow, messages: list[Message]) -> list[Message]:
 def _check_turns(messages: list[Message]) -> None:
     if not messages:
         raise Unusable("no turns")
-    # a conversation that ends with a tool's result has answers before it; one that ends with a question may be cut off
     if messages[-1]["role"] == "user":
         raise Unusable(ENDS_WITH_USER, f"messages[{len(messages) - 1}]")
     answers = [message for message in messages if message["role"] == "assistant"]
