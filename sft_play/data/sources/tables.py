@@ -60,9 +60,8 @@ def split_of_name(name: str) -> str | None:
     return SPLIT_WORDS[word.lower()] if word else None
 
 
-def find_delimiter(path: Path, *, start: str | None = None) -> str:
+def find_delimiter(text: str) -> str:
     """The character between the fields of a table's first line: the one that gives the most fields."""
-    text = head(path).decode("utf-8", "ignore") if start is None else start
     first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
     return max(DELIMITERS, key=lambda char: _field_count(first, char))  # of equal counts the first: a comma
 
@@ -83,7 +82,7 @@ def looks_like_table(start: str) -> bool:
     lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
     if len(lines) < 2:
         return False
-    delimiter = find_delimiter(Path(), start=lines[0])
+    delimiter = find_delimiter(lines[0])
     names = next(csv.reader([lines[0]], delimiter=delimiter), [])
     is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
     return is_header and _field_count(lines[1], delimiter) == len(names)
@@ -97,7 +96,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    reader = csv.reader(lines, delimiter=find_delimiter(path), strict=True)
+    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
