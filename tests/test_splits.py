@@ -15,6 +15,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.data import build as build_module
 from sft_play.data import workers as workers_module
+from sft_play.data.arrow_rows import RowWriter
 from sft_play.data.build import KEPT, Recipe, build
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
@@ -319,7 +320,7 @@ class TestCache:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(build_module._Writer, "write", breaks)
+            patch.setattr(RowWriter, "write", breaks)
             with pytest.raises(KeyboardInterrupt):
                 build(path, recipe, split="train")
         assert made

@@ -19,7 +19,8 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build import HELD, KEPT, Built, Recipe, build, chat_of
+from sft_play.data.arrow_rows import chat_of
+from sft_play.data.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
@@ -313,7 +314,7 @@ class _Builder:
                 f"of max_seq_len {block}; lower model.max_seq_len or give more text"
             )
         count = len(split.rows)
-        # a single block may be shorter: a held-out text of less than one (`build._blocks`)
+        # a single block may be shorter: a held-out text of less than one (`arrow_rows.write_blocks`)
         tokens = count * block if count > 1 or len(split.rows[0]["input_ids"]) == block else stats.tokens
         left = stats.tokens - tokens
         self._notes.append(
