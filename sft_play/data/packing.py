@@ -59,7 +59,7 @@ def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
-    order = np.argsort(-sizes, kind="stable")
+    order = np.argsort(-sizes, kind="stable")  # stable: rows of one length stay in the data set's order
     pack_of = np.empty(len(sizes), dtype=np.int64)
     pack_of[order] = _dealt(sizes[order], capacity)
     count = int(pack_of.max()) + 1 if len(sizes) else 0

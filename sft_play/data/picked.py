@@ -9,6 +9,7 @@ from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.preview import Shown, raw_text, spread_out
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.raw import BadRow, RawRow
+from sft_play.data.stats import rows_text
 from sft_play.data.survey import RowMaker, RowOutcome
 from sft_play.data.token_pieces import TokenBytes, kept_tokens, pieces_of
 from sft_play.errors import DataError
@@ -22,8 +23,7 @@ def row_numbered(reader: ExampleReader, wanted: int) -> list[tuple[int, Raw]]:
     """The row of this number, from 1."""
     rows = [raw for number, raw in enumerate(reader.raw(), start=1) if number == wanted]
     if not rows:
-        count = f"{reader.rows:,} row{'s' if reader.rows != 1 else ''}"
-        raise DataError(f"ROW={wanted}: {reader.path} has {count}; rows are counted from 1")
+        raise DataError(f"ROW={wanted}: {reader.path} has {rows_text(reader.rows)}; rows are counted from 1")
     return [(wanted, rows[0])]
 
 

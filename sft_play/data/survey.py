@@ -51,6 +51,7 @@ def tokens_by_role(
     for message in chat.messages:
         for part in map(message.get, TEXT_KEYS):
             content = str(part or "").strip()
+            # from the end of the one before: the same words may stand in several messages
             begin = text.find(content, position) if content else -1
             if begin >= 0:
                 position = begin + len(content)
@@ -137,6 +138,7 @@ class Survey(RowStats):
             if first != number + before:
                 self.duplicates += 1
                 repeats.append((first, number + before))
+        # pieces are added in the order of the file, so the earliest repeat may be of this piece or across the two
         self.first_duplicate = min(repeats, key=lambda repeat: repeat[1], default=None)
         if self.first is None and other.first is not None:
             number, whole = other.first

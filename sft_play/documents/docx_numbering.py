@@ -153,6 +153,7 @@ def formatted(number: int, form: str) -> str:
     if form in ("lowerRoman", "upperRoman"):
         return roman(number) if form == "lowerRoman" else roman(number).upper()
     if form in ("lowerLetter", "upperLetter") and 0 < number <= 780:
+        # Word goes on with aa, bb, …, not with aa, ab as spreadsheets do
         letters = chr(ord("a") + (number - 1) % 26) * ((number - 1) // 26 + 1)
         return letters if form == "lowerLetter" else letters.upper()
     return f"{number:02d}" if form == "decimalZero" else str(number)

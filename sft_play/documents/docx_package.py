@@ -137,7 +137,7 @@ class Package:
         relations = {}
         for item in children(root) if root is not None else ():
             target = unquote(item.get("Target") or "")
-            if item.get("TargetMode") != "External" and target:
+            if item.get("TargetMode") != "External" and target:  # nothing outside the archive is ever opened
                 kind = (item.get("Type") or "").rpartition("/")[2]
                 absolute = target.lstrip("/") if target.startswith("/") else posixpath.join(folder, target)
                 relations[item.get("Id") or ""] = Relation(kind, posixpath.normpath(absolute))

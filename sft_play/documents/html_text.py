@@ -49,7 +49,7 @@ def decode_html(data: bytes) -> str:
     if encoding in ("iso8859-1", "ascii"):  # browsers read both as Windows' encoding, a superset
         try:
             return data.decode("cp1252")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # cp1252 leaves five bytes without a character
             return data.decode("latin-1")
     return _decode(data, encoding, "the encoding that it declares")
 
@@ -116,7 +116,7 @@ def _soup(text: str) -> Any:
 
     soup = BeautifulSoup(text, "lxml")
     for item in soup.find_all(is_never_seen):
-        if not item.decomposed:  # with an element around it
+        if not item.decomposed:  # not gone already, with an element around it
             item.decompose()
     return soup
 
@@ -200,7 +200,7 @@ class _Walker:
 
 def _item_label(item: Any) -> str:
     parents = [parent.name for parent in item.parents]
-    depth = sum(name in ("ul", "ol") for name in parents) - 1
+    depth = sum(name in ("ul", "ol") for name in parents) - 1  # the item's own list is level 0
     indent = "  " * max(depth, 0)
     if item.parent is not None and item.parent.name == "ol":
         place = sum(1 for other in item.find_previous_siblings("li")) + 1

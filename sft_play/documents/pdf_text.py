@@ -64,6 +64,7 @@ def _pages(data: bytes) -> list[str]:
 
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
+        # many PDFs are encrypted with an empty password, only to forbid printing or copying
         if reader.is_encrypted and not reader.decrypt(""):
             raise Unreadable("locked with a password; save it without one")
         count = len(reader.pages)
@@ -204,7 +205,7 @@ def _width(page: list[str]) -> int:
 def _is_wrapped(line: str, after: str, width: int) -> bool:
     if _ITEM.match(after):
         return False
-    if line.endswith("-") and line[-2:-1].isalpha() and after[0].islower():
+    if line.endswith("-") and line[-2:-1].isalpha() and after[0].islower():  # a word divided at the line's end
         return True
     is_end = line.endswith(_SENTENCE_ENDS) and not after[0].islower()
     return len(line) >= (_FULL_LINE_WITH_END if is_end else _FULL_LINE) * width

@@ -187,6 +187,7 @@ class _Walker:
     def _system_message(self, item: Any, indent: str) -> Iterator[Block]:
         """The text that a message is about, where it is nowhere else in the tree."""
         message = " ".join(part.astext() for part in item.children if part.__class__.__name__ == "paragraph")
+        # unknown directives and roles come as messages, with their source in a literal block
         if message.startswith(_TOO_SHORT):  # the title itself is in the tree
             return
         for part in item.children:

@@ -250,7 +250,7 @@ def ascii_pattern(pattern: str) -> str:
         match = _PROPERTY.match(pattern, at)
         char = pattern[at]
         if match:
-            name, is_not = match[3], (match[1] == "P") != bool(match[2])
+            name, is_not = match[3], (match[1] == "P") != bool(match[2])  # \P{^L} is \p{L}
             members = _ranges([code for code in _KNOWN if unicodedata.category(chr(code)).startswith(name) != is_not])
             parts.append(members if in_class else f"[{members}]")
             at = match.end()
@@ -259,6 +259,7 @@ def ascii_pattern(pattern: str) -> str:
             parts.append(pattern[at : at + 2])
             at += 2
             continue
+        # `$`, `.` and `^` may differ over line ends, and Python has no nested classes
         if (char == "[" and in_class) or (char in "$.^" and not in_class):
             raise ValueError(pattern)
         parts.append(char)

@@ -141,6 +141,7 @@ def _chat(row: RawRow, messages: list[Message]) -> Chat:
         _check_turns(messages)
         return Chat(row.where, tuple(messages))
     for key in _MEDIA_KEYS:
+        # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
             raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
     messages = [*_system(row, messages), *messages]
@@ -197,7 +198,7 @@ def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Messag
     prompt, reply = _text_at(row, question), _text_at(row, answer)
     for key in _EXTRAS if question == "instruction" else ():
         extra = _text_at(row, key, needed=False)
-        prompt = f"{prompt}\n{extra}" if extra.strip() else prompt
+        prompt = f"{prompt}\n{extra}" if extra.strip() else prompt  # as LLaMA-Factory joins alpaca's columns
     # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
     history = unpacked(row.data.get("history"), "[")
     if history in (None, ""):

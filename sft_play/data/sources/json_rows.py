@@ -209,7 +209,7 @@ class Window:
 
     def more(self, wanted: int = 1) -> bool:
         """Drop what the position has passed and read `wanted` characters or more; False at the end of the file."""
-        self.place()  # counts the lines that are dropped
+        self.place()  # counts the line ends that are dropped
         self.text, self.position, self._counted = self.text[self.position :], 0, 0
         pieces, count = [self.text], 0
         while count < wanted and not self.is_last:
@@ -277,7 +277,7 @@ class Window:
             value, end = _DECODER.raw_decode(self.text, self.position)
         except RecursionError:
             raise self._fault("nested too deeply") from None
-        except RefusedJson as error:
+        except RefusedJson as error:  # raised inside the decoder, which does not tell where the value ends
             refused = error
             try:
                 # where the row ends, so that it is one bad row and those after it are read
@@ -290,6 +290,7 @@ class Window:
             return None
         except ValueError:  # Python reads no whole number of more than 4,300 digits
             raise self._fault("a number has too many digits") from None
+        # objects, lists and strings end with their own mark; a number or a literal may go on
         may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
         return None if may_go_on and not self.is_last else (value, end, refused)
 
@@ -303,6 +304,7 @@ class Window:
         line, column = self.place(error.pos - self.position)
         begin = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
         shown = one_line(self.text[begin : begin + 200].split("\n")[0], limit=_SHOWN_CHARS)
+        # its column is that of the window; the file's is what the reader of the message looks for
         placed = json.JSONDecodeError(error.msg, error.doc, error.pos)
         placed.colno = column
         raise DataError(f"{self._path}:{line}: not valid JSON: {_why(placed)}. Line: {shown}") from None

@@ -188,10 +188,11 @@ def _messages(item: Any, index: int) -> list[Message]:
 def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     given = item[role_key]
     role = _role(given, where, is_result=isinstance(item.get("name"), str))
+    # an empty `content` beside a `value` counts: the first key that is there, whatever it holds
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if str(given).strip().lower() in _CALL_ROLES:
+    if str(given).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
         message |= {"content": "", "tool_calls": _calls_in_text(content, where)}
     else:
         calls = _calls_of(item, content, where)
@@ -211,6 +212,7 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     is_trained = _is_trained(item, where)
     if is_trained is False:
         message["train"] = False
+    # `weight: 1` on every message is common and asks for nothing; `train: true` on a user's turn does
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
     # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
@@ -302,6 +304,7 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
         return _join_parts([value], where)
     if isinstance(value, dict) and isinstance(value.get("parts"), list):
         return _join_parts(value["parts"], where)
+    # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
     raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string")
@@ -320,7 +323,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = _first(part, "text", "value") if isinstance(part, dict) else part
         if isinstance(kind, str) and kind in _SKIPPED_PARTS:
-            continue
+            continue  # read by _reasoning_of and _calls_of
         if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
             raise Unusable("a content part is not text", f"{where} has a part {shown(part)}")
         texts.append(text)

@@ -94,7 +94,7 @@ class _Unpacked:
             block = self._file.read(size)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{self._path} cannot be read: {error}") from None
-        self._read += len(block)
+        self._read += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
         if self._read > self._limit:
             raise DataError(
                 f"{self._path} unpacks to more than {self._limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: "
@@ -119,6 +119,7 @@ def is_gzipped(path: Path) -> bool:
 
 def require_file(path: Path) -> None:
     """Raises DataError for anything but a regular file: a pipe would wait for ever, a device may never end."""
+    # is_file() follows links: one to a regular file is one
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a pipe or a device?); data is read more than once")
     if not os.access(path, os.R_OK):
@@ -135,7 +136,7 @@ def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BL
     try:
         file: BinaryIO | _Unpacked = path.open("rb") if unpacked is None else unpacked
         try:
-            if start and not isinstance(file, _Unpacked):
+            if start and not isinstance(file, _Unpacked):  # gzipped files are read whole, never in ranges
                 file.seek(start)
             left = None if end is None else end - start
             while left is None or left > 0:
@@ -217,6 +218,7 @@ def _decode(data: bytes) -> tuple[str, int]:
     try:
         return data.decode("utf-8"), len(data)
     except UnicodeDecodeError as error:
+        # the block's end cut a character: its bytes are the beginning of the next block
         if error.end == len(data) and error.reason == "unexpected end of data":
             return data[: error.start].decode("utf-8"), error.start
         raise
@@ -231,7 +233,7 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     """
     line, buffer, is_whole = 1, "", True
     for block in text_blocks(path):
-        if block.count("\0") > len(block) // 100:
+        if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
         buffer += block
         while len(buffer) > 2 * TEXT_CHARS:
@@ -306,10 +308,11 @@ def not_utf8(path: Path, offset: int) -> DataError:
 
 def _convert(path: Path, encoding: str) -> str:
     name = one_line(path.name.removesuffix(".gz"), limit=200)
+    # the command is meant to be pasted: names with spaces or quotes must not become other words
     quoted, target = shlex.quote(one_line(str(path), limit=4_000)), shlex.quote(f"utf8-{name}")
     source = f"gunzip -c {quoted} | iconv" if is_gzipped(path) else "iconv"
     given = "" if is_gzipped(path) else f" {quoted}"
-    if encoding == "utf-8":
+    if encoding == "utf-8":  # -c drops what cannot be converted
         return f"Leave the broken bytes out: {source} -c -f utf-8 -t utf-8{given} > {target}"
     return f"Convert it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
 

@@ -174,7 +174,7 @@ class _TextLines:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise not_utf8(path, at + error.start) from None
-            lines = text.split("\n")
+            lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
             yield from (line + "\n" for line in lines[:-1])
             if lines[-1]:
                 yield lines[-1]
@@ -372,7 +372,7 @@ def choose_split(names: list[str], split: str, path: Path | str) -> str:
         DataError: none of them, or several without one that has the plain name.
     """
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
-    exact = next((name for name in (split, *wanted) if name in names), None)
+    exact = next((name for name in (split, *wanted) if name in names), None)  # plain names before likenesses
     if exact is not None:
         return exact
     like = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
@@ -399,6 +399,7 @@ def hub_parts(given: str) -> tuple[str, str | None]:
     ident, _, config = given.removeprefix(HUB).partition(":")
     if not _HUB_ID.fullmatch(ident):
         raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+    # datasets.load_dataset takes a local folder of that name before the hub's
     if Path(ident).exists():
         raise DataError(f"{one_line(given)}: {ident} exists here too, and datasets would read it; write the path")
     return ident, config or None
@@ -443,6 +444,7 @@ def _hub_advice(ident: str, error: Exception) -> str:
     import datasets
 
     text = one_line(str(error), limit=300)
+    # by name: importing the hub's exception classes would tie this to the module that they live in
     kinds = {kind.__name__ for kind in type(error).__mro__}
     fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
     if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
