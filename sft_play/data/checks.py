@@ -90,8 +90,8 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
             leaks.append(
                 warned(
                     "leaks",
-                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: scores on "
-                    f"{other.split} come out too high",
+                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: figures on "
+                    f"{other.split} flatter the model",
                     "leave them out of one: make process SET=data.process.drop_leaks=true",
                 )
             )

@@ -293,7 +293,7 @@ class RowStats:
             )
         for other, count in self.shared.items():
             lines.append(
-                f"{rows_text(count)} with the same tokens as in {other}: scores on {split} come out too high (make "
+                f"{rows_text(count)} with the same tokens as in {other}: figures on {split} flatter the model (make "
                 "check names them; make process SET=data.process.drop_leaks=true leaves them out)"
             )
         if self.lost or self.cut_rows:

@@ -290,7 +290,7 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
         # the length of the result before it is computed, which is what would take the time
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
-            raise TooMuch(f"a whole number of more than {MAX_BITS:,} bits")
+            raise TooMuch("a number without end")
 
 
 _PERCENT_WIDTH = r"%(?:\([^)]*\))?[^a-zA-Z%]*?(\d+|\*)"
