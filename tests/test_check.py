@@ -360,7 +360,7 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
     survey.cost.add(1_000, [(1, 1_000)])
     survey.kept, survey.cut_rows, survey.trained, survey.lost_by_cut = 1, 1, 99, 900
     (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)
-    assert str(check.remedy).startswith("set model.max_seq_len=512, the model's limit: 51.2% kept, or raise ")
+    assert str(check.remedy).startswith("set model.max_seq_len=512, the most that the model has: 51.2% kept, or raise ")
     (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=100)
     assert "the model has no more positions" in str(check.remedy)
 

@@ -77,7 +77,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
             )
         )
     if not repeated:
-        findings.append(passed("duplicates", "no row occurs twice in its file"))
+        findings.append(passed("duplicates", "no row is twice in its file"))
     files = [survey for survey in surveys.values() if survey.split != "text"]
     pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
     leaks = []
@@ -216,7 +216,7 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
     if longer:
         return f"set model.max_seq_len: {', '.join(longer)}"
     if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
-        return f"set model.max_seq_len={positions}, the model's limit: {cost.kept_share(positions):.1%} kept"
+        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
     other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
     more = positions is not None and positions > max_seq_len
     why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
