@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play import runs
-from sft_play.data.build import digest_of
+from sft_play.data.file_digests import digest_of
 from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import Split, build_splits
 from sft_play.errors import ModelError
