@@ -94,7 +94,7 @@ mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TO
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
 	@$(SCRIPT)/train.py
-train-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+train-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
 	@$(SCRIPT)/train.py --tensorboard
 train-and-watch: train-tb ## Another name for train-tb
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
@@ -103,11 +103,11 @@ resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that ru
 ##@ Many GPUs
 train-distributed: setup ## Fine-tune over all GPUs, or CPU ranks (STRATEGY=ddp|fsdp|zero2|zero3 NPROC=2 GPUS=0,1)
 	@$(SCRIPT)/train_distributed.py
-train-distributed-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+train-distributed-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
 	@$(SCRIPT)/train_distributed.py --tensorboard
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
 	@$(SCRIPT)/train_deepspeed.py
-train-deepspeed-tb: setup ## DeepSpeed with TensorBoard beside it
+train-deepspeed-tb: setup ## The same with DeepSpeed, with TensorBoard running
 	@$(SCRIPT)/train_deepspeed.py --tensorboard
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
 	@$(SCRIPT)/launch_command.py
