@@ -31,7 +31,7 @@ from sft_play.failures import Failure
 from sft_play.planner.precision import Precision
 from sft_play.runs import RunFolder
 from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
-from sft_play.training.model import build_model_spec
+from sft_play.training.model_spec import build_model_spec
 from sft_play.training.unsloth_environment import Answer
 from tests import warm
 from tests.conftest import ROOT

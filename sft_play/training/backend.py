@@ -18,7 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.training.model import ModelSpec
+from sft_play.training.model_spec import ModelSpec
 from sft_play.training.unsloth_environment import Answer, ask, find_python
 
 SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"

@@ -32,7 +32,8 @@ from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import Question, stop_ids
 from sft_play.training.finish import describe
 from sft_play.training.job import Job
-from sft_play.training.model import ModelSpec, check_saved_weights, empty_model, whole_shapes
+from sft_play.training.model_saving import check_saved_weights, whole_shapes
+from sft_play.training.model_spec import ModelSpec, empty_model
 from sft_play.training.prepare import Prepared
 from sft_play.training.unsloth_environment import WORKER, worker_environment
 

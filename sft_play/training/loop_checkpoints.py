@@ -21,7 +21,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import TrainingError
-from sft_play.training import checkpoints, distributed, full_state_dict, sharded_checkpoints
+from sft_play.training import checkpoints, distributed, full_state_dict, gathered_weights, sharded_checkpoints
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.monitor import Monitor
 from sft_play.units import GIB
@@ -103,10 +103,18 @@ class CheckpointedLoop(Trainer):
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(written / "trainer_state.json"))
-            checkpoints.commit(written, folder, needed=distributed.checkpoint_files(self))
+            checkpoints.commit(written, folder, needed=self._needed_files())
             best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
             checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
         self.wait_for_disk()
+
+    def _needed_files(self) -> tuple[str, ...]:
+        """Files without which a checkpoint of this engine cannot be resumed."""
+        if self.is_deepspeed_enabled:
+            return ("trainer_state.json", "latest")
+        if self.in_parts:
+            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS, sharded_checkpoints.GROUPS)
+        return checkpoints.NEEDED
 
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
@@ -132,7 +140,7 @@ class CheckpointedLoop(Trainer):
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-                self._save(output_dir, state_dict=distributed.whole_state(self))
+                self._save(output_dir, state_dict=gathered_weights.whole_state(self))
             else:
                 super().save_model(output_dir, _internal_call)
         self.wait_for_disk()

@@ -17,7 +17,8 @@ from sft_play.errors import ModelError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.training.full_state_dict import adapter_names, is_saved_twice
-from sft_play.training.model import ModelSpec, empty_model, grown, weights_facts
+from sft_play.training.model_loading import weights_facts
+from sft_play.training.model_spec import ModelSpec, empty_model, grown
 
 logger = logging.getLogger(__name__)
 

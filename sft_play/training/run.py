@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play import runs
 from sft_play.planner.show import precision_name
-from sft_play.training import bridge, checkpoints, distributed
+from sft_play.training import bridge, checkpoints, distributed, engines
 from sft_play.training.agreement import digests
 from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.curriculum import Stages
@@ -108,7 +108,7 @@ def train(
         )  # fmt: skip
         summary = finish(job, prepared, trainer, result, watch.memory)
     if job.folder.stage is not None:  # another model is loaded into this process
-        distributed.release(trainer)
+        engines.release(trainer)
     return summary
 
 

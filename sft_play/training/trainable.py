@@ -17,7 +17,7 @@ from torch import nn
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.training.model import ModelSpec, empty_model
+from sft_play.training.model_spec import ModelSpec, empty_model
 
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}
 """Pieces that stand for a glob."""

@@ -28,7 +28,7 @@ from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
 from sft_play.runs import RunFolder
-from sft_play.training import distributed
+from sft_play.training import distributed, engines
 from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of
 from sft_play.training.collate import COUNTS, SOURCE
@@ -61,7 +61,7 @@ def training_arguments(
     """The arguments of TRL's trainer for this run and plan.
 
     Args:
-        engine: the arguments that turn on its layout (`distributed.engine_arguments`).
+        engine: the arguments that turn on its layout (`engines.engine_arguments`).
         make: takes the place of SFTConfig, for a trainer that is not TRL's.
     """
     train = config.train
@@ -277,8 +277,8 @@ def build_trainer(
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
-    distributed.tell_accumulation(trainer, plan)
-    distributed.set_dtypes(trainer, plan, config)
+    engines.tell_accumulation(trainer, plan)
+    engines.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 

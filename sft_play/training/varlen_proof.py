@@ -20,7 +20,7 @@ import torch
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed, varlen
-from sft_play.training.model import ModelSpec
+from sft_play.training.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
