@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,13 @@ from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
 from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.rows import (
     EpochOrder,
-    LongestFirst,
-    SharedOrder,
     StepBatches,
     TellEpoch,
     TrainingRows,
     evened,
     filled,
     lengths_of,
+    longest_first,
     trained_tokens,
 )
 from sft_play.training.upstream import require_known
@@ -148,14 +148,6 @@ class PlannedLoop(CheckpointedLoop):
         process needs no equal batches."""
         return batch * ranks if self.args.world_size > 1 else 1
 
-    def _shared(self, order: Any, *, batch: int) -> Any:
-        """The order that is given to all ranks: those of a group that shares rows get the same ones."""
-        times = self._layout.context_parallel
-        return order if times == 1 else SharedOrder(order, batch=batch, times=times)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
-
     def get_train_dataloader(self) -> Any:
         """The batches of an epoch, this rank's alone; worker processes end with this one."""
         workers = self.args.dataloader_num_workers
@@ -177,18 +169,21 @@ class PlannedLoop(CheckpointedLoop):
         return _ending_with_me(prepared)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches of an evaluation; worker processes end with this one."""
-        return _ending_with_me(super().get_eval_dataloader(eval_dataset))
+        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        order = longest_first(dataset, batch=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
+        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
+        return _ending_with_me(super().get_eval_dataloader(dataset.select(order)))
 
-    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """The rows of the next step; the wait for them is timed."""
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
+        """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
         with self._monitor.part("data"):
-            return super().get_batch_samples(*args, **options)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        batches = [batch for batch in batch_samples if batch]
-        self._passes = len(batches)
-        return super()._get_num_items_in_batch(batches, device)
+            batches = list(itertools.islice(epoch_iterator, num_batches))
+            full = [batch for batch in batches if batch]
+            self._passes = len(full)
+            # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
+            _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
+        return batches, trained
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Those of a batch; none of an empty one."""
@@ -284,6 +279,11 @@ class PlannedLoop(CheckpointedLoop):
         return figures | {f"{prefix}num_tokens": sum(rank[width] for rank in counted)}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's, whose rows a second count a row once, however many context-parallel ranks share it."""
+        output = super().evaluation_loop(*args, **options)
+        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""

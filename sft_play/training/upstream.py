@@ -35,18 +35,6 @@ class Private:
 
 OVERRIDDEN = (
     Private(
-        "_get_num_items_in_batch",
-        "a step needs as many micro-batches as its tokens do, and the others are empty",
-        ("self", "batch_samples", "device"),
-        ("get_batch_samples",),
-    ),
-    Private(
-        "_get_eval_sampler",
-        "the longest rows first, so that evaluation runs out of memory at once or not at all",
-        ("self", "eval_dataset"),
-        ("get_eval_dataloader",),
-    ),
-    Private(
         "_get_output_dir",
         "checkpoints are written aside and renamed; the arguments that are saved with them keep the real folder",
         ("self", "trial"),
