@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 from transformers import Trainer
 from trl import SFTTrainer
@@ -10,11 +15,13 @@ from sft_play.errors import BackendError
 from sft_play.training import upstream
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.loop_checkpoints import CheckpointedLoop
+from sft_play.training.monitor import Monitor
 from sft_play.training.trainer import PlannedTrainer
 from sft_play.training.unsloth_run import UnslothLoop
 
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
+OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
 KNOWN = [*upstream.OVERRIDDEN, *upstream.USED]
 
 
@@ -31,6 +38,48 @@ def test_every_private_override_is_listed_with_a_reason_and_nothing_else_is():
     for one in KNOWN:
         assert len(one.reason.split()) >= 5, one.name
         assert one.used_by, one.name
+
+
+def private_names(sources: Iterable[str]) -> set[str]:
+    """Names that begin with an underscore and that code asks of itself, of `super()` or of a trainer."""
+    found = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            found |= {node.attr} if ast.unparse(node.value).rpartition(".")[2] in OF_A_TRAINER else set()
+    return found
+
+
+def test_every_private_name_of_a_trainer_that_training_uses_is_listed():
+    """Methods and attributes of transformers' and TRL's trainers, by the libraries' own sources."""
+    theirs = private_names(inspect.getsource(base) for base in (Trainer, SFTTrainer))
+    own = {name for loop in LOOPS for name in vars(loop)} - {one.name for one in upstream.OVERRIDDEN}
+    folder = Path(upstream.__file__).parent
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        is_loop = path.stem in {loop.__module__.rpartition(".")[2] for loop in LOOPS}
+        used = private_names([text if is_loop else text.replace("self._", "other._")]) & theirs
+        assert used - own <= {one.name for one in KNOWN}, path.name
+    loops = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in ("loop", "loop_checkpoints")]
+    assert {"_tr_loss", "_globalstep_last_logged", "_save", "_save_rng_state"} <= private_names(loops) & theirs
+
+
+def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch):
+    """Of transformers' and Unsloth's counting both: they look for labels in the first batch of a step."""
+    counted = []
+
+    def count(self, epoch_iterator, num_batches, device):
+        counted.append((list(epoch_iterator), num_batches, device))
+        return counted[-1][0], 7
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", count)
+    loop = object.__new__(PlannedLoop)
+    loop._monitor = Monitor()
+    rows = iter([{}, {}, {"labels": 1}, {"labels": 2}, {}, {"labels": 3}])
+    assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {}, {"labels": 1}, {"labels": 2}], 7)
+    assert loop._passes == 2
+    assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {"labels": 3}], 7)  # the last step of an epoch
+    assert loop._passes == 1
+    assert counted == [([{"labels": 1}, {"labels": 2}], 2, "cpu"), ([{"labels": 3}], 1, "cpu")]
 
 
 def test_the_installed_libraries_are_known():

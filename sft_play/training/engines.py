@@ -43,8 +43,8 @@ def engine_arguments(
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": [layer_class],
             "reshard_after_forward": True,
-            "cpu_ram_efficient_loading": False,
-            "state_dict_type": "FULL_STATE_DICT",
+            "cpu_ram_efficient_loading": False,  # `fsdp_loading` reads the weights, or every rank has them
+            "state_dict_type": "FULL_STATE_DICT",  # with another, Trainer.save_model writes no weights at all
         }
     return arguments | _axes(plan.choice.layout)
 
@@ -139,6 +139,7 @@ def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
 
 
 def zero_stage(wrapped: Any) -> int | None:
+    """The ZeRO stage that DeepSpeed runs; None where another engine carries the model."""
     return int(wrapped.zero_optimization_stage()) if is_deepspeed(wrapped) else None
 
 

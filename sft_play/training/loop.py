@@ -143,11 +143,6 @@ class PlannedLoop(CheckpointedLoop):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _unit(self, batch: int, *, ranks: int) -> int:
-        """The number of rows is filled up to a multiple of this: one pass of `ranks` that each see their own rows. One
-        process needs no equal batches."""
-        return batch * ranks if self.args.world_size > 1 else 1
-
     def get_train_dataloader(self) -> Any:
         """The batches of an epoch, this rank's alone; worker processes end with this one."""
         workers = self.args.dataloader_num_workers
@@ -307,8 +302,10 @@ class PlannedLoop(CheckpointedLoop):
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         most = self.args.per_device_eval_batch_size
-        batch = evened(len(dataset), most=most, ranks=self.args.world_size)
-        dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
+        ranks = self.args.world_size
+        batch = evened(len(dataset), most=most, ranks=ranks)
+        # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
+        dataset = filled(dataset, unit=batch * ranks if ranks > 1 else 1)
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
