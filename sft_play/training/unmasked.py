@@ -16,7 +16,7 @@ import torch
 
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.training.collate import COUNTS, Collator
-from sft_play.training.packable import TELLING, VOCABULARY, kind_of, on_small_model, small_model
+from sft_play.training.packable import MOST_TRAINED, TELLING, VOCABULARY, kind_of, on_small_model, small_model
 
 LENGTHS = (42, 19)
 """Tokens of the two rows of the batch: the second has more padding than the small windows are long."""
@@ -27,9 +27,6 @@ AS_ROUNDED = 2.0
 """In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask."""
 _ROUNDED = 1e-2
 """Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact."""
-
-_MOST_PARAMETERS = 20_000_000
-"""More would take minutes forward and back on a CPU in bf16 (Falcon-H1 at full width: five)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = Fals
         hf_config,
         lambda small: measure(small, attention=attention, trust_remote_code=trust_remote_code),
         trust_remote_code=trust_remote_code,
-        most=_MOST_PARAMETERS,
+        most=MOST_TRAINED,
     )
     if found is None:
         return Padding(True, f"padded rows keep their mask: what {kind} does without cannot be measured ({problem})")
