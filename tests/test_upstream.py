@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainerState
 from trl import SFTTrainer
 
 from sft_play.errors import BackendError
@@ -80,6 +81,23 @@ def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch
     assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {"labels": 3}], 7)  # the last step of an epoch
     assert loop._passes == 1
     assert counted == [([{"labels": 1}, {"labels": 2}], 2, "cpu"), ([{"labels": 3}], 1, "cpu")]
+
+
+@pytest.mark.parametrize(("first_step", "steps"), [(0, 5), (100, 5)])
+def test_the_mean_loss_of_a_run_is_that_of_all_ranks_however_many_steps_came_before(monkeypatch, first_step, steps):
+    """The Trainer's last sum since a log is one rank's own: 4.0 here, 6.0 on average; 6.0 were logged before."""
+    logged = {}
+    monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time=None: logged.update(logs))
+    loop = object.__new__(PlannedLoop)
+    loop._eval_head, loop._tr_loss, loop._total_loss_scalar = None, torch.tensor(4.0), 6.0 + 4.0
+    loop.state = TrainerState(global_step=first_step + steps)
+    monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 6.0)
+    for divisor in (steps, first_step + steps):  # transformers 5.23's, and that of older versions
+        loop.log({"train_loss": 10.0 / divisor})
+        assert logged["train_loss"] == pytest.approx(12.0 / divisor)
+    monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 4.0)  # one process: nothing to put right
+    loop.log({"train_loss": 0.7})
+    assert logged["train_loss"] == 0.7
 
 
 def test_the_installed_libraries_are_known():

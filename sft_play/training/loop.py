@@ -256,8 +256,11 @@ class PlannedLoop(CheckpointedLoop):
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head is not None:
             logs |= self._eval_figures(self._eval_head, prefix=prefix)
-        if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
-            logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
+        if "train_loss" in logs:
+            # to the means logged so far the Trainer adds this rank's own sum since the last log, then divides by steps:
+            # those since the start of this process in transformers 5.23, all steps of the run in older versions
+            correction = self._mean_loss_sum() - self._tr_loss.item()
+            logs["train_loss"] *= 1 + correction / self._total_loss_scalar if self._total_loss_scalar else 1
         super().log(logs, start_time)
 
     def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:

@@ -99,6 +99,12 @@ USED = (
         ("_inner_training_loop", "_finalize_training"),
     ),
     Private(
+        "_total_loss_scalar",
+        "the mean loss of all steps: its last part is one rank's own, and is put right",
+        None,
+        ("_finalize_training",),
+    ),
+    Private(
         "_globalstep_last_logged",
         "the step that this sum begins at",
         None,
