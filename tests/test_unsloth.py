@@ -298,7 +298,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema_version": 99}, "has the form 99, but this worker reads 1"),
+        ({"schema_version": 99}, "has schema version 99, but this worker reads 1"),
         ({"sft_play": "0.0.0"}, "was written by sft_play 0.0.0"),
         ({"stop_ids": ["x"]}, "stop_ids.0"),
         ({"new": 1}, "new"),

@@ -226,7 +226,7 @@ def _places(plan: Plan) -> Iterator[dict[str, str]]:
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
     common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if not plan.hardware.gpus:
         common["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)

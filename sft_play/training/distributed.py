@@ -66,6 +66,7 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
         yield
         return
     if not dist.is_initialized():
+        # gloo beside NCCL: torch sends objects, and tensors of the host, by the CPU's backend
         backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if deepspeed:
@@ -101,7 +102,7 @@ def _reduced(number: int, operation: Any) -> int:
     if world_size() == 1:
         return number
     tensor = torch.tensor(number, dtype=torch.int64)
-    if dist.get_backend() == "nccl":
+    if dist.get_backend() == "nccl":  # a group that was there before, and has no backend for the host
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op=operation)
     return int(tensor.item())

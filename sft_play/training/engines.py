@@ -132,6 +132,7 @@ def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(SHORT[chosen.reduced])
     is_own = chosen.compressed or chosen.gathered != plan.precision.compute
     if plan.choice.layout.is_fsdp and is_own:
+        # None: FSDP2 casts nothing. A dtype casts the inputs of every unit too, and its output
         low = None if chosen.gathered == "float32" == plan.precision.compute else getattr(torch, chosen.gathered)
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
@@ -139,12 +140,12 @@ def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
 
 
 def zero_stage(wrapped: Any) -> int | None:
-    """The ZeRO stage that DeepSpeed runs; None where another engine carries the model."""
+    """The ZeRO stage that DeepSpeed runs; None where another engine wraps the model."""
     return int(wrapped.zero_optimization_stage()) if is_deepspeed(wrapped) else None
 
 
 def is_deepspeed(wrapped: Any) -> bool:
-    """Whether DeepSpeed carries the model."""
+    """Whether the model is wrapped by DeepSpeed."""
     return hasattr(wrapped, "zero_optimization_stage")
 
 

@@ -29,6 +29,7 @@ def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None
         if is_adapter:
             state = _gathered_adapter(engine.module) if is_divided else dict(saved_with_adapter(engine.module))
         else:
+            # transformers' Trainer.save_model calls this private method of DeepSpeed's too (5.23)
             state = engine._zero3_consolidated_16bit_state_dict() or {} if is_divided else engine.module.state_dict()
         is_half = next(engine.module.parameters()).dtype != torch.float32
         state |= _from_masters(engine.module) if is_half and (is_adapter or in_fp32) else {}

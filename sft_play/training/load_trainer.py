@@ -50,10 +50,12 @@ def load_trainer(
         has_eval=prepared.splits.val is not None,
         engine=engines.engine_arguments(plan, config, layer_class=model_spec.layer_class, deepspeed=job.deepspeed),
     )
-    engines.allow_fsdp_on_cpu(plan)
+    engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
+    # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
     taken = take_kernels(model, config, plan, device=arguments.device)
+    # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:

@@ -107,7 +107,7 @@ class PlannedLoop(CheckpointedLoop):
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
         self._tokens_per_eval_row = 1.0
-        self._tokens_seen: torch.Tensor | int = 0
+        self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
         self._layout = layout
         self._eval_head: torch.Tensor | None = None
@@ -144,7 +144,8 @@ class PlannedLoop(CheckpointedLoop):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch, this rank's alone; worker processes end with this one."""
+        """The batches of an epoch, this rank's alone: they are cut for each rank, where accelerate would give out
+        batches of one size in turn. Worker processes end with this one."""
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
@@ -156,7 +157,7 @@ class PlannedLoop(CheckpointedLoop):
             worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
         )
         accelerator = self.accelerator
-        # one process, whatever the ranks: the batches are this rank's already
+        # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
         prepared = prepare_data_loader(
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
@@ -225,11 +226,13 @@ class PlannedLoop(CheckpointedLoop):
         takes none."""
         self.beat.note(self.state.global_step + 1, "training")
         if not inputs:
+            # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
+            # empty ones first
             return torch.zeros((), device=self.args.device)
-        self.current_gradient_accumulation_steps = self._passes  # the Trainer counts empty ones
+        self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
-        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
         with self._monitor.part("forward_backward"):
             loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
@@ -279,7 +282,7 @@ class PlannedLoop(CheckpointedLoop):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """The Trainer's, whose rows a second count a row once, however many context-parallel ranks share it."""
+        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
         output = super().evaluation_loop(*args, **options)
         return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
 
@@ -288,6 +291,7 @@ class PlannedLoop(CheckpointedLoop):
         self.beat.note(self.state.global_step, "evaluating")
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
+            # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
@@ -311,6 +315,7 @@ class PlannedLoop(CheckpointedLoop):
         dataset = filled(dataset, unit=batch * ranks if ranks > 1 else 1)
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
+        # compiled blocks would be compiled once more for passes without gradients
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
         with torch.random.fork_rng(), self._monitor.part("evaluation"), plain:
             # the Trainer has no argument for the batch size of one evaluation

@@ -251,4 +251,4 @@ class CheckpointedLoop(Trainer):
         missing = sorted(set(load_result.missing_keys) - tied)
         if missing or load_result.unexpected_keys:
             names = ", ".join([*missing, *load_result.unexpected_keys][:4])
-            raise TrainingError(f"the checkpoint does not fill the model: {names}; it was written by another version")
+            raise TrainingError(f"the checkpoint does not match the model: {names}; it was written by another version")

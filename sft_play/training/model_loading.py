@@ -84,7 +84,7 @@ def read_model(
         "trust_remote_code": config.model.trust_remote_code,
         "dtype": DTYPES[precision.load],
         "attn_implementation": model_spec.attention.name,
-        "use_safetensors": True,
+        "use_safetensors": True,  # pickled weights can run code when they are read
         "output_loading_info": True,
         **(options or {}),
     }
@@ -145,7 +145,7 @@ def _check_loaded(model: Any, info: dict[str, Any], config: RunConfig) -> None:
     if missing or info.get("mismatched_keys"):
         names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
         raise ModelError(
-            f"the weights of {config.model.name} do not fill the model: {one_line(names, limit=300)} "
+            f"the weights of {config.model.name} do not match the model: {one_line(names, limit=300)} "
             f"({len(missing)} missing); the folder is incomplete, or of another architecture than its config.json says"
         )
 

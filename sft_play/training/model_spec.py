@@ -125,7 +125,8 @@ def build_model_spec(
         hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
         masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
-        hf_config.dtype or whole.dtype, chosen,
+        hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
+        chosen,
     )  # fmt: skip
 
 

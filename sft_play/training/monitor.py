@@ -189,13 +189,14 @@ class Monitor(TrainerCallback):
         has_head, has_sources = self._head is not None, self._sources is not None
         of_head = [] if self._head is None else list(self._head)
         of_sources = [] if self._sources is None else list(self._sources.flatten())
-        # one vector and one collective per log, whatever is measured
+        # one vector and one collective per log, whatever is measured. Places: 0 loss, 1 trained tokens, 2 tokens,
+        # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
         own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
         own += [*of_head, *of_sources]
         dtype = _summing_dtype(device)
         vector = torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in own])
         all_ranks = distributed.gathered_numbers(vector)
-        counted = all_ranks[:: self._copies]
+        counted = all_ranks[:: self._copies]  # one of each tensor-parallel group
         self._reset()
         tokens = sum(rank[2] for rank in counted)
         speed = tokens / elapsed

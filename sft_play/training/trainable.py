@@ -63,7 +63,7 @@ def trainable_note(config: RunConfig, model_spec: ModelSpec) -> str | None:
     share = sum(sizes[name] for name in kept) / sum(sizes.values())
     return (
         f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
-        f"{config.tuning.mode} trains ({share:.2%} of their numbers); the plan has room for all"
+        f"{config.tuning.mode} trains ({share:.2%} of their parameters); the plan counts memory for all of them"
     )
 
 

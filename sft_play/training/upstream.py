@@ -78,7 +78,7 @@ OVERRIDDEN = (
     ),
     Private(
         "_issue_warnings_after_load",
-        "a checkpoint that does not fill the model is an error here, not a warning",
+        "a checkpoint that does not match the model is an error here, not a warning",
         ("self", "load_result"),
         ("_load_from_checkpoint", "_load_best_model"),
     ),
