@@ -150,7 +150,7 @@ def not_carried(config: RunConfig) -> list[str]:
         "model.experts_implementation": "Unsloth runs experts by its own code",
     }
     for path, (value, is_default) in _values(config).items():
-        owner = leaves()[path].owner
+        owner = leaves()[path].owner  # the module that reads the option: where it takes effect
         takes_effect = path in _CARRIED or (path not in _NOT_CARRIED and owner.startswith(_MADE_HERE))
         if not is_default and not takes_effect:
             why = f" ({reasons[path]})" if path in reasons else ""

@@ -87,6 +87,7 @@ def measure(small: Any, *, trust_remote_code: bool = False) -> Difference:
         usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
         packs = _packs()
         masked, apart = _pass(usual, packs, flat=False), _pass(own, packs, flat=True)
+        # each row as one chat: what a model computes that cannot tell them apart
         joined = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]
         leaking = _pass(own, joined, flat=True)
         alone = [_chat(row, place) for row in packs for place in range(len(row["chat_lengths"]))]

@@ -100,7 +100,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
             "engine was left out; nothing was trained"
         )
     stage = zero_stage(wrapped)
-    if layout.is_zero and stage != int(layout.name[4]):
+    if layout.is_zero and stage != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
     frozen, kept_whole = frozen_bytes(wrapped)
@@ -174,7 +174,7 @@ def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
         if parameter.requires_grad:
             continue
         width = parameter.element_size()
-        if hasattr(parameter, "ds_tensor"):
+        if hasattr(parameter, "ds_tensor"):  # ZeRO-3 has divided it: the parameter itself is empty between its uses
             size = width * parameter.ds_numel
             part = width * parameter.ds_tensor.numel()
             if parameter.ds_persist:

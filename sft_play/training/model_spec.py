@@ -112,15 +112,8 @@ def build_model_spec(
     notes.append(f"Attention: {attention.reason}")
     if chosen is not None:
         notes.append(f"Experts: {chosen.reason}")
-    trusted = config.model.trust_remote_code
-    if wants_packing(config):
-        notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
-    if by_boundaries and attention.name == "sdpa":
-        attention = _by_boundaries(hf_config, attention, notes, trust_remote_code=trusted)
-    if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
-        padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
-        notes.append(f"Attention: {padding.reason}")
-        masks = padding.masks
+    attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
+    notes += measured
     return ModelSpec(
         hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
         masks,
@@ -130,20 +123,39 @@ def build_model_spec(
     )  # fmt: skip
 
 
-def _by_boundaries(hf_config: Any, attention: Attention, notes: list[str], *, trust_remote_code: bool) -> Attention:
-    """The attention that is told chats apart by their boundaries where a measurement shows that they are enough; the
-    reason goes into `notes`."""
-    boundaries = boundaries_of(hf_config, trust_remote_code=trust_remote_code)
-    notes.append(f"Attention: {boundaries.reason}")
-    return replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+def _measured(
+    config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
+) -> tuple[Attention, bool, list[str]]:
+    """What a small model of the class shows, with a note of each: the attention (varlen where boundaries are enough to
+    keep chats apart), and whether padded rows come with a mask.
+
+    Raises:
+        ConfigError: packing is on, and the class does not keep the chats of a row apart.
+    """
+    notes, trusted = [], config.model.trust_remote_code
+    if wants_packing(config):
+        notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
+    if by_boundaries and attention.name == "sdpa":
+        boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
+        notes.append(f"Attention: {boundaries.reason}")
+        attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+    # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
+    if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
+        padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
+        notes.append(f"Attention: {padding.reason}")
+        masks = padding.masks
+    return attention, masks, notes
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model in their order: what transformers checkpoints one by one."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _layer_class(skeleton: Any) -> str:
-    """The class of the decoder layer: the most frequent one that is checkpointed, since some models have others beside
-    it; empty where there is none."""
-    layers = Counter(
-        type(module).__name__ for module in skeleton.modules() if isinstance(module, GradientCheckpointingLayer)
-    )
+    """The class of the decoder layer: the most frequent one of the blocks, since some models have others beside it;
+    empty where there is none."""
+    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
     return max(layers, key=lambda name: layers[name], default="")
 
 
@@ -226,6 +238,7 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | No
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
+    # wte: GPT-2's embedding, which is its head too
     if config.tuning.mode != "full" and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
         raise ModelError(
             f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "

@@ -31,8 +31,8 @@ from sft_play.training import distributed, engines
 from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of
 from sft_play.training.collate import COUNTS, SOURCE
-from sft_play.training.compiling import blocks_of
 from sft_play.training.loop import PlannedLoop
+from sft_play.training.model_spec import blocks_of
 from sft_play.training.monitor import Monitor, head_sums, source_sums
 from sft_play.training.profile import window_of
 from sft_play.training.rounding import rounding

@@ -98,12 +98,13 @@ def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> D
         model = small_model(small, attention, trust_remote_code)
         rows = _rows()
         masked, plain = (_pass(model, rows, masks=masks) for masks in (True, False))
+        # another first token: what a row's end owes to its beginning
         changed = [{**row, "input_ids": np.concatenate([[3], row["input_ids"][1:]])} for row in rows]
         other = _pass(model, changed, masks=True)
         spread = float(masked.logits.std()) or 1.0
         half = copy.deepcopy(model).to(torch.bfloat16)
         half_masked, half_plain = (_pass(half, rows, masks=masks) for masks in (True, False))
-    ends = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])
+    ends = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])  # the rows' last real places
     return Difference(
         logits=float((masked.logits - plain.logits).abs().max()) / spread,
         gradients=_apart(plain.gradients, masked.gradients),

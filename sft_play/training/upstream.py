@@ -163,6 +163,7 @@ def _problems(upstream: type, private: Private) -> Iterator[str]:
             yield f"{upstream.__name__}.{private.name} takes ({takes}) instead of ({needed})"
     for user in private.used_by:
         method = getattr(holder, user, None)
+        # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it
         code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
         if method is None or (_is_theirs(method) and private.name not in getattr(code, "co_names", ())):
             yield f"{holder.__name__}.{user} no longer uses {private.name}"
