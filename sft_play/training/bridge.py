@@ -95,7 +95,7 @@ def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -
     prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = local_folder(config.model.name)
-    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`not_carried`)
+    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
     return handover.Document(
         schema_version=handover.SCHEMA,
         sft_play=sft_play.__version__,
