@@ -18,6 +18,37 @@ _SHOWN_NAMES = 24
 """Names of linear layers that an error lists at most."""
 
 
+def peft_config_of(config: RunConfig, skeleton: Any) -> PeftLoraConfig:
+    """PEFT's config for a model of this class, whose weights may be on the meta device.
+
+    Raises:
+        ModelError: a target or a module to save matches nothing, or a module gets both.
+    """
+    lora, kind = config.tuning.lora, str(skeleton.config.model_type)
+    layers = {
+        name: layer for name, layer in linear_layers(skeleton).items() if takes_adapter(kind, name.rpartition(".")[2])
+    }
+    if lora.target_modules == "auto":
+        targets = sorted({name.rpartition(".")[2] for name in layers})
+        if not targets:
+            raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
+    else:
+        targets = list(lora.target_modules)
+        _check_targets(targets, layers, skeleton)
+    _check_saved(config, targets, skeleton)
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
+    )
+
+
 def adapter_notes(peft_config: PeftLoraConfig, skeleton: Any, hf_config: Any) -> list[str]:
     """Where adapters are, and where they are not."""
     targets = sorted(peft_config.target_modules or ())
@@ -45,42 +76,7 @@ def _output_head(model: Any) -> nn.Module | None:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def peft_config_of(config: RunConfig, skeleton: Any) -> PeftLoraConfig:
-    """PEFT's config for a model of this class, whose weights may be on the meta device.
-
-    Raises:
-        ModelError: a target or a module to save matches nothing, or a module gets both.
-    """
-    lora, kind = config.tuning.lora, str(skeleton.config.model_type)
-    layers = {
-        name: layer for name, layer in linear_layers(skeleton).items() if takes_adapter(kind, name.rpartition(".")[2])
-    }
-    if lora.target_modules == "auto":
-        targets = sorted({name.rpartition(".")[2] for name in layers})
-        if not targets:
-            raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
-    else:
-        targets = list(lora.target_modules)
-        _check_names("tuning.lora.target_modules", targets, layers, skeleton)
-    _check_saved(config, targets, skeleton)
-    return PeftLoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        modules_to_save=list(lora.modules_to_save) or None,
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
-    )
-
-
-def _matches(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], model: Any) -> None:
+def _check_targets(wanted: list[str], layers: dict[str, nn.Module], model: Any) -> None:
     """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
     head = _output_head(model)
     head_names = [name for name, module in model.named_modules() if module is head]
@@ -94,12 +90,9 @@ def _check_names(key: str, wanted: list[str], layers: dict[str, nn.Module], mode
             problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
     if problems:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in layers})[:_SHOWN_NAMES])
-        raise ModelError(f"{key}: {'; '.join(problems)}. The linear layers are: {names}; auto takes them all")
-
-
-def _nearest(target: str, names: Any) -> str:
-    near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+        raise ModelError(
+            f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes them all"
+        )
 
 
 def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
@@ -120,3 +113,12 @@ def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> Non
                 f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or are "
                 f"quantised, such as {inside[0]}; name whole modules without them: embed_tokens, lm_head, norms"
             )
+
+
+def _matches(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _nearest(target: str, names: Any) -> str:
+    near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
