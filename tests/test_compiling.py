@@ -257,7 +257,7 @@ def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
 def test_a_class_without_known_blocks_and_one_that_does_not_compile_stay_plain(monkeypatch, caplog):
     model = AutoModelForCausalLM.from_config(llama())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "GradientCheckpointingLayer", nn.Bilinear)
+        patch.setattr(model_spec, "GradientCheckpointingLayer", nn.Bilinear)
         assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
     layer = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", torch.compiler.disable(layer.forward))
