@@ -152,7 +152,7 @@ def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model import DTYPES, keep_4bit_trainable
+    from sft_play.training.model_loading import DTYPES, keep_4bit_trainable
 
     device = torch.device(plan.hardware.device)
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    from sft_play.training.model import DTYPES, quantization
+    from sft_play.training.model_loading import DTYPES, quantization
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
@@ -204,7 +204,7 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """
     import torch
 
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
     level = psutil.Process().memory_info().rss

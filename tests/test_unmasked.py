@@ -206,7 +206,7 @@ def run_yaml(folder: Any, model: Any) -> Any:
 
 @pytest.mark.build
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import collate, model, unmasked
+    from sft_play.training import collate, model_spec, unmasked
 
     given: list[set[str]] = []
     real = collate.Collator.__call__
@@ -221,7 +221,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(model, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
+            monkeypatch.setattr(model_spec, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
         code, said = command("train", "--config", str(path), f"output.name={name}")
         assert code == 0, said
         lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()

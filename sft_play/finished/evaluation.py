@@ -24,7 +24,7 @@ from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score
 from sft_play.finished.statistics import Interval, paired_bootstrap
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
-from sft_play.training.model import weights_facts
+from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)

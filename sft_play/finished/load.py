@@ -19,7 +19,8 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.training.full_state_dict import ADAPTER_FILE
-from sft_play.training.model import DTYPES, build_model_spec, load_model
+from sft_play.training.model_loading import DTYPES, load_model
+from sft_play.training.model_spec import build_model_spec
 from sft_play.training.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

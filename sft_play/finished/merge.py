@@ -37,17 +37,9 @@ from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
 from sft_play.training.exact_match import Configured, stop_ids
 from sft_play.training.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
-from sft_play.training.model import (
-    DTYPES,
-    TEXT_TOWER_KEYS,
-    ModelSpec,
-    build_model_spec,
-    quantization,
-    read_model,
-    saved_dtypes,
-    set_stop_tokens,
-    write_weights,
-)
+from sft_play.training.model_loading import DTYPES, TEXT_TOWER_KEYS, quantization, read_model
+from sft_play.training.model_saving import saved_dtypes, set_stop_tokens, write_weights
+from sft_play.training.model_spec import ModelSpec, build_model_spec
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import gib
 

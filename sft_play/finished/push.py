@@ -235,7 +235,7 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
         return text
     from sft_play.data.masks.render import Renderer
     from sft_play.finished.merge import MERGED, card_facts
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
     plan, tokenizer = run.plan(), load_tokenizer(run.config).tokenizer

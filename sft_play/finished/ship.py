@@ -43,7 +43,7 @@ from sft_play.finished.ship_rule import (
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
-from sft_play.training.model import weights_facts
+from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
 from sft_play.training.tokenizer import load_tokenizer
 

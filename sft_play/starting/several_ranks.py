@@ -176,7 +176,7 @@ def _on_unsloth(config: RunConfig, options: LaunchOptions, hardware: Hardware) -
     if config.tuning.backend != "unsloth":
         return options, False
     from sft_play.training import backend as backends
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
 
     layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
     backend = backends.choose_backend(config, layout=layout, nodes=options.nodes.count)

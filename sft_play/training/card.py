@@ -22,7 +22,8 @@ from sft_play.facts.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs import write_text
 from sft_play.training.exact_match import stop_ids
-from sft_play.training.model import TEXT_TOWER_KEYS, ModelSpec, location
+from sft_play.training.model_loading import TEXT_TOWER_KEYS
+from sft_play.training.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
 

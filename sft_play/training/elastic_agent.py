@@ -176,7 +176,7 @@ class _Stopping:
     def pass_on(self, number: int) -> None:
         """Tell the ranks; raises KeyboardInterrupt where there are none yet, since the nodes have not met."""
         self.asked = True
-        ranks = psutil.Process().children()
+        ranks = psutil.Process().children()  # the ranks; what they have started ends with them
         if not ranks:
             raise KeyboardInterrupt
         for rank in ranks:

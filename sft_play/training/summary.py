@@ -14,6 +14,7 @@ from sft_play.starter.names import CONFIG
 from sft_play.training import distributed
 from sft_play.training.callbacks import StopAfter
 from sft_play.training.compiling import CompileFacts
+from sft_play.training.engine_check import EngineCheck
 from sft_play.training.evaluate import Figures
 from sft_play.training.job import Job, resume_command
 from sft_play.training.kernels import Taken
@@ -52,7 +53,7 @@ class Result:
     after: Figures | None
     split: str
     by_moment: dict[str, dict[str, int | None]]
-    engine_check: distributed.EngineCheck
+    engine_check: EngineCheck
     loading: LoadMemory | None
     wall_s: float
     kernels: Taken = field(default_factory=Taken)
