@@ -14,7 +14,7 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import ModelShape
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.memory.block import Numbers
+from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.model_states import trained
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sft_play.planner.memory.block import BlockSpec, Pass
+from sft_play.planner.memory.block_spec import BlockSpec
+from sft_play.planner.memory.norms import norm
+from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.tape import Grads, Ref, Tape
 
 TOKEN_TILE = 4_096
@@ -51,7 +53,7 @@ def head_bytes(
     tape = Tape(grad=grad)
     run = Pass(tape, spec, batch, length, accumulating=accumulating)
     x = tape.leaf(batch * length * spec.hidden, width)
-    normed = run.norm(x)
+    normed = norm(run, x)
     scored = max(1, batch * (length - 1))
     out = _chunked(run, normed, words, scored) if loss == "chunked" else _whole(run, normed, words)
     forward = tape.meter.peak

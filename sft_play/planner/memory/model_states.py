@@ -10,8 +10,8 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.block import Numbers
-from sft_play.planner.memory.structure import ROW_ROLES, is_target, roles
+from sft_play.planner.memory.block_spec import Numbers
+from sft_play.planner.memory.structure import ROW_ROLES, is_target, part_of_linear, roles
 from sft_play.planner.memory.tape import rest_of_segment
 
 NF4_BLOCK = 64
@@ -80,13 +80,6 @@ def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", d
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
     inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
     return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
-
-
-def part_of_linear(linear: Linear, ranks: int, *, by_row: bool) -> Linear:
-    """One tensor-parallel rank's part of a linear layer."""
-    if by_row:
-        return replace(linear, inputs=max(1, linear.inputs // ranks))
-    return replace(linear, outputs=max(1, linear.outputs // ranks))
 
 
 def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:

@@ -15,7 +15,8 @@ from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.kernels import liger_in_memory
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
+from sft_play.planner.memory.block import BlockBytes, block_bytes, forward_peak
+from sft_play.planner.memory.block_spec import BlockSpec, Numbers
 from sft_play.planner.memory.gather import Gathering, units, zero_buckets
 from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.planner.memory.model_states import (

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import Replaced
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.planner.memory.block_spec import AttentionKernel, BlockSpec, LinearSpec, Numbers
 from sft_play.planner.precision import BYTES, Precision
 
 ROW_ROLES = ("o", "down")
@@ -208,7 +208,7 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
     if ranks == 1:
         return spec
-    linears = tuple((role, _cut(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
+    linears = tuple((role, part_of_linear(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
     return replace(
         spec,
         linears=linears,
@@ -218,7 +218,11 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     )
 
 
-def _cut(linear: LinearSpec, ranks: int, *, by_row: bool) -> LinearSpec:
+AnyLinear = TypeVar("AnyLinear", Linear, LinearSpec)
+
+
+def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
+    """One tensor-parallel rank's part of a linear layer."""
     if by_row:
         return replace(linear, inputs=max(1, linear.inputs // ranks))
     return replace(linear, outputs=max(1, linear.outputs // ranks))
