@@ -15,7 +15,8 @@ from sft_play.planner.advice.whatif import LONGEST, SEQ_STEP, Largest, Question,
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
 from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
-from sft_play.planner.plan import PlanRequest, check_targets, job_of
+from sft_play.planner.lora_targets import check_targets
+from sft_play.planner.plan import PlanRequest, job_of
 from sft_play.planner.precision import choose_precision
 
 MOST_ROWS = 1 << 16
