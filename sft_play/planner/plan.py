@@ -25,7 +25,6 @@ from sft_play.planner.candidates import (
     least,
     micro_batches,
     needs_words,
-    shown,
     weigh,
     weigh_updates,
 )
@@ -40,6 +39,7 @@ from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of
+from sft_play.planner.rejections import shown
 from sft_play.planner.row_tokens import RowTokens
 from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Speed, rates_of, utilisation
