@@ -232,6 +232,7 @@ def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
             of_batch = list(_of_batch(job, layout, batch))
             candidates += of_batch
             failures = 0 if any(candidate.fits for candidate in of_batch) else failures + 1
+            # splits come with small micro-batches first, and a larger one needs more
             if failures >= _FAILURES_IN_A_ROW:
                 break
         return candidates
@@ -263,7 +264,7 @@ def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Se
     for layout in layouts:
         try:
             candidates += look(layout)
-        except ConfigError as error:
+        except ConfigError as error:  # such as a batch that this layout's data-parallel ranks do not divide
             refusals.append(error)
     if not candidates and refusals:
         raise refusals[0]
@@ -300,6 +301,7 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
     yield off
     yield on
     if on.fits and not off.fits:
+        # a few in between are enough: speeds within 3% count as equal
         for quarter in (1, 2, 3):
             if 0 < layers * quarter // 4 < layers:
                 yield candidate_of(job, layout, batch, layers * quarter // 4)
@@ -335,20 +337,22 @@ def candidate_of(
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
+        # only the rows' own lengths can say which is faster
         step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
     walk = Walk(job.config, job.shape, precision, step)
     if job.has_eval:
+        # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
     step, memory, learned = walk.step, estimate_of(walk, precision), job.learned(layout)
     speed = _speed_of(job, precision, step)
-    raw = Raw(memory.reserved, speed.tokens_per_s)
+    raw = Raw(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
     return Candidate(
         layout=layout,
         batch=batch,
         step=step,
         precision=precision,
         memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
-        speed=speed.scaled(1 / learned.speed),
+        speed=speed.scaled(1 / learned.speed),  # a duration: slower by the factor that tokens/s are lower
         room=Room(job.budget, job.host_budget),
         host_required=_host_required(job, layout, memory),
         raw=raw,
@@ -373,6 +377,7 @@ def _step_of(
 ) -> Step:
     """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
     padded even where boundaries tell them apart."""
+    # ranks that share a row each have a part of it, and no boundaries
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
     varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
     masks = masks or job.masked_because is not None
@@ -451,6 +456,7 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
     ranks = min(layout.ranks, job.hardware.gpus_per_node)
     offloaded = memory.host_bytes - memory.host_save_bytes
     readers = 1 if loads_by_unit(job.config, layout) else ranks
+    # loading is over when the first checkpoint is written, so the two do not add up
     return max(offloaded * ranks + memory.host_save_bytes, memory.host_load_bytes * readers)
 
 
@@ -461,6 +467,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
+    # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
     equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
     return min(
         equal,

@@ -198,6 +198,7 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
+            # plans without these two had the JSON before them: a recorded plan stays byte for byte
             **({"kernels": asdict(self.kernels)} if self.kernels else {}),
             **({"compile_s": self.compile_s} if self.compile_s else {}),
             "max_seq_len": self.max_seq_len,
@@ -209,7 +210,7 @@ class Plan:
             "reasons": list(self.reasons),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
             "not_possible": [asdict(item) for item in self.not_possible],
-            "ways_out": [asdict(way) for way in self.suggestions],
+            "ways_out": [asdict(way) for way in self.suggestions],  # the key that scripts know
             "not_enough": [asdict(way) for way in self.not_enough],
         }
 
@@ -220,6 +221,7 @@ class Plan:
         gpus = len(self.hardware.gpus)
         hours = self.hours
         gpu_hours = None if hours is None or not gpus else hours * gpus
+        # power limits are an upper bound of what the cards draw; hosts are not counted
         limits = [gpu.tdp_watts for gpu in self.hardware.gpus]
         watts = sum(limit for limit in limits if limit) if limits and all(limits) else None
         price = self.hardware.price_per_gpu_hour
@@ -293,13 +295,14 @@ def make_plan(
             that the model does not have.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
+    # what no layout can change is refused first, so that the message names the setting and not a layout
     check_targets(config, shape)
     compiled.refuse(config)
-    planned_experts(config, shape, choose_precision(config, hardware, shape))  # refuses what cannot run
+    planned_experts(config, shape, choose_precision(config, hardware, shape))
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     layouts, refused = _layouts(request, keeps_params=keeps_params)
     job, candidates = weigh_updates(job, layouts)
-    # sharing rows is slower wherever a whole row fits a GPU: weighed only where nothing else fits
+    # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
     can_share_rows = "fsdp_cp" in request.only and config.model.mesh_shape is None
     if can_share_rows and not any(candidate.fits for candidate in candidates):
         candidates += weigh(job, with_context_parallel(config, shape, hardware))
@@ -354,10 +357,12 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     counted = counted_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
     if counted.memory == "plain":
         return counted
+    # Liger's kernels are proven before the first step; a run whose proof fails needs the plain code's bytes
     train = job.config.train.model_copy(update={"kernels": "none"})
     plain_job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
     plain = candidate_of(plain_job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
                          eval_rows=step.eval_batch)  # fmt: skip
+    # a trace may have raised the choice above its own closed form
     return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
 
 
@@ -396,7 +401,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
     """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
-    device = hardware.gpus[0].name if hardware.gpus else "cpu"
+    device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
     limit = request.max_seq_len
     rows = request.rows.within(limit) if request.rows is not None else None
 
@@ -418,6 +423,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
         budget=budget_bytes(hardware),
+        # a named machine's RAM is only this machine's, which says nothing of it
         host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
         learned=learned,
         masters=masters,
@@ -440,7 +446,8 @@ def _confirmed(
         if traced.unavailable is not None:
             return chosen, candidates, [*notes, f"not confirmed by a trace: {traced.unavailable}"]
         notes.append(_trace_words(chosen, traced))
-        # if the traced choice no longer fits, the next round takes, and traces, the next best
+        # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
+        # is traced once, and one that fits by its trace is returned.
         updated = _with_trace(job, chosen, traced)
         candidates = [updated if candidate.key == chosen.key else candidate for candidate in candidates]
 
@@ -454,6 +461,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
     raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
     reserved = int(raw.reserved * job.learned(candidate.layout).memory)
+    # the margin keeps its share of what is reserved
     margin = int(memory.margin * reserved / max(1, memory.reserved))
     memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
     return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
@@ -473,6 +481,7 @@ def _trace_words(candidate: Candidate, traced: Traced) -> str:
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
     """`Plan.masked_bytes`."""
     step = chosen.step
+    # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
     rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
         return None
@@ -515,6 +524,6 @@ def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> Non
 def budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
     if not hardware.gpus:
-        return hardware.ram_free_bytes // hardware.gpus_per_node
+        return hardware.ram_free_bytes // hardware.gpus_per_node  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)

@@ -26,7 +26,8 @@ def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[
         best = choose(mine) or least(mine)
         kept.setdefault(best.key, best)
     whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
-    if chosen.fits or not whole.fits:  # training always computes the loss in chunks
+    # full logits are shown only for comparison: training always computes the loss in chunks
+    if chosen.fits or not whole.fits:
         kept.setdefault(whole.key, whole)
     speed = fastest(candidates)
     return [
