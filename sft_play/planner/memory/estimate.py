@@ -125,6 +125,7 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
     sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
     peak = max(moments, key=lambda name: sums[name])
     terms, mode, layout = moments[peak], config.tuning.mode, step.layout
+    # the moment with the most live bytes need not be the one with the most reserved: slack differs between terms
     reserved = max(_held(name, one, step) for name, one in moments.items() if step.on_gpu or name == peak)
     if step.on_gpu:  # an evaluation starts with an empty cache
         steps = [one for name, one in moments.items() if name != "evaluation"]
@@ -139,6 +140,7 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         approximate=bool(shape.note),
         autocast=precision.load != precision.compute,
     )
+    # not a share: what other processes take does not grow with the run
     free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
     desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
     paged = paged_bytes(config.train.optim, walk.trained)

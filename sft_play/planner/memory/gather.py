@@ -66,6 +66,7 @@ class Gathering:
         return self.units.blocks[self.order[layer]]
 
     def _whole(self) -> int:
+        """A tied embedding, which stays gathered with the tail from the forward to the backward pass; else 0."""
         return self.units.tail if not self.units.embedding else 0
 
     def forward(self, layer: int) -> int:
@@ -89,6 +90,7 @@ class Gathering:
     def backward(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
         last = len(self.order) - 1
+        # prefetched: FSDP2 gathers the unit that came before in the forward pass while this one computes
         coming = self.block(layer - 1) if layer else self.units.embedding
         reduced = self.units.tail if layer == last else self.block(layer + 1)
         return self.block(layer) + coming + int(reduced * self.trained_share * self.wider) + self._whole()
@@ -106,7 +108,7 @@ class Gathering:
         """When the embedding runs backward: gathered; with its gradient of `dense` bytes; when that is sharded."""
         table = self.units.embedding or self.units.tail
         last = int(self.block(0) * self.trained_share)
-        twice = dense if self._whole() else 0
+        twice = dense if self._whole() else 0  # tied: the head's gradient of the same table is there too
         return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
 
 
@@ -120,7 +122,7 @@ def zero_buckets(
     (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
     element of one byte. `wider`: gradients made in half precision travel in fp32.
     """
-    bucket = 2 * min(hidden * hidden, trained_params)
+    bucket = 2 * min(hidden * hidden, trained_params)  # two bytes an element
     if wider:  # a copy being sent, beside the bucket
         bucket += 4 * min(hidden * hidden, trained_params)
     if layout.shards_params:

@@ -80,7 +80,9 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
     """
     tape, hidden = run.tape, run.spec.hidden
     low = run.spec.numbers.autocast or x.width
+    # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways
     tile = min(scored, TOKEN_TILE) * words.tile * low
+    # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
     casts = min(WORD_TILE, words.words) * hidden * low if words.width != low else 0
     casts += min(scored, TOKEN_TILE) * hidden * low if x.width != low else 0
     whole, e = x.elements, x.width
@@ -90,6 +92,7 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
         tape.meter.touch(whole * e)
         return (out,)
 
+    # rows that are scored are indexed out, so padding and prompts cost no logits
     rows = tape.op((x,), scored * hidden, e, backward=ungathered)
 
     def backward(tape: Tape, grad: Ref) -> Grads:

@@ -124,6 +124,7 @@ class Walk:
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
         self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
         self.adds_up = step.grad_accum > 1
+        # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
         waits = layout.is_fsdp and self.synced.every == "step" and self.adds_up
         self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
@@ -155,6 +156,7 @@ class Walk:
                 gathers=padded and not packed,
                 repeats=step.repeats_kv,
             )
+            # single fields, since block_spec is cached: most candidates of a plan share them
             spec = block_spec(
                 kind,
                 self.shape,
@@ -185,6 +187,7 @@ class Walk:
             targets=lora.target_modules,
             parts=self.step.layout.tensor_parallel,
         )
+        # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
         share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
         wider = BYTES[self.synced.reduced] / BYTES[self.synced.computed]
         return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
@@ -213,7 +216,8 @@ class Walk:
 
     def _head(self, batch: int, *, grad: bool) -> HeadBytes:
         words = self.shape.vocab_size
-        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)  # a CPU process has the pages it touches
+        # the allocator takes a full tile however small the vocabulary; of it a CPU process has the pages it touches
+        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
@@ -243,7 +247,7 @@ class Walk:
         attention, booleans for sdpa, numbers for eager."""
         step, squares = self.step, batch * self.step.length**2
         own = TOKEN_BYTES * batch * step.length
-        if step.attention == "flash_attention_2":
+        if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return own
         pairs = zip(self.shape.layers, specs, strict=True)
         shared = (kind for kind, spec in pairs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
@@ -288,6 +292,7 @@ class Walk:
         """
         parts, layout = self.resident, self.step.layout
         if loads_by_unit(self.config, layout):
+            # on a CPU the copies that the first rank reads are in the same memory
             own = {} if self.step.on_gpu else {"host_copies": self.copied_in_ram()}
             passing = self._largest_unit() + self.loaded.weights * largest_tensor(self.shape)
             return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing, **own}
@@ -300,7 +305,7 @@ class Walk:
             return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
         sizes = [linear.weights for linear, _ in self.shape.linears]
         sizes += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
-        adapters = 4 * self.trained.params
+        adapters = 4 * self.trained.params  # not there yet while the last matrices are quantised
         cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
         weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
         beside = max(cut, self.loaded.weights * max(sizes, default=0) - adapters)
@@ -344,6 +349,7 @@ class Walk:
             yield from self.evaluation(self.step.eval_batch)
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
+            # the token embedding is the largest: fp32 where it trains under FSDP2
             gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
             yield self._at("saving", self._between(), 0, gather_buffers=gathered)
 
@@ -389,7 +395,9 @@ class Walk:
             checkpointed = layer < self.layers
             cast += block.cast_weights if checkpointed else 0
             alone = self._forward_alone(layer, batch, self.specs, training=True)
+            # where blocks are checkpointed, the first one's checkpoint is the same tensor
             embedded = self._hidden(batch, 0) if layer and not self.layers else 0
+            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it
             live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
             yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
             kept = 0 if self.step.offloads else self._hidden(batch, layer)
@@ -398,9 +406,9 @@ class Walk:
         if gathering:
             yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
         head = self._head(self.step.micro_batch, grad=True)
-        gaolderd = gathering.tail if gathering else 0
-        beyond = max(0, head.forward - size)
-        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gaolderd)
+        gathered = gathering.tail if gathering else 0
+        beyond = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
+        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
 
     def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
         """From the loss back to the embedding; gradients of parameters arrive and stay, what blocks held is freed."""
@@ -412,6 +420,7 @@ class Walk:
         new = 0 if self.adds_up else self._kept_of(head.gradients)
         done = self._older_gradients() + (head.gradients if with_embedding else new)
         for layer, block in reversed(list(enumerate(self.blocks))):
+            # a checkpointed block runs forward again first, and its input stays until its backward pass has ended
             peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
             peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
             yield self._at(
@@ -437,6 +446,7 @@ class Walk:
             for gathered in self.gathering.end(dense):
                 yield self._at("backward", before, live, gather_buffers=gathered)
             return
+        # `done` counts the embedding's gradient once, or its shard: `dense` is beside it
         beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
         yield self._at("backward", done, live + (dense if beside else 0))
 
@@ -449,6 +459,7 @@ class Walk:
         """
         specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
         batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
+        # blocks of one kind need the same, and the last of them comes with the most casts held
         last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
         for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):
             if last[place] == layer:
