@@ -91,7 +91,7 @@ def _wanted_sync(config: RunConfig) -> Every | None:
         ConfigError: a number of micro-batches at which no engine adds gradients up.
     """
     wish, accum = config.distributed.sync_gradients_every, config.train.grad_accum
-    if wish == "auto" or accum == 1:
+    if wish == "auto" or accum == 1:  # with one micro-batch a step, both are the same
         if isinstance(wish, int) and wish > 1:
             raise ConfigError(f"distributed.sync_gradients_every={wish}: a step has one micro-batch; {_MEANT}")
         return None

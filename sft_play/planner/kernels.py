@@ -52,6 +52,7 @@ def planned_kernels(
         return None
     setting = f"kernels: train.kernels={wish}: "
     problem = _problem(config, shape, layout, on_gpu=on_gpu)
+    # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
     if problem is None and wish == "auto" and PACKAGE in without:
         problem = f"{PACKAGE} is not installed here"
     if problem is not None:

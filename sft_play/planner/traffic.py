@@ -113,7 +113,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
         "all_gather", gathered / layout.tensor_parallel, layout.shard, 2 * calls, span=layout.shard * reach
     )
     back = [Collective("reduce_scatter", gradients, layout.shard, calls, span=layout.shard * reach)]
-    if ranks > layout.shard:  # the copies of each part
+    if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         back.append(
             Collective("all_reduce", gradients / layout.shard, ranks // layout.shard, calls, span=ranks * reach)
         )

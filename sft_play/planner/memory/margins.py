@@ -87,10 +87,11 @@ def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layou
     whenever they were: the sum of those counts where it is more. A stream's units are whole and of few sizes, and
     leave no holes in its own pools (replays in benchmarks/closed_form.json).
     """
-    steps = list(moments)
+    steps = list(moments)  # read several times
     bound = max(reserved_bytes(one, attention=attention, layout=layout) for one in steps)
     if not layout.is_fsdp:
         return bound
+    # a freed block is only reused on the stream that it was allocated on (CUDACachingAllocator)
     own = [{name: size for name, size in one.items() if name not in ON_OTHER_STREAMS} for one in steps]
     apart = max(reserved_bytes(one, attention=attention, layout=layout) for one in own)
     apart += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in steps))

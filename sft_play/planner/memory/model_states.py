@@ -54,7 +54,7 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
         yield linear.weights, count, True
     yield shape.table_params, 1 if shape.tied else 2, False
     for kind in shape.layers:
-        if kind.expert_params:
+        if kind.expert_params:  # gate and up of all experts are one tensor, down another (transformers 5)
             yield kind.expert_params * 2 // 3, kind.count, False
             yield kind.expert_params // 3, kind.count, False
 
@@ -184,7 +184,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     if layout.tensor_parallel > 1:
         own = part_of_trained(config, shape, own, layout.tensor_parallel)
         elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
-        frozen = frozen and frozen - elsewhere
+        frozen = frozen and frozen - elsewhere  # 0 in full training, where `own` has the weights
     if layout.is_fsdp:
         return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
     rests = _rests(shape, own.width) if full and layout.tensor_parallel == 1 else 0
@@ -195,6 +195,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
         master=0,
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
+        # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
         buckets=own.params * own.width if layout.name == "ddp" else 0,
         host=0,
     )
@@ -211,6 +212,7 @@ def _sharded(
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
     packed weights are sharded too, their absmax is not (it is not a parameter)."""
     width = 4 if upcast and not nf4 else whole.width
+    # rounded up: fully_shard pads every parameter to equal parts
     own = replace(whole, params=-(-whole.params // layout.shard), width=width, states=width)
     constants = _nf4_constants(shape) if nf4 else 0
     part = constants + (frozen - constants) // layout.shard
@@ -270,10 +272,11 @@ def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *,
     own = -(-whole.params // layout.shard)
     half = 2 * (own if layout.shards_params else whole.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)
+    # two of fp32 for AdamW; paged states are managed memory, outside the allocator
     states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
     frozen = (frozen - kept) // layout.shard if layout.shards_params else frozen
     on_gpu = not layout.offloads_params
-    host = 16 * own if layout.offloads_states else 0
+    host = 16 * own if layout.offloads_states else 0  # fp32 masters, two states and gradients
     host += 0 if on_gpu else half + frozen
     return Resident(
         weights=kept + (frozen + (half if full else 0)) * on_gpu,

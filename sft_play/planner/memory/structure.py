@@ -32,6 +32,7 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
     adapters = BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
         adapters = compute
+    # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their parameter's dtype
     return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
 
 
@@ -70,6 +71,8 @@ def kernel_of(
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
+    # PyTorch asks for flash, then for memory-efficient attention, then for math; flash takes neither masks nor values
+    # of another width than keys
     able = flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
     if able and not masked:
         return "flash"
@@ -187,6 +190,7 @@ def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
     attention = [linear for linear in kind.linears if linear.is_attention]
     rest = [linear for linear in kind.linears if not linear.is_attention]
     by_role: dict[str, Linear] = {}
+    # families name their layers differently, but list them in one order: query, key, value, output; gate, up, down
     if shape.mla is not None:
         by_role |= {_LATENT[linear.name]: linear for linear in attention if linear.name in _LATENT}
     elif len(attention) == 4:
@@ -195,6 +199,7 @@ def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
         by_role |= dict(zip(("qkv", "o"), attention, strict=True))
     else:
         by_role |= {f"attention.{linear.path}": linear for linear in attention}
+    # a router or the gate of a shared expert is a linear layer too, but none of the MLP's three
     router_widths = (kind.num_experts, 1) if kind.num_experts else (1,)
     mlp = [linear for linear in rest if linear.inputs > 1 and linear.outputs not in router_widths]
     by_count = {3: ("gate", "up", "down"), 2: ("gate_up" if shape.fused_gate_up else "up", "down")}
