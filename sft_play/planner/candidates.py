@@ -120,7 +120,7 @@ class Candidate:
     @property
     def checkpointed(self) -> int:
         """Layers whose activations are recomputed."""
-        return self.layers if self.step.checkpointed_layers is None else self.step.checkpointed_layers
+        return self.step.recomputed(self.layers)
 
     @property
     def checkpointing(self) -> bool | str:

@@ -99,6 +99,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate, *, repeat
         elif len(same) > 1:
             reasons[0] += "; smaller ones are slower"
     effective, layout = chosen.batch.effective_batch, chosen.layout
+    # a mesh is the user's own choice, and needs no explanation
     if layout.data_parallel < layout.ranks and effective % layout.ranks and job.config.model.mesh_shape is None:
         reasons.append(
             f"an effective batch of {effective} does not split over {layout.ranks} ranks that each read their own "
@@ -107,6 +108,7 @@ def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate, *, repeat
     learned = job.learned(chosen.layout).reason
     padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
     reasons.append(_row_words(job, chosen, padding))
+    # then loading needs more than a step, which a reader of the weights' term would not expect
     is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
     if job.config.tuning.mode == "qlora" and is_cut_after_loading:
         memory = chosen.memory
@@ -159,7 +161,7 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
     """How chats that share a row are told apart, and why."""
     if chosen.step.varlen:
         return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
-    if chosen.step.attention == "flash_attention_2":
+    if chosen.step.attention == "flash_attention_2":  # their position ids start anew
         return ", several chats to a row, told apart by their boundaries"
     return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
 

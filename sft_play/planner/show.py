@@ -103,6 +103,7 @@ def loading_words(candidate: Candidate) -> str:
     """The peak of loading, as the end of a sentence, where a rank keeps only a shard of what it loads, or loading needs
     more than any step; else empty."""
     memory = candidate.memory
+    # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_shown = candidate.layout.shards_params or memory.loading_decides
     ram = f" and {memory.host_load_bytes / GIB:.2f} GiB of RAM" if memory.host_load_bytes else ""
     return f"; {memory.load_bytes / GIB:.2f} GiB{ram} while loading" if is_shown else ""

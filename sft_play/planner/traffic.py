@@ -151,7 +151,7 @@ def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, 
     first layers between its second forward and its backward pass. For packed weights DeepSpeed counts bytes."""
     whole = _weights(config, shape, BYTES[precision.compute])
     layers = shape.num_layers
-    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+    again = step.recomputed(layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
     blocks = counted - (1 if shape.tied else 2) * shape.table_params

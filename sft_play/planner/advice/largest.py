@@ -32,6 +32,7 @@ def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
     """
     if question == "model":
         return _model(request)
+    # masters=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
     job, layouts = job_of(request, masters=False), _layouts(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_none_of(request)}")
@@ -104,7 +105,7 @@ def _model(request: PlanRequest) -> Largest:
         except SftPlayError:  # adapters on layers that this model does not have, or values beyond fp16's range
             continue
         if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
-            shapes.setdefault(shape.params, shape)
+            shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
     how = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]

@@ -83,6 +83,7 @@ def look(request: PlanRequest) -> Candidate | None:
 def _choice(request: PlanRequest) -> Candidate | None:
     """What a plan would choose where something fits, else the thriftiest candidate."""
     best = look(request)
+    # a whole plan weighs hundreds of candidates, and says more than the thriftiest one only where something fits
     return make_plan(request).choice if best is not None and best.fits else best
 
 
@@ -100,6 +101,7 @@ def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
         fitted = fitted or candidate.fits
         together = _apply(together, setting)
         settings[setting.partition("=")[0]] = setting
+        # each change alone is not enough so far: all of them up to here
         if not fitted and len(settings) > 1:
             both = _choice(replace(request, config=together))
             if both is not None and both.fits:
@@ -273,6 +275,7 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 
     The RAM of a machine without GPUs says nothing about another machine.
     """
+    # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
     nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(NODE_GPUS, hardware.gpus_per_node))
     given = hardware.ram_given and bool(hardware.gpus)

@@ -80,6 +80,10 @@ class Step:
     pages: bool = False
     """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 
+    def recomputed(self, layers: int) -> int:
+        """How many of a model's `layers` are computed a second time, in the backward pass."""
+        return layers if self.checkpointed_layers is None else self.checkpointed_layers
+
     @property
     def length(self) -> int:
         """Tokens of a row on this rank: all of them, or its part under context parallelism."""
@@ -122,7 +126,7 @@ class Walk:
             gathered = BYTES[self.synced.gathered]
             self.numbers = Numbers(gathered, loaded.autocast, gathered)
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
-        self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
+        self.recomputed = step.recomputed(shape.num_layers)
         self.adds_up = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
         waits = layout.is_fsdp and self.synced.every == "step" and self.adds_up
@@ -203,7 +207,7 @@ class Walk:
                 batch=self.step.micro_batch,
                 length=self.step.length,
                 width=widths[-1],
-                input_has_grad=layer > 0 or self.trained.embedding or self.layers > 0,
+                input_has_grad=layer > 0 or self.trained.embedding or self.recomputed > 0,
                 accumulating=self._accumulating(),
             )
             blocks.append(block)
@@ -339,7 +343,7 @@ class Walk:
 
     def offloaded(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
-        layers = range(self.layers) if self.step.offloads else ()
+        layers = range(self.recomputed) if self.step.offloads else ()
         return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
@@ -392,11 +396,11 @@ class Walk:
         gathering, batch = self.gathering, self.step.micro_batch
         older, cast = self._older_gradients(), 0
         for layer, block in enumerate(self.blocks):
-            checkpointed = layer < self.layers
+            checkpointed = layer < self.recomputed
             cast += block.cast_weights if checkpointed else 0
             alone = self._forward_alone(layer, batch, self.specs, training=True)
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
-            embedded = self._hidden(batch, 0) if layer and not self.layers else 0
+            embedded = self._hidden(batch, 0) if layer and not self.recomputed else 0
             # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it
             live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
             yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
@@ -421,7 +425,7 @@ class Walk:
         done = self._older_gradients() + (head.gradients if with_embedding else new)
         for layer, block in reversed(list(enumerate(self.blocks))):
             # a checkpointed block runs forward again first, and its input stays until its backward pass has ended
-            peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
+            peak = max(block.backward + block.input, block.recompute) if layer < self.recomputed else block.backward
             peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
             yield self._at(
                 "backward",
