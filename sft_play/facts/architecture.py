@@ -76,7 +76,7 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
     folder = local_folder(name)
     if folder is not None:
         return _read_config(folder, str(folder))
-    if name in KNOWN_MODELS and revision is None:
+    if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
     return _fetch_config(name, revision)
 
@@ -143,7 +143,7 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         RepositoryNotFoundError,
     )
 
-    offline = not hub_answers()
+    offline = not hub_answers()  # then only the cache is read, at once
     try:
         path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except HFValidationError:

@@ -64,6 +64,7 @@ class Toolchain:
 def look(environment: Mapping[str, str]) -> Toolchain:
     """This machine's, from a trial: a one-line module is compiled as Triton would compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
     names = re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text_of(_OS_RELEASE), re.MULTILINE)
@@ -171,5 +172,5 @@ def _trial(compiler: str, headers: Path) -> str | None:
             return str(error)
     if done.returncode == 0:
         return None
-    lines = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()  # the first error; what follows are its consequences
     return next((line for line in lines if "error" in line), lines[-1] if lines else f"exit code {done.returncode}")

@@ -86,6 +86,7 @@ class Hardware:
         for gpu in self.gpus:
             kinds.setdefault(gpu.name, []).append(gpu)
         groups = [tuple(group) for group in kinds.values()]
+        # of two groups of one size the one whose smallest GPU has more memory
         return tuple(sorted(groups, key=lambda group: (-len(group), -min(gpu.total_bytes for gpu in group))))
 
     def alike_words(self, *, processes: int | None = None, variable: str = "GPUS") -> str:
@@ -117,6 +118,7 @@ class Hardware:
     def as_json(self) -> dict[str, Any]:
         """Plain data for `plan.json` and the manifest; what only AMD's, Apple's or WSL's GPUs have, with them alone."""
         data = asdict(self)
+        # plans of machines without these keep the fields that they always had
         if self.shared_gpu is None:
             del data["shared_gpu"]
         if not self.pages:
@@ -222,6 +224,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     """This machine, as a process started with `environment` would see it; rates are those of the catalogue."""
     environment = os.environ if environment is None else environment
     visible, notes = visible_gpus(environment)
+    # a driver reports memory and capability; rates are the catalogue's, by the GPU's name
     entries = [_entry_of(item.gpu) for item in visible]
     gpus = tuple(_detected(item.gpu, entry) for item, entry in zip(visible, entries, strict=True))
     ram_total, ram_free = host.memory()
@@ -245,6 +248,7 @@ def _mixed(hardware: Hardware) -> list[str]:
             f"the GPUs differ ({kinds}): a plan for all of them goes by the smallest memory and the slowest rates; "
             f"make train-distributed takes those that are alike: {hardware.alike_words()}"
         ]
+    # cards of one name may differ by some MiB
     if len(sizes) > 1 and sizes[-1] - sizes[0] >= 0.5:
         return [f"the GPUs have {sizes[0]:g} to {sizes[-1]:g} GiB: plans go by the smallest"]
     return []
@@ -254,6 +258,7 @@ def _entry_of(gpu: Gpu) -> CatalogEntry | None:
     if gpu.is_amd:
         return amd_entry(gpu.name)
     name = gpu.name.split(" MIG ")[0]
+    # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
     entries = find(name) if gpu.mig else find(name, gpu.total_bytes)
     return entries[0] if entries else None
 
@@ -264,6 +269,7 @@ def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
         return gpu
     if gpu.mig is None:
         return _rated(gpu, entry)
+    # 3g.20gb: three of seven compute slices; 1c.3g.20gb: a compute instance in it, which shares its memory
     match = re.match(r"(?:[0-9]c\.)?([0-9])g\.", gpu.mig)
     compute, memory = (int(match[1]) / 7 if match else 1.0), min(1.0, gpu.total_bytes / entry.driver_bytes)
     rates = {name: getattr(entry, name) for name in ("bf16", "fp16", "fp8", "fp32")}
@@ -283,7 +289,7 @@ def _link(gpus: tuple[Found, ...], entries: list[CatalogEntry | None]) -> float 
     rates: list[float] = []
     for item, entry in zip(gpus, entries, strict=True):
         major, minor = item.gpu.capability or (0, 0)
-        if item.nvlinks and entry and entry.nvlink:
+        if item.nvlinks and entry and entry.nvlink:  # a board that is sold with all its links
             rates.append(entry.nvlink)
         elif item.nvlinks and len(gpus) == 2:  # a bridge, which counts only where it joins all GPUs
             rate = _NVLINK_GA10X if (major, minor) == (8, 6) else _NVLINK_PER_LINK.get(major, 25e9)

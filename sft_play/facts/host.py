@@ -25,7 +25,7 @@ def on_wsl(osrelease: Path | None = None) -> bool:
 def memory() -> tuple[int, int]:
     """Total and available RAM in bytes, no more than the control groups of this process allow."""
     host = psutil.virtual_memory()
-    total, free = int(host.total), int(host.available)
+    total, free = int(host.total), int(host.available)  # available: free, and cache that the kernel would drop
     # the kernel kills a process at its group's limit, however much RAM the host has left
     for folder, limit_file, use_file in _cgroup_folders():
         limit = _number(folder / limit_file)
@@ -40,6 +40,7 @@ def memory() -> tuple[int, int]:
 def _cgroup_folders() -> list[tuple[Path, str, str]]:
     """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
     paths = {"": "/", "memory": "/"}
+    # hierarchy:controllers:path; version 2 has one line without controllers
     for line in text_of(_OWN_CGROUP).splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for name in controllers.split(","):
@@ -50,6 +51,7 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
         (_CGROUP, paths[""], ("memory.max", "memory.current")),
         (_CGROUP / "memory", paths["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")),
     ):
+        # a limit of any group above applies too; in a container the path may be the host's, and folders are missing
         own = root / path.strip("/")
         folders += [(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root)]
     return folders

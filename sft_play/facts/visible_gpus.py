@@ -98,7 +98,7 @@ def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tup
     notes = [f"GPU {item.gpu.index} is in MIG mode and has no instance: CUDA does not see it"
              for item in found if item.empty]  # fmt: skip
     variable = environment.get("CUDA_VISIBLE_DEVICES")
-    visible = found if variable is None else _visible(found, variable)
+    visible = found if variable is None else _visible(found, variable)  # set and empty: none at all
     visible = tuple(item for item in visible if not item.empty)
     kinds = {item.gpu.name for item in found if not item.gpu.mig}
     by_number = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
@@ -140,6 +140,7 @@ def _matches(item: Found, entry: str) -> bool:
 def _probe_nvidia_smi() -> tuple[Found, ...]:
     fields = "index,uuid,name,memory.total,memory.free,compute_cap"
     whole = []
+    # nvidia-smi's csv has no quotes; no GPU has a comma in its name
     for line in _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
         parts = [part.strip() for part in line.split(",")]
         with contextlib.suppress(IndexError, ValueError, OverflowError):  # [N/A], or an error message
@@ -183,7 +184,7 @@ def _probe_amd(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple
     visible = []
     for place, index in amd.visible(tuple(by_index), environment):
         gpu = by_index[index]
-        if not gpu.total_bytes:
+        if not gpu.total_bytes:  # amd-smi gets no answer for it
             continue
         name = (gpu.name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip().removeprefix("AMD ")
         # what torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100
