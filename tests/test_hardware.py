@@ -315,6 +315,14 @@ def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
     assert "sees one instance only, MIG-1" in detect({}).notes[0]
 
 
+def test_a_compute_instance_has_its_own_slices_and_the_memory_of_its_gpu_instance(nvml):
+    """1c.3g.20gb: one of the three compute slices (MIG user guide, compute instances)."""
+    nvml(FakeGpu("GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "1c.3g.20gb", 19_968)]))
+    gpu = detect({}).gpus[0]
+    assert gpu.rate("bfloat16") == pytest.approx(312e12 / 7)
+    assert gpu.bandwidth == pytest.approx(1555e9 * 19_968 / 40_960)
+
+
 def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
     nvml(FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 81_559, (9, 0), instances=[]))
     found = detect({})

@@ -55,7 +55,7 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 def _falcon(family: Family, fields: Fields) -> tuple[Family, Fields]:
     heads = fields.need("num_attention_heads")
-    # 40B and 180B are of the new architecture; in the first one multi_query means a single key head, as in 7B
+    # 40B and 180B are of the new architecture; in the old one, of 7B, multi_query means a single key head
     if fields.flag("new_decoder_architecture"):
         keys, norms = fields.count("num_key_value_heads") or heads, fields.count("num_ln_in_parallel_attn") or 2
     else:

@@ -269,9 +269,10 @@ def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
         return gpu
     if gpu.mig is None:
         return _rated(gpu, entry)
-    # 3g.20gb: three of seven compute slices; 1c.3g.20gb: a compute instance in it, which shares its memory
-    match = re.match(r"(?:[0-9]c\.)?([0-9])g\.", gpu.mig)
-    compute, memory = (int(match[1]) / 7 if match else 1.0), min(1.0, gpu.total_bytes / entry.driver_bytes)
+    # 3g.20gb: three of seven slices; 1c.3g.20gb: a compute instance with one of those three, and the memory of all
+    match = re.match(r"(?:([0-9])c\.)?([0-9])g\.", gpu.mig)
+    compute = int(match[1] or match[2]) / 7 if match else 1.0
+    memory = min(1.0, gpu.total_bytes / entry.driver_bytes)
     rates = {name: getattr(entry, name) for name in ("bf16", "fp16", "fp8", "fp32")}
     part: dict[str, Any] = {name: rate and rate * compute for name, rate in rates.items()}
     return _rated(gpu, replace(entry, bandwidth=entry.bandwidth * memory, **part))
