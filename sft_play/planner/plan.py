@@ -29,11 +29,11 @@ from sft_play.planner.candidates import (
     weigh_updates,
 )
 from sft_play.planner.experts import planned_experts
+from sft_play.planner.generation import answer_tokens
 from sft_play.planner.kernels import CountedKernels, counted_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.lora_targets import check_targets
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.generation import answer_tokens
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
