@@ -17,6 +17,11 @@ from sft_play.planner.precision import SHORT
 from sft_play.planner.slow_code import slow_words
 from sft_play.units import GIB
 
+REPEATED_KEYS = (
+    "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
+    "takes grouped ones, does not run on this GPU in this precision"
+)
+
 
 def reasons_of(
     job: Job,
@@ -37,12 +42,23 @@ def reasons_of(
         notes: what a trace of the choice said.
     """
     wish = job.config.model.max_seq_len
+    whole = Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients
+    learned = job.learned(chosen.layout).reason
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
-        *_why(job, candidates, chosen, repeats_kv=repeats_kv),
+        *_batch_words(job, candidates, chosen),
+        _row_words(job, chosen),
+        *_loading_words(job, chosen),
+        *([_sharded_checkpoint_words(chosen)] if chosen.memory.checkpoint == "sharded" else []),
+        *([REPEATED_KEYS] if repeats_kv else []),
+        *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
+        *effects(
+            job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum, whole_bytes=whole
+        ),
+        *([learned] if learned else []),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
         *_kernel_words(job, chosen, kernels),
         *notes,
@@ -87,54 +103,41 @@ def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
     return [note, f"Unsloth runs only single and ddp; {chosen.layout.name} would run with backend bnb (STRATEGY=ddp)"]
 
 
-def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate, *, repeats_kv: bool) -> list[str]:
-    """The choice, its arithmetic and what it assumes."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    reasons = [arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)]
-    if fitting:
-        same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
-        largest = max(candidate.batch.micro_batch for candidate in same)
-        if largest > chosen.batch.micro_batch:
-            reasons[0] += f"; up to {largest} would fit and be about as fast"
-        elif len(same) > 1:
-            reasons[0] += "; smaller ones are slower"
+def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """The product of the batch, how other micro-batches compare, and why some ranks share rows."""
+    product = arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)
+    alike = [one for one in candidates if one.fits and one.layout == chosen.layout]
+    sizes = [one.batch.micro_batch for one in alike if one.checkpointed == chosen.checkpointed]
+    if max(sizes, default=0) > chosen.batch.micro_batch:
+        product += f"; up to {max(sizes)} would fit and be about as fast"
+    elif len(sizes) > 1:
+        product += "; smaller ones are slower"
     effective, layout = chosen.batch.effective_batch, chosen.layout
     # a mesh is the user's own choice, and needs no explanation
-    if layout.data_parallel < layout.ranks and effective % layout.ranks and job.config.model.mesh_shape is None:
-        reasons.append(
-            f"an effective batch of {effective} does not split over {layout.ranks} ranks that each read their own "
-            f"rows: {layout.name} has {layout.data_parallel}"
-        )
-    learned = job.learned(chosen.layout).reason
+    if layout.data_parallel == layout.ranks or effective % layout.ranks == 0 or job.config.model.mesh_shape is not None:
+        return [product]
+    return [
+        product,
+        f"an effective batch of {effective} does not split over {layout.ranks} ranks that each read their own "
+        f"rows: {layout.name} has {layout.data_parallel}",
+    ]
+
+
+def _loading_words(job: Job, chosen: Candidate) -> list[str]:
+    """That loading needs more than a step, which a reader of the weights' term would not expect."""
+    layout, memory = chosen.layout, chosen.memory
+    if job.config.tuning.mode != "qlora" or not layout.shards_params or loads_by_unit(job.config, layout):
+        return []
+    where = ", the packed ones in RAM" if layout.offloads_params else ""
+    return [
+        f"{layout.name} shards NF4 weights after loading: until then each rank holds all of them "
+        f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
+    ]
+
+
+def _row_words(job: Job, chosen: Candidate) -> str:
+    """What is known, or assumed, of the lengths of rows, and what becomes of shorter ones."""
     padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
-    reasons.append(_row_words(job, chosen, padding))
-    # then loading needs more than a step, which a reader of the weights' term would not expect
-    is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
-    if job.config.tuning.mode == "qlora" and is_cut_after_loading:
-        memory = chosen.memory
-        where = ", the packed ones in RAM" if chosen.layout.offloads_params else ""
-        reasons.append(
-            f"{chosen.layout.name} shards NF4 weights after loading: until then each rank holds all of them "
-            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
-        )
-    if chosen.memory.checkpoint == "sharded":
-        reasons.append(_sharded_checkpoint_words(chosen))
-    if repeats_kv:
-        reasons.append(
-            "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
-            "takes grouped ones, does not run on this GPU in this precision"
-        )
-    if chosen.step.eval_batch:
-        reasons.append(_evaluation_words(job.config, chosen))
-    reasons += effects(
-        job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
-        whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
-    )  # fmt: skip
-    return [*reasons, *([learned] if learned else [])]
-
-
-def _row_words(job: Job, chosen: Candidate, padding: str) -> str:
-    """What is known, or assumed, of the lengths of rows."""
     rows = job.rows
     if rows is None:
         return f"assumed: every row {job.seq_len} tokens{padding}, every token trained on"

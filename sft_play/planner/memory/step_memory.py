@@ -75,8 +75,10 @@ class Step:
     offloads: bool = False
     """What checkpointed blocks need for recomputation is kept in RAM."""
     saves: bool = True
+    """Whether checkpoints are written."""
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
+    """The GPU's compute capability; None where it is unknown, which counts as a current one."""
     pages: bool = False
     """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 
