@@ -181,7 +181,9 @@ def hub_answers() -> bool:
 
     The library would retry for half a minute before it reports that there is no network.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
