@@ -74,16 +74,18 @@ def block_bytes(
     storage = x.storage
     # from here only nodes hold anything, as when the model's own forward has returned
     del x, out
+    # an operation may hold the input; if none does, only a checkpoint keeps it
     alone = 0 if storage.handles else size * width
     cast = sum(ref.nbytes for ref in run.cast.values())
     run.cast.clear()
     if node is None:  # nothing trains up to this block
         return BlockBytes(0, forward, 0, 0, 0, 0, 0, grad_size[1], cast)
-    kept = tape.meter.live
+    kept = tape.meter.live  # with the input, if an operation holds it
     grad = tape.new(*grad_size)
     tape.meter.restart()
     tape.backward(node, grad)
     del grad
+    # gradients that are there when the forward runs again, and its peak until the last tensor is held
     recompute = stopped + tape.first_use - kept
     gradients = sum(ref.nbytes for ref in run.gradients)
     return BlockBytes(

@@ -45,7 +45,7 @@ def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Target
     adapters = width * kind_adapters(kind, rank, targets=targets, dora=False) if rank else 0
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)
+    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)  # constants are whole on every rank already
     return packed + width * (kind.params - kind.linear_weights) + adapters
 
 

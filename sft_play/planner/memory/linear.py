@@ -46,7 +46,7 @@ def _nf4(run: Pass, x: Ref, spec: LinearSpec) -> Ref:
     run.tape.meter.touch(rebuilt + 2 * absmax)
     run.tape.meter.touch(rebuilt + out_elements * x.width)
     out = run.tape.op((x,), out_elements, x.width, backward=backward, holds_weight=True)
-    return run.to(out, before)
+    return run.to(out, before)  # Linear4bit.forward returns its input's dtype
 
 
 def _with_adapter(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
@@ -56,6 +56,7 @@ def _with_adapter(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
     width = result.width
     if run.spec.numbers.autocast is None or run.spec.casts_inputs or run.spec.dora or run.spec.lora_dropout:
         x = run.to(x, run.spec.numbers.adapters)
+    # result + lora_B(lora_A(dropout(x))) * scaling, which fp32 adapters make fp32, then back to the base's dtype
     result = run.add(result, _adapter(run, x, role, spec, result))
     return run.to(result, width)
 
@@ -101,7 +102,7 @@ def _dora(run: Pass, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
         held = [run.tape.new(spec.elements, low.width)] if plain else []
         outputs = low.elements // spec.inputs * spec.outputs
         base = run.tape.op((low,), outputs, low.width, saved=held, holds_weight=True)
-        del low, held
+        del low, held  # F.linear's own: only its node keeps them
     less = _by_magnitude(run, base)
     more = run.scaled(_by_magnitude(run, lora))
     out = run.add(less, more)

@@ -25,7 +25,7 @@ def _experts(run: Pass, x: Ref) -> Ref:
     """
     spec, rows = run.spec, run.tokens * run.spec.experts_per_token
     wide = rows * spec.expert_width
-    routing = _routing(run, x, rows)
+    routing = _routing(run, x, rows)  # (T * k,)
     places = run.tape.new(rows, 8)
     gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
     both = _grouped(run, gathered, spec.hidden, 2 * spec.expert_width)
@@ -45,7 +45,7 @@ def _experts(run: Pass, x: Ref) -> Ref:
     )
     del weighted
     size, e = ordered.elements, ordered.width
-    # the gradient of a sum is expanded, and copied to be seen as rows
+    # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
     mixed = run.tape.op((ordered,), x.elements, e, backward=lambda tape, grad: (tape.new(size, e),))
     del ordered, bias, gathered
     return run.to(mixed, x.width)
@@ -117,28 +117,24 @@ def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:
 
 def _dense_mlp(run: Pass, x: Ref) -> Ref:
     """Gate, up and down (`gate_up`: the first two as halves of one product), or up and down."""
+    liger = run.spec.liger is not None and run.spec.liger.gate
     if "gate_up" in run.linears:
         both = linear(run, x, "gate_up")
         gate, up = run.parts(both, both.elements // 2, both.elements // 2)
-        if run.spec.liger is not None and run.spec.liger.gate:
-            up = fused.gated(run.tape, gate, up, copies=True)
-        else:
-            up = run.product(up, _activated(run, gate))
-        return run.drop(linear(run, up, "down"), run.spec.dropout)
+        inner = fused.gated(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
+        return run.drop(linear(run, inner, "down"), run.spec.dropout)
     if "gate" in run.linears:
-        return linear(run, _gated_mlp(run, x), "down")
+        if liger:
+            inner = fused.gated(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
+        else:
+            inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
+        return linear(run, inner, "down")
     if "up" not in run.linears:
         return by_widths(run, x, "mlp.")
     x = linear(run, x, "up")
     x = _activated(run, x)
     x = linear(run, x, "down")
     return run.drop(x, run.spec.dropout)
-
-
-def _gated_mlp(run: Pass, x: Ref) -> Ref:
-    if run.spec.liger is not None and run.spec.liger.gate:
-        return fused.gated(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
-    return run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
 
 
 def _activated(run: Pass, x: Ref) -> Ref:
