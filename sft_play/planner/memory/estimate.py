@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.memory.loading import loading_terms, read_in_ram
 from sft_play.planner.memory.margins import (
     DESKTOP_BYTES,
     MARGIN_BYTES,
@@ -154,14 +155,14 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else 0),
         moment=peak,
         moments=sums,
-        load_bytes=sum(walk.loading().values()),
+        load_bytes=sum(loading_terms(walk).values()),
         host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
         host_save_bytes=saving.first,
         host_save_each_bytes=saving.each,
         host_gather_bytes=saving.gathered,
         checkpoint=saving.form,
         checkpoint_bytes=saving.total,
-        host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
+        host_load_bytes=read_in_ram(walk) if step.on_gpu else 0,
         margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
         kept_free=free,
     )

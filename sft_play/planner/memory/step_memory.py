@@ -20,15 +20,10 @@ from sft_play.planner.memory.block_spec import BlockSpec, Numbers
 from sft_play.planner.memory.gather import Gathering, units, zero_buckets
 from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.planner.memory.model_states import (
-    kind_adapters,
-    largest_tensor,
-    loads_by_unit,
-    nf4_bytes,
     optimizer_transient,
     part_of_trained,
     resident,
     trained,
-    weight_bytes,
 )
 from sft_play.planner.memory.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 from sft_play.planner.precision import BYTES, Precision
@@ -286,62 +281,6 @@ class Walk:
                 wider=BYTES[self.synced.reduced] > BYTES[self.synced.computed],
             )  # fmt: skip
         return self.resident.buckets
-
-    def loading(self) -> Terms:
-        """The most that a rank holds on its device until the model is there and wrapped.
-
-        Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/fsdp_loading.py).
-        Under ZeRO-3 NF4 weights are created on each rank's own device, all of them: transformers reads and quantises
-        one layer after the other (core_model_loading.py; ZeRO-3's partitioned reading is only for plain weights), PEFT
-        adds adapters in fp32, and only then does DeepSpeed partition, tensor by tensor. Plain weights are partitioned
-        as they arrive.
-        """
-        parts, layout = self.resident, self.step.layout
-        if loads_by_unit(self.config, layout):
-            # on a CPU the copies that the first rank reads are in the same memory
-            own = {} if self.step.on_gpu else {"host_copies": self.copied_in_ram()}
-            passing = self._largest_unit() + self.loaded.weights * largest_tensor(self.shape)
-            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing, **own}
-        if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 shards what is already there
-            whole = resident(self.config, self.shape, self.loaded, replace(layout, shard=1))
-            cut = parts.weights + parts.adapters
-            return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
-        if not self.nf4:
-            passing = self.loaded.weights * largest_tensor(self.shape) if layout.shards_params else 0
-            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
-        sizes = [linear.weights for linear, _ in self.shape.linears]
-        sizes += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
-        adapters = 4 * self.trained.params  # not there yet while the last matrices are quantised
-        cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
-        weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
-        beside = max(cut, self.loaded.weights * max(sizes, default=0) - adapters)
-        return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
-
-    def _largest_unit(self) -> int:
-        """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
-        mixed precision, packed matrices with their constants."""
-        width = 4 if self.full and self.loaded.autocast is not None else self.loaded.weights
-        adapters = 4 if self.loaded.autocast is not None and not self.nf4 else self.loaded.adapters
-        lora = self.config.tuning.lora
-        units_bytes = [width * self.shape.table_params]
-        for kind in self.shape.layers:
-            packed = sum(nf4_bytes(linear.weights) for linear in kind.linears) if self.nf4 else 0
-            plain = width * (kind.params - (kind.linear_weights if self.nf4 else 0))
-            beside = 0 if self.full else kind_adapters(kind, lora.r, targets=lora.target_modules, dora=False)
-            units_bytes.append(packed + plain + adapters * beside)
-        return max(units_bytes)
-
-    def read_in_ram(self) -> int:
-        """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
-        layout = self.step.layout
-        reads_into_ram = layout.is_fsdp or (layout.is_zero and layout.shards_params and not self.nf4)
-        return self.loaded.weights * largest_tensor(self.shape) + (self.copied_in_ram() if reads_into_ram else 0)
-
-    def copied_in_ram(self) -> int:
-        """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
-        copies what is cast from another dtype (DeepSpeed: each tensor in transit) or stacked (experts)."""
-        as_stored = self.shape.stored_dtype == self.precision.load or self.step.layout.is_zero
-        return self.loaded.weights * (self.shape.expert_params if as_stored else self.shape.params)
 
     def offloaded(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
