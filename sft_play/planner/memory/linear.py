@@ -56,7 +56,7 @@ def _with_adapter(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
     width = result.width
     if run.spec.numbers.autocast is None or run.spec.casts_inputs or run.spec.dora or run.spec.lora_dropout:
         x = run.to(x, run.spec.numbers.adapters)
-    # result + lora_B(lora_A(dropout(x))) * scaling, which fp32 adapters make fp32, then back to the base's dtype
+    # result + lora_B(lora_A(dropout(x))) * scaling: fp32 where adapters are and autocast is not, then back
     result = run.add(result, _adapter(run, x, role, spec, result))
     return run.to(result, width)
 
@@ -81,6 +81,7 @@ def _adapter(run: Pass, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref
 
 
 def _lora(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
+    """B(A(x)): T x r, then T x outputs. Both factors train, so both of their inputs are held."""
     width = run.spec.numbers.adapters
     low = run.dense(x, f"{role}.A", spec.inputs, spec.rank, width, trained=True)
     return run.dense(low, f"{role}.B", spec.rank, spec.outputs, width, trained=True)
