@@ -382,6 +382,7 @@ BAD: list[tuple[object, str]] = [
     ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
     ({**file_of("gpt2"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),
+    ({**file_of("gemma2"), "attn_logit_softcapping": True}, "it must be a number above 0"),
 ]
 
 

@@ -163,7 +163,7 @@ class Fields:
         value = self.values.get(key)
         if value is None or value is False:
             return None
-        if not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self._refusal(key, value, "it must be a number above 0")
         return float(value)
 
