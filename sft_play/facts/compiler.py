@@ -116,6 +116,7 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
         compiler = shutil.which(environment.get("CXX") or default)
         if compiler is None:
             return f"no C++ compiler (CXX, or {default})", _install(tools).replace("gcc", "g++")
+        # on a CPU neither Triton nor libcuda is needed: obstacle() must only look at the compiler and the headers
         tools = replace(tools, triton=True, compiler=compiler, failed=_trial(compiler, tools.headers), ldconfig=True)
     return obstacle(tools)
 

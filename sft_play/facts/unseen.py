@@ -297,7 +297,7 @@ def _pci(folder: Path) -> tuple[PciDevice, ...]:
     for place in sorted(folder.glob("*")):
         vendor, kind = _hex(text_of(place / "vendor")), _hex(text_of(place / "class"))
         if vendor is not None and kind is not None:
-            vram = text_of(place / "mem_info_vram_total").strip()
+            vram = text_of(place / "mem_info_vram_total").strip()  # amdgpu writes it, others do not
             devices.append(PciDevice(place.name, vendor, kind >> 8, int(vram) if vram.isdigit() else None))
     return tuple(devices)
 

@@ -69,7 +69,7 @@ def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
 def _computed(config: RunConfig, precision: Precision, layout: str, gathered: DtypeName) -> DtypeName:
     """FSDP2's gradients have the dtype that it gathers in, DeepSpeed's the compute dtype, to which it casts the model;
     otherwise a gradient has its parameter's dtype."""
-    if _is_fsdp(layout):
+    if _is_fsdp(layout):  # MixedPrecisionPolicy(param_dtype=...)
         return gathered
     if _is_zero(layout):
         return precision.compute

@@ -64,6 +64,7 @@ def planned_kernels(
     check = f"if a measurement before the first step shows that they compute the same ({PACKAGE} {VERSION})"
     if wish == "liger":
         return PlannedKernels(replaced, replaced, f"{words}, {check}")
+    # auto may fall back to the plain code when the run starts, which must then still fit
     counted = "the speed is theirs, the memory that of the plain ones, which take more"
     return PlannedKernels(None, replaced, f"{words}, {check}: {counted}")
 

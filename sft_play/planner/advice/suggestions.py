@@ -227,6 +227,7 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             yield machine, f"{more} of these GPUs"
             break
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
+    # capability: the largest memory that is known to be too small for it
     needed: dict[object, int] = {}
     larger = [entry for entry in gpus_by_memory() if entry.memory_bytes > present]
     for entry in larger:
@@ -285,7 +286,7 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 def _name_of(machine: Hardware) -> str:
     """The HARDWARE= value of the machine: its memory where the catalogue's differs, its RAM where it was given."""
     gpu = machine.gpus[0]
-    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
     entry = next(iter(find(name)), None)
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
     text = f"{nodes}{machine.gpus_per_node}x{name}"
