@@ -32,7 +32,8 @@ from sft_play.diagnose.report import Report
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware, named
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions

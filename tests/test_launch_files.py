@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.launch import accelerate_config as accel
 from sft_play.launch import deepspeed_config as ds
 from sft_play.launch import deepspeed_keys as keys

@@ -21,7 +21,8 @@ from sft_play.diagnose import memory_check, processes
 from sft_play.diagnose.memory_check import Check, Peaks, find_run, lines, look, watch
 from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
 from sft_play.errors import RunFolderError
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
 from sft_play.runs import FORMAT, RunFolder
 from tests.conftest import ROOT, clean_environment

@@ -14,8 +14,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu import Gpu
 from sft_play.facts.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.model_shape import Mla
 from sft_play.planner import candidates
 from sft_play.planner.candidates import micro_batches

@@ -23,7 +23,8 @@ from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
