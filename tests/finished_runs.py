@@ -35,7 +35,8 @@ def finished_run(
 
     from sft_play.api import plan
     from sft_play.config.load import load_config, resolved
-    from sft_play.runs import FORMAT, write_json
+    from sft_play.runs.files import write_json
+    from sft_play.runs.folder import FORMAT
     from sft_play.training.model import build_model_spec, read_model, save_model, weights_facts
     from sft_play.training.tokenizer import load_tokenizer
 

@@ -21,7 +21,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 

@@ -22,12 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play import runs
 from sft_play.config.load import load_config
 from sft_play.errors import RunFolderError
 from sft_play.launch import board_commands as commands
 from sft_play.launch import tensorboard as board
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -379,7 +378,7 @@ def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> Ru
     (folder.tensorboard / "notes.txt").write_text("mine")
     if status is not None:
         folder.log_path.write_text("")
-        folder.manifest_path.write_text(json.dumps({"format": runs.FORMAT, "status": status}))
+        folder.manifest_path.write_text(json.dumps({"format": FORMAT, "status": status}))
     return folder
 
 
@@ -462,8 +461,9 @@ def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, tmp_path, tiny_l
 
 def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog):
     hold = (
-        "import sys; from pathlib import Path; from sft_play import runs; "
-        "held = runs.lock(runs.RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
+        "import sys; from pathlib import Path; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
+        "held = lock(RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
     )
     words = [sys.executable, "-c", hold, str(several / "finished")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

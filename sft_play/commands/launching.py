@@ -9,7 +9,6 @@ import json
 import logging
 import os
 
-from sft_play import runs
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
@@ -21,7 +20,9 @@ from sft_play.launch.exported import refuse_tasks, refuse_too_few
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import is_finished, new_folder, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import find_resumable
 from sft_play.starting.one_process import start_here
 from sft_play.starting.one_rank import start_rank
 from sft_play.starting.several_ranks import Launched, launch, resume
@@ -64,9 +65,9 @@ def _train(request: Request) -> Answer | int:
     mesh = mesh_of(loaded.config.model.mesh_shape)
     if request.options.nodes.count > 1 or (mesh and mesh.ranks > 1) or accelerate_names_machines():
         return _answer(launch(loaded, request.options))
-    folder = runs.new_folder(output, config_path=loaded.path)
-    goes_on = runs.goes_on(folder, output)
-    if not (goes_on and runs.is_finished(folder)):
+    folder = new_folder(output, config_path=loaded.path)
+    goes_on = resumes(folder, output)
+    if not (goes_on and is_finished(folder)):
         with reported(folder):
             start_here(loaded, folder, resume=goes_on, board=request.options.board)
     return _summary(folder)
@@ -77,7 +78,7 @@ def _resume(request: Request) -> Answer | int:
     ranks = launched_ranks(request)
     if ranks is not None:
         return _as_rank(request, loaded, ranks)
-    folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
+    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
     with reported(folder):
         code = resume(loaded, folder, request.options)
     return code or _summary(folder)

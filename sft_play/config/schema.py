@@ -586,13 +586,13 @@ class DistributedConfig(Section):
 class OutputConfig(Section):
     """Where the run is written."""
 
-    dir: Name = leaf("outputs", owner="runs")
+    dir: Name = leaf("outputs", owner="runs.names")
     """Parent folder of the run folders."""
 
-    name: Name | None = leaf(None, owner="runs")
+    name: Name | None = leaf(None, owner="runs.names")
     """Name of the run folder; null uses the config's name with the UTC time."""
 
-    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs")
+    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.creation")
     """What to do if the run folder exists: stop, resume it, or move it aside."""
 
 

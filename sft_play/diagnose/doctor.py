@@ -25,7 +25,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.planner.slow_code import eager_words, missing_words
-from sft_play.runs import output_dir
+from sft_play.runs.names import output_dir
 from sft_play.starter.names import BASE_NAME
 
 MEETING_S = 30.0

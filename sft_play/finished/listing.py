@@ -13,12 +13,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play import runs
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import MANIFEST, RunFolder
+from sft_play.runs.locking import lock
+from sft_play.runs.lookup import run_at, runs_in
+from sft_play.runs.metrics import metric_lines
+from sft_play.runs.names import checked_name
 from sft_play.units import size_of
 
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -105,7 +108,7 @@ class RunList:
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
-    listed = [_listed(folder) for folder in runs.runs_in(output, replaced=True)]
+    listed = [_listed(folder) for folder in runs_in(output, replaced=True)]
     listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
 
@@ -114,7 +117,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     manifest = folder.manifest()
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
-    metrics = [entry for _, entry in runs.metrics(path)] if path.is_file() else []
+    metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
     return ListedRun(
         folder,
         model=str((resolved.get("model") or {}).get("name", "?")),
@@ -215,7 +218,7 @@ def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
     """
     chosen: dict[Path, int] = {}
     for name in names:
-        folder = runs.run_at(output, runs.checked_name(name, key="RUNS"))
+        folder = run_at(output, checked_name(name, key="RUNS"))
         listed = _listed(folder)
         if listed.status == "running":
             raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
@@ -235,7 +238,7 @@ def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
 def prune(output: Path, chosen: dict[Path, int]) -> Pruned:
     """Remove these folders, each locked as a run first, so that none goes that somebody has begun to write."""
     for path in chosen:
-        folder = next(one for one in (path, *path.parents) if (one / runs.MANIFEST).is_file() and one.parent == output)
-        with runs.lock(RunFolder(folder)):
+        folder = next(one for one in (path, *path.parents) if (one / MANIFEST).is_file() and one.parent == output)
+        with lock(RunFolder(folder)):
             shutil.rmtree(path)
     return Pruned(output, tuple(chosen), sum(chosen.values()))

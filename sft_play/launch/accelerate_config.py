@@ -26,7 +26,7 @@ from sft_play.launch.given_file import text_of
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.mesh import Mesh
-from sft_play.runs import write_text
+from sft_play.runs.files import write_text
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 Precision = Literal["no", "fp16", "bf16"]

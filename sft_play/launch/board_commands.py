@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import lock
+from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def open_page(base: Path, run: str | None, environment: Mapping[str, str]) -> tu
 
 
 def _logdir(base: Path, run: str | None) -> Path:
-    return base if run is None else runs.run_named(base, run).tensorboard
+    return base if run is None else run_named(base, run).tensorboard
 
 
 def _boards_in(folder: Path) -> list[Sidecar]:
@@ -127,7 +128,7 @@ def clean(base: Path, run: str | None, *, agrees: Callable[[str], bool]) -> dict
     Raises:
         RunFolderError: RUN names no run, or one that is not finished.
     """
-    chosen = list(runs.runs_in(base, replaced=True)) if run is None else [runs.run_named(base, run)]
+    chosen = list(runs_in(base, replaced=True)) if run is None else [run_named(base, run)]
     every = {folder: sorted(folder.tensorboard.rglob(EVENT_FILES)) for folder in chosen}
     finished: dict[RunFolder, dict[Path, int]] = {}
     for folder, files in every.items():
@@ -158,7 +159,7 @@ def clean(base: Path, run: str | None, *, agrees: Callable[[str], bool]) -> dict
 def _remove(folder: RunFolder, files: Mapping[Path, int]) -> Iterator[tuple[Path, int]]:
     """Remove a finished run's event files with the run locked; what was removed."""
     try:
-        with runs.lock(folder):
+        with lock(folder):
             _require_finished(folder)  # another run may have taken its place since it was listed
             for path, size in files.items():
                 path.unlink()

@@ -35,7 +35,7 @@ from sft_play.launch.command import Launch, Nodes, require_free_port
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.ranks import Ranks
 from sft_play.log import one_line
-from sft_play.runs import versions
+from sft_play.runs.manifest import versions
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,15 @@ import os
 import signal
 import subprocess
 
-from sft_play import endings, failures, runs
+from sft_play import endings, failures
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
 from sft_play.launch.command import Launch, require_free_port
 from sft_play.launch.handed import LAUNCH_FILE
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import discard_run
+from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
         launched = folder.path / LAUNCH_FILE
         is_unused = not folder.metrics_path.exists() and launched.exists()
         if is_unused and json.loads(launched.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
-            runs.discard(folder)
+            discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)
     return code
 

@@ -23,7 +23,7 @@ from sft_play.launch.libraries import prepare_libraries
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName, layouts_over
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.over_ranks import parts_of, refuse_strategy
 from sft_play.starting.plan_run import plan_for, shape_for

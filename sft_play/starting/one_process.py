@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError, in_stage
@@ -21,7 +21,10 @@ from sft_play.log import start_log_buffer
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import Stopped
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import require_writable
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import lock
+from sft_play.runs.resuming import first_day
 from sft_play.starting.before import (
     board_beside,
     count_before_planning,
@@ -45,12 +48,12 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
 
     Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
     """
-    with endings.StopSignals(endings.interrupt), runs.lock(folder) if resume else contextlib.nullcontext() as mark:
+    with endings.StopSignals(endings.interrupt), lock(folder) if resume else contextlib.nullcontext() as mark:
         buffer = start_log_buffer()
         log_base(loaded)
         require_data(loaded)
         if not resume:
-            runs.require_writable(folder)
+            require_writable(folder)
         choices = take_choices()
         loaded = with_curves(loaded) if board else loaded
         hide_gpus(loaded.config, os.environ)

@@ -8,7 +8,7 @@ import os
 from datetime import date
 from pathlib import Path
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.hardware import detect
 from sft_play.heap import importing
@@ -24,7 +24,11 @@ from sft_play.launch.node_rendezvous import choose_interface
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.log import start_log_buffer
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import is_finished, new_folder, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import WRITER
+from sft_play.runs.lookup import find_resumable
+from sft_play.runs.resuming import first_day
 from sft_play.starting.before import (
     board_beside,
     count_for_ranks,
@@ -76,7 +80,7 @@ def start_rank(
 
     job = job_of(
         loaded, planned, folder, resume=handed.resume, log_buffer=buffer,
-        has_folder=handed.made, by=runs.WRITER if ranks.folder is not None else None,
+        has_folder=handed.made, by=WRITER if ranks.folder is not None else None,
         timeout_s=timeout_of(loaded.config, os.environ),
         today=date.fromisoformat(handed.today) if handed.today else date.today(),
     )  # fmt: skip
@@ -106,12 +110,12 @@ def _receive(
                        len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
     output = loaded.config.output
     if resume:
-        folder = runs.find_resumable(output, config_path=loaded.path, name=run_name)
+        folder = find_resumable(output, config_path=loaded.path, name=run_name)
     else:
-        folder = runs.new_folder(output, config_path=loaded.path)
-        resume = runs.goes_on(folder, output)
+        folder = new_folder(output, config_path=loaded.path)
+        resume = resumes(folder, output)
     place = str(folder.path.absolute())
-    if resume and runs.is_finished(folder):
+    if resume and is_finished(folder):
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
         count_for_ranks(loaded, hardware, options, is_resumed=resume, trains_here=True)

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
@@ -19,7 +18,7 @@ from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.starting.plan_run import log_plan, plan_for, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 
@@ -74,7 +73,7 @@ def _as_planned(options: LaunchOptions, part: LoadedConfig, going_on: RunFolder 
     now."""
     if going_on is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
         return options
-    file = going_on.of_stage(part.stage).path / runs.DEEPSPEED_FILE
+    file = going_on.of_stage(part.stage).path / DEEPSPEED_FILE
     return dataclasses.replace(options, deepspeed=DeepspeedWish(file)) if file.is_file() else options
 
 
@@ -115,8 +114,8 @@ def plan_ranks(
     if stopped is not None and strategy is None and deepspeed is None:
         # DeepSpeed's checkpoints are read by the same layout only; the others over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
-    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
+    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedWish(going_on.path / DEEPSPEED_FILE)
     raw = None
     name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
     if deepspeed is not None:

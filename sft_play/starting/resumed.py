@@ -13,7 +13,7 @@ from sft_play.errors import RunFolderError
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import logging
 import os
 from logging.handlers import MemoryHandler
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.environment import THREADS_VARIABLE
@@ -28,7 +28,10 @@ from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.log import start_log_buffer
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LAUNCHER, lock
+from sft_play.runs.resuming import first_day
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.before import (
     board_beside,
@@ -96,16 +99,16 @@ def _launch(
         require_usable(loaded.config, hardware)
     log_idle(hardware, options, accelerate.path if accelerate else None)
     is_alone = options.nodes.count == 1
-    folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
-    resumed = folder if folder and (going_on or runs.goes_on(folder, loaded.config.output)) else None
-    if resumed is not None and runs.is_finished(resumed):
+    folder = going_on or (new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
+    resumed = folder if folder and (going_on or resumes(folder, loaded.config.output)) else None
+    if resumed is not None and is_finished(resumed):
         return Launched(0, resumed)
     require_data(loaded)
     if folder is not None and resumed is None and not options.show_only:
-        runs.require_writable(folder)
+        require_writable(folder)
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
-        held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
+        held.enter_context(lock(resumed, by=LAUNCHER))
     if not options.show_only:
         count_for_ranks(loaded, hardware, options, is_resumed=resumed is not None, trains_here=False)
     planned = plan_stages(loaded, hardware, options, going_on=resumed)
