@@ -24,7 +24,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import node_rendezvous
-from sft_play.launch.accelerate_config import read_config
+from sft_play.launch.accelerate.reading import read_accelerate_file
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.node_rendezvous import Met, card_of, choose_interface, meet
@@ -499,9 +499,9 @@ def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
     with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
-        with_accelerate(LaunchOptions(), read_config(file))
+        with_accelerate(LaunchOptions(), read_accelerate_file(file))
     given = LaunchOptions(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
-    assert with_accelerate(given, read_config(file)).nodes == given.nodes  # the command line says it
+    assert with_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.report import report_at_end, reported
-from sft_play.launch import accelerate_config
-from sft_play.launch.exported import refuse_tasks, refuse_too_few
+from sft_play.launch.accelerate.launched import refuse_too_few_processes
+from sft_play.launch.accelerate.places import find_accelerate_file
+from sft_play.launch.accelerate.reading import read_accelerate_file
+from sft_play.launch.exported import refuse_tasks
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
@@ -91,7 +93,7 @@ def _launch(request: Request) -> Answer | int:
     show_only = request.command == "launch-command"
     if not show_only and ranks_of(os.environ) is not None:
         return _train(request)  # under another launcher, whose ranks these are
-    refuse_too_few(os.environ)
+    refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     loaded = load_config(request.config, overrides=request.overrides)
     launched = launch(loaded, dataclasses.replace(request.options, show_only=show_only))
@@ -138,11 +140,11 @@ def accelerate_names_machines() -> bool:
 
     One that cannot be read is only a warning: a single process needs nothing from it.
     """
-    file = accelerate_config.find_config(os.environ)
+    file = find_accelerate_file(os.environ)
     if file is None:
         return False
     try:
-        return accelerate_config.read_config(file).num_machines > 1
+        return read_accelerate_file(file).num_machines > 1
     except ConfigError as error:
         logger.warning("%s; it is not needed for one process", error)
         return False
@@ -154,7 +156,7 @@ def launched_ranks(request: Request) -> Ranks | None:
     Raises:
         ConfigError: the launcher was asked for several processes and started one, or started a run for each of them.
     """
-    refuse_too_few(os.environ)
+    refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
     if ranks is None:

@@ -17,9 +17,10 @@ import torch
 from sft_play.dist.one_process import NoOpAccelerator
 from sft_play.dist.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
 from sft_play.errors import BackendError, ConfigError
-from sft_play.launch.deepspeed_config import adam_obstacles
-from sft_play.launch.deepspeed_keys import AUTO_IS_A_VALUE
-from sft_play.launch.exported import drop_accelerate, is_of_accelerate, rank_variables, refuse_too_few
+from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.keys import AUTO_IS_A_VALUE
+from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
     try:
-        refuse_too_few(os.environ)
+        refuse_too_few_processes(os.environ)
     except ConfigError as error:
         raise ConfigError(
             f"{str(error).partition(': without a GPU')[0]}: without a GPU it starts several through MPI only; start "

@@ -18,7 +18,8 @@ from sft_play.config.leaves import expects
 from sft_play.config.schema import Name, Section
 from sft_play.config.yaml_io import Document, Problem, parse, read_text, show
 from sft_play.errors import ConfigError
-from sft_play.launch import deepspeed_config
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.translate import translate
 from sft_play.log import one_line
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
@@ -273,7 +274,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
         return None, "the package deepspeed is not installed"
     given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
     if given is None:
-        return _filled(deepspeed_config.shipped("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
+        return _filled(shipped_config("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
     places = _places(Path(given), *([reading.folder] if reading.folder is not None else []))
     path = _existing(places)
     if path is None:
@@ -281,7 +282,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
         return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
     name = one_line(str(path))
     try:
-        config, notes = deepspeed_config.understand(deepspeed_config.read(path), name=name)
+        config, notes = translate(read_deepspeed_file(path), name=name)
     except ConfigError as error:
         reading.problems += str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ").splitlines()
         return None, None

@@ -12,7 +12,12 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import deepspeed_config
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.fill import ADAM_BETA1, ADAM_EPS, PlanNumbers, fill
+from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
+from sft_play.launch.deepspeed.run_settings import SHORT_DTYPES, with_batch, with_dtypes
+from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
@@ -120,17 +125,17 @@ def plan_ranks(
     name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
     if deepspeed is not None:
         wanted = strategy or "zero2"
-        raw = deepspeed_config.read(deepspeed.file) if deepspeed.file else deepspeed_config.shipped(wanted)
-        raw, notes = deepspeed_config.understand(raw, name=name)
-        strategy = deepspeed_config.layout_of(raw, name=name, planned=wanted)
-        _log_deepspeed((*notes, *deepspeed_config.layout_notes(raw, planned=wanted)))
+        raw = read_deepspeed_file(deepspeed.file) if deepspeed.file else shipped_config(wanted)
+        raw, notes = translate(raw, name=name)
+        strategy = layout_of(raw, name=name, planned=wanted)
+        _log_deepspeed((*notes, *layout_notes(raw, planned=wanted)))
     if going_on and strategy:
         refuse_resuming(going_on, stopped, strategy, hardware.ranks)
     if raw is not None:
-        train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
+        train, taken = with_batch(config.train, raw, ranks=hardware.ranks, name=name)
         _log_deepspeed(taken)
         config = config.model_copy(update={"train": train})
-        mixed, taken = deepspeed_config.with_dtypes(config.distributed.mixed_precision, raw, name=name)
+        mixed, taken = with_dtypes(config.distributed.mixed_precision, raw, name=name)
         _log_deepspeed(taken)
         distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
         config = config.model_copy(update={"distributed": distributed})
@@ -141,14 +146,14 @@ def plan_ranks(
     only = (strategy,) if strategy else layouts_over(hardware.ranks)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
-    keeps_params = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
+    on_gpu = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
-    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=keeps_params, kept=kept)
+    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=on_gpu, kept=kept)
     require_fit(plan, config, is_fixed=kept.batch is not None)
     log_plan(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None
-    raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
+    raw = raw or translate(shipped_config(plan.layout))[0]
     return plan, _resolved_deepspeed(plan, config, raw, name)
 
 
@@ -167,7 +172,7 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
-    numbers = deepspeed_config.PlanNumbers(
+    numbers = PlanNumbers(
         micro_batch=plan.counted_batch.micro_batch,
         grad_accum=plan.counted_batch.grad_accum,
         data_parallel_ranks=plan.batch.ranks,
@@ -177,13 +182,13 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
         layout=plan.layout,
         learning_rate=config.learning_rate,
         weight_decay=config.train.weight_decay,
-        betas=(deepspeed_config.ADAM_BETA1, config.train.adam_beta2),
-        eps=deepspeed_config.ADAM_EPS,
-        reduce=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
-        buffer=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
+        betas=(ADAM_BETA1, config.train.adam_beta2),
+        eps=ADAM_EPS,
+        reduce=SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
+        buffer=SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
     )
-    obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
-    resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
+    obstacles = adam_obstacles() if plan.choice.layout.offloads_states else ()
+    resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
     _log_deepspeed(lines)
     return resolved
 

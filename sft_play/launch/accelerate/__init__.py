@@ -1,0 +1,1 @@
+"""accelerate's configuration file: found, read, written, and compared with the run."""
