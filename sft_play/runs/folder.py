@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import resolved
+from sft_play.config.resolved import resolved
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.runs.files import write_json

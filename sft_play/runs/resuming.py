@@ -9,7 +9,8 @@ from datetime import date
 from typing import Any
 
 from sft_play.config.leaves import leaves
-from sft_play.config.load import LoadedConfig, differing_keys, resolved
+from sft_play.config.load import LoadedConfig
+from sft_play.config.resolved import differing_keys, resolved
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.runs.files import scrub

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sft_play.config.load import resolved_without_paths
+from sft_play.config.resolved import resolved_without_paths
 from sft_play.facts.installed import COMPUTING
 from sft_play.runs.manifest import versions
 from sft_play.training.job import Job
