@@ -21,17 +21,6 @@ _ALIKE = 0.87
 """How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`."""
 
 
-def value_at(data: Plain, path: Path_) -> Plain:
-    for part in path:
-        if isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        elif isinstance(data, dict) and part in data:
-            data = data[str(part)]
-        else:
-            return None
-    return data
-
-
 def foreign_problems(document: Document, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
     """The problems of an unknown key; for a section, those of every key in it, unless the table answers it as a whole.
 

@@ -13,14 +13,16 @@ from sft_play.config import other_tools
 from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections
 from sft_play.config.overrides import OVERRIDE, place
 from sft_play.config.schema import RunConfig
-from sft_play.config.unknown_keys import answer_words, foreign_problems, value_at
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, show, walk
+from sft_play.config.unknown_keys import answer_words, foreign_problems
+from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, show, value_at, walk
 from sft_play.variables import nearest
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
+    """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
+    values. The config is usable only where there is no problem."""
     unknown, misplaced = list(_unknown_keys(document)), _misplaced(document)
     blocked = {path for path, _ in unknown} | set(misplaced)
     problems = [*(problem for _, key_problems in unknown for problem in key_problems), *misplaced.values()]
@@ -30,9 +32,11 @@ def validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
     ]
     if broken:
         return None, problems
+    # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
     pruned = _without(document.data, blocked)
     assert isinstance(pruned, dict)
     try:
+        # From JSON, because strict models refuse a list for a tuple in Python's data but take a JSON array for one.
         return RunConfig.model_validate_json(json.dumps(pruned)), problems
     except ValidationError as error:
         return None, problems + list(_leaf_problems(error, document, blocked))
@@ -94,7 +98,7 @@ def _unknown_keys(document: Document) -> Iterator[tuple[Path_, list[Problem]]]:
 
 
 def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
-    seen = set()
+    seen = set()  # a union reports one error for each of its members; the key is reported once
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
             continue

@@ -279,6 +279,18 @@ def walk(data: Plain, path: Path_ = ()) -> Iterator[tuple[Path_, Plain]]:
         yield path, data
 
 
+def value_at(data: Plain, path: Path_) -> Plain:
+    """The value at a path of plain data; None where there is none."""
+    for part in path:
+        if isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif isinstance(data, dict) and part in data:
+            data = data[str(part)]
+        else:
+            return None
+    return data
+
+
 def show(value: Plain, *, raw: str | None = None) -> str:
     """A value as shown in a message: the raw text if there is one, else JSON, cut to one line."""
     if isinstance(value, str):

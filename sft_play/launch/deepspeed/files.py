@@ -11,9 +11,6 @@ from sft_play.launch.deepspeed.tree import AUTO, Config
 from sft_play.launch.given_file import json_of, looks_like_json, text_of
 from sft_play.log import one_line
 
-SHIPPED_FILES = ("zero2", "zero3", "zero3_offload")
-"""Layouts whose configuration is in `configs/deepspeed/`, to read and to copy."""
-
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"
 
 
@@ -29,7 +26,7 @@ def shipped_config(layout: str) -> Config:
     zero: Config = {
         "stage": stage,
         "contiguous_gradients": True,
-        "overlap_comm": True,
+        "overlap_comm": True,  # reduce a bucket while the backward pass goes on with the next
         "reduce_scatter": True,
         "reduce_bucket_size": AUTO,
     }
@@ -41,7 +38,7 @@ def shipped_config(layout: str) -> Config:
         zero |= {
             "stage3_prefetch_bucket_size": AUTO,
             "stage3_param_persistence_threshold": AUTO,
-            "stage3_gather_16bit_weights_on_model_save": True,
+            "stage3_gather_16bit_weights_on_model_save": True,  # else a checkpoint holds shards only
         }
     return {
         "train_batch_size": AUTO,
@@ -51,7 +48,7 @@ def shipped_config(layout: str) -> Config:
         "bf16": {"enabled": AUTO},
         "fp16": {"enabled": AUTO},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True,  # train.optim chooses; DeepSpeed knows its own and torch's Adam
         "wall_clock_breakdown": False,
     }
 

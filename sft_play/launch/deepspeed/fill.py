@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,14 @@ from sft_play.launch.deepspeed.tree import AUTO, Config, holder_of, leaves_of, p
 
 ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
 """AdamW's values in every run: the defaults of transformers' `TrainingArguments`, which no key changes."""
+
+BY_HIDDEN_SIZE: dict[str, tuple[Callable[[int], int], str]] = {
+    "reduce_bucket_size": (lambda size: size * size, "hidden size squared"),
+    "stage3_prefetch_bucket_size": (lambda size: int(0.9 * size * size), "0.9 × hidden size squared"),
+    "stage3_param_persistence_threshold": (lambda size: 10 * size, "10 × hidden size"),
+}
+"""Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
+formula in words."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +58,6 @@ class PlanNumbers:
     def effective_batch(self) -> int:
         """Rows per optimizer step, over all ranks."""
         return self.micro_batch * self.grad_accum * self.data_parallel_ranks
-
-
-def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    for key, field in DTYPE_KEYS.items():
-        wanted = getattr(numbers, field)
-        if wanted is not None and value_at(config, key) != wanted:
-            put_at(config, key, wanted)
-            shown.append(f"{key} → {wanted} (distributed.mixed_precision.{field})")
-    return []
 
 
 def fill(
@@ -96,7 +96,7 @@ def fill(
         shown.append(
             f"zero_force_ds_cpu_optimizer → false: torch's AdamW steps on the CPU instead, more slowly ({torch_adam})"
         )
-    _drop_autos(resolved, shown)
+    shown += drop_autos(resolved)
     return resolved, tuple(shown)
 
 
@@ -166,6 +166,15 @@ def _dtype_name(value: Any) -> str:
     return short.get(name, name)
 
 
+def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    for key, field in DTYPE_KEYS.items():
+        wanted = getattr(numbers, field)
+        if wanted is not None and value_at(config, key) != wanted:
+            put_at(config, key, wanted)
+            shown.append(f"{key} → {wanted} (distributed.mixed_precision.{field})")
+    return []
+
+
 def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
     zero = config.get("zero_optimization") or {}
     config["zero_optimization"] = zero
@@ -173,21 +182,16 @@ def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[s
     if zero.get("stage", AUTO) in (AUTO, None):
         zero["stage"] = stage
         shown.append(f"zero_optimization.stage → {stage} (the plan's layout, {numbers.layout})")
-    square = numbers.hidden_size**2
-    formulas = {"reduce_bucket_size": (square, "hidden size squared")}
-    if stage == 3:
-        formulas["stage3_prefetch_bucket_size"] = (int(0.9 * square), "0.9 × hidden size squared")
-        formulas["stage3_param_persistence_threshold"] = (10 * numbers.hidden_size, "10 × hidden size")
-        if zero.get("stage3_gather_16bit_weights_on_model_save") is not True:
-            zero["stage3_gather_16bit_weights_on_model_save"] = True
-            shown.append("zero_optimization.stage3_gather_16bit_weights_on_model_save → true (checkpoints hold whole "
-                         "weights)")  # fmt: skip
+    gather = "stage3_gather_16bit_weights_on_model_save"
+    if stage == 3 and zero.get(gather) is not True:
+        zero[gather] = True
+        shown.append(f"zero_optimization.{gather} → true (checkpoints hold whole weights)")
     if "reduce_bucket_size" not in zero:  # DeepSpeed's default, 5e8 elements, would take another GiB
         zero["reduce_bucket_size"] = AUTO
-    for key, (value, how) in formulas.items():
-        if zero.get(key) == AUTO:
-            zero[key] = value
-            shown.append(f"zero_optimization.{key} → {value:,} ({how}: {numbers.hidden_size:,})")
+    for key, (formula, how) in BY_HIDDEN_SIZE.items():
+        if zero.get(key) == AUTO and (stage == 3 or not key.startswith("stage3_")):
+            zero[key] = formula(numbers.hidden_size)
+            shown.append(f"zero_optimization.{key} → {zero[key]:,} ({how}: {numbers.hidden_size:,})")
     return []
 
 
@@ -252,14 +256,17 @@ def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     return []
 
 
-def _drop_autos(config: Config, shown: list[str]) -> None:
-    """Remove each unresolved "auto": some sections of DeepSpeed read it as the default, others crash."""
+def drop_autos(config: Config) -> list[str]:
+    """Remove each "auto" that nothing has resolved; returns a line for each. Some sections of DeepSpeed read it as the
+    default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
+    dropped = []
     for path, value in list(leaves_of(config)):
-        if value == AUTO and not path.startswith(keys.AUTO_IS_A_VALUE):
+        if value == AUTO and not path.startswith((*keys.AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
             holder, key = holder_of(config, path)
             assert holder is not None
             del holder[key]
-            shown.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
+            dropped.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
+    return dropped
 
 
 def same_numbers(one: Any, other: Any) -> bool:

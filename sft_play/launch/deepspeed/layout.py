@@ -69,5 +69,6 @@ def keeps_params(config: Config, layout: LayoutName) -> bool:
 
 
 def offloads(zero: Config, key: str) -> bool:
+    """Whether the section `key` of `zero_optimization` moves something off the GPUs."""
     section = zero.get(key)
     return isinstance(section, dict) and section.get("device", "none") in ("cpu", "nvme")

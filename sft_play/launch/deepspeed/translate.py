@@ -34,10 +34,11 @@ def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tupl
     config = copy.deepcopy(raw)
     notes: list[str] = []
     problems: list[str] = []
+    # Comments first, since they are no keys; `"bf16": true` becomes a section before anything looks into that section.
     for step in (_drop_comments, _expand_switches, _rename, _drop_removed, _drop_bf16_scaling):
         step(config, notes, problems)
     problems += _unknown(config)
-    if not problems:
+    if not problems:  # a value under a wrong key would be reported twice
         problems += wrong_values(config)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
@@ -142,7 +143,8 @@ def _unknown(config: Config) -> list[str]:
 
 
 def _nearest(path: str, key: str, known: keys.Sections) -> str:
-    """What an unknown key at `path` may mean."""
+    """What an unknown key at `path` may mean: the same name in another section, then the nearest spelling in its own
+    section, in any section, and last its own section's nearest however far."""
     elsewhere = [section for section, names in known.items() if key in names and section != path]
     if elsewhere:
         homes = sorted(elsewhere, key=lambda section: (section.count("."), section not in ("", "zero_optimization")))

@@ -12,9 +12,12 @@ Config = dict[str, Any]
 """DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
 
 AUTO = "auto"
+"""Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
+(`keys.AUTO_IS_A_VALUE`)."""
 
 
 def join_path(path: str, key: str) -> str:
+    """The dotted path of a key in the section at `path`, fit for a message."""
     return one_line(f"{path}.{key}" if path else str(key))
 
 
@@ -27,6 +30,7 @@ def sections_of(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
 
 
 def leaves_of(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every value that is not a mapping, with its dotted path."""
     for path, section in sections_of(config):
         for key, value in list(section.items()):
             if not isinstance(value, dict):
@@ -43,11 +47,13 @@ def holder_of(config: Config, path: str) -> tuple[Config | None, str]:
 
 
 def value_at(config: Config, path: str) -> Any:
+    """The value at a path; None where there is none."""
     holder, key = holder_of(config, path)
     return None if holder is None else holder.get(key)
 
 
 def put_at(config: Config, path: str, value: Any) -> None:
+    """Set the value at a path; sections that are missing are added."""
     *outer, key = path.split(".")
     for part in outer:
         config = config.setdefault(part, {})
@@ -55,4 +61,5 @@ def put_at(config: Config, path: str, value: Any) -> None:
 
 
 def shown_value(value: Any) -> str:
+    """A value as a message shows it: as YAML would have it."""
     return yaml_io.show(list(value) if isinstance(value, tuple) else value)

@@ -1,4 +1,4 @@
-"""Which values DeepSpeed's keys accept, checked before ranks start: DeepSpeed itself would raise on each of them."""
+"""Which values DeepSpeed's keys accept, checked before ranks start: DeepSpeed itself raises late, on every rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ Check = Callable[[Any], bool]
 
 
 def _whole(value: Any, *, least: int) -> bool:
+    """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
     return _number(value) and value == int(value) and bool(value >= least)
 
 
@@ -40,6 +41,7 @@ def _check_of(path: str) -> tuple[Check, str] | None:
 
 
 def wrong_values(config: Config) -> list[str]:
+    """What is wrong with the values of a configuration whose keys are known, a line for each."""
     problems = []
     known = keys.known()
     for path, value in leaves_of(config):
