@@ -34,7 +34,8 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:
-        return
+        return  # it stopped before a step was measured
+    # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
     used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted = plan.kernels or CountedKernels()
     is_memory, is_speed = counted.memory == used, counted.speed == used

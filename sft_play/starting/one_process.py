@@ -54,7 +54,7 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         require_data(loaded)
         if not resume:
             require_writable(folder)
-        choices = take_choices()
+        choices = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
         loaded = with_curves(loaded) if board else loaded
         hide_gpus(loaded.config, os.environ)
         whole = machine_for(loaded.config, detect())
@@ -74,6 +74,7 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
                 trace = config.plan.trace and bool(hardware.gpus)
                 plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
                 log_what_all_would_do(config, whole, plan, stopped)
+                # a kept batch ran before: it is tried again where the prediction says that it does not fit
                 require_fit(plan, config, is_fixed=kept.batch is not None)
                 log_plan(plan, config)
             planned.append((config, plan))
@@ -99,12 +100,12 @@ def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stoppe
     run was spread."""
     alike = whole.alike[0] if whole.gpus else ()
     if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
-        return
+        return  # nothing to compare with: one GPU, or a batch that does not divide over them
     try:
         kept = kept_of(config, stopped, len(alike))
         plan_of_all = plan_for(config, dataclasses.replace(whole, gpus=alike), kept=kept)
     except SftPlayError:
-        return
+        return  # this run is planned; why another would be refused is of no interest to it
     if plan_of_all.fits:
         is_all = len(alike) == len(whole.gpus)
         named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"

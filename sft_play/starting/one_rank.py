@@ -73,7 +73,7 @@ def start_rank(
     plan = planned[0][0]
     if choices is not None and ranks.is_first and ranks.folder is None:
         log_choices(choices, plan)
-    check_gpu(plan, ranks)
+    check_gpu(plan, ranks)  # asks the driver: torch has not started CUDA yet
     load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run
@@ -95,11 +95,12 @@ def _receive(
     loaded: LoadedConfig, ranks: Ranks, options: LaunchOptions, *, resume: bool, run_name: str | None
 ) -> Handed:
     """Plan and folder of the run: from the parent's file, or from rank 0 through the rendezvous store."""
-    if ranks.folder is not None:
+    if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
     with importing():
         from sft_play.training.rendezvous import handed_over
 
+    # Another launcher, or several nodes: rank 0 plans, and the others wait for it in the store.
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
     here = machine_for(loaded.config, detect())

@@ -117,28 +117,18 @@ def plan_ranks(
     stopped = stopped_run(going_on) if going_on else None
     config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
-        # DeepSpeed's checkpoints are read by the same layout only; the others over any number of ranks
+        # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
     if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / DEEPSPEED_FILE).is_file():
         deepspeed = DeepspeedWish(going_on.path / DEEPSPEED_FILE)
-    raw = None
-    name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
+    raw, name = None, "DeepSpeed"
     if deepspeed is not None:
-        wanted = strategy or "zero2"
-        raw = read_deepspeed_file(deepspeed.file) if deepspeed.file else shipped_config(wanted)
-        raw, notes = translate(raw, name=name)
-        strategy = layout_of(raw, name=name, planned=wanted)
-        _log_deepspeed((*notes, *layout_notes(raw, planned=wanted)))
+        name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
+        raw, strategy = _read_deepspeed(deepspeed, name=name, planned=strategy or "zero2")
     if going_on and strategy:
         refuse_resuming(going_on, stopped, strategy, hardware.ranks)
     if raw is not None:
-        train, taken = with_batch(config.train, raw, ranks=hardware.ranks, name=name)
-        _log_deepspeed(taken)
-        config = config.model_copy(update={"train": train})
-        mixed, taken = with_dtypes(config.distributed.mixed_precision, raw, name=name)
-        _log_deepspeed(taken)
-        distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
-        config = config.model_copy(update={"distributed": distributed})
+        config = _as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
     kept = kept_of(config, stopped, _batches(config, stopped, hardware))
     log_kept(kept, stopped)
@@ -146,15 +136,32 @@ def plan_ranks(
     only = (strategy,) if strategy else layouts_over(hardware.ranks)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
-    on_gpu = raw is not None and strategy is not None and keeps_params(raw, strategy)
+    weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
-    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=on_gpu, kept=kept)
+    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
     require_fit(plan, config, is_fixed=kept.batch is not None)
     log_plan(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]
     return plan, _resolved_deepspeed(plan, config, raw, name)
+
+
+def _read_deepspeed(wish: DeepspeedWish, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
+    """DeepSpeed's config in current keys, from the user's file or as shipped, and the layout that it asks for."""
+    raw, notes = translate(read_deepspeed_file(wish.file) if wish.file else shipped_config(planned), name=name)
+    layout = layout_of(raw, name=name, planned=planned)
+    _log_deepspeed((*notes, *layout_notes(raw, planned=planned)))
+    return raw, layout
+
+
+def _as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+    """The settings with the batch and the dtypes of DeepSpeed's config where the run YAML leaves them open."""
+    train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
+    mixed, of_dtypes = with_dtypes(config.distributed.mixed_precision, raw, name=name)
+    _log_deepspeed((*of_batch, *of_dtypes))
+    distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
+    return config.model_copy(update={"train": train, "distributed": distributed})
 
 
 def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:

@@ -141,7 +141,7 @@ def _key(config: RunConfig) -> str:
     """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
     folder = _model_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
-    code = Path(__file__).parents[1] / "data"
+    code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     decides: dict[str, Any] = {
         "options": {name: value for name, value in _options(config).items() if name not in _NOT_IN_KEY},
         "limit": config.model.max_seq_len,

@@ -86,6 +86,7 @@ def _launch(
     loaded: LoadedConfig, options: LaunchOptions, going_on: RunFolder | None, held: contextlib.ExitStack
 ) -> Launched:
     """The launch itself; the run folder's lock is left in `held`. On several nodes only rank 0 holds it."""
+    # Only Unsloth's run is trained by this process; under torchrun it is rank 0 that writes the run's log.
     buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     log_base(loaded)
     hide_gpus(loaded.config, os.environ)
@@ -107,6 +108,7 @@ def _launch(
     if folder is not None and resumed is None and not options.show_only:
         require_writable(folder)
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
+    # Locked before minutes go into rows and plan; Unsloth's run takes the lock of the whole run itself (training/run).
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
         held.enter_context(lock(resumed, by=LAUNCHER))
     if not options.show_only:
@@ -128,13 +130,14 @@ def _launch(
         # on several nodes rank 0 plans again and makes the run folder, once all nodes have met
         card = card_of(loaded.config, hardware, options)
         met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+        # `Launched` keeps the command as it was shown: this node's interface is of no use to who types it elsewhere
         joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})
         return Launched(run_ranks(joined, None), None, plan, ranks)
     with board_beside(folder, wanted=options.board):
         held.enter_context(write_launch(folder, loaded, planned, resume=resumed is not None))
         try:
             code = run_ranks(ranks, folder)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # before the ranks were started, or after they ended
             note_end(folder, Interrupted.exit_code)
             raise
         note_end(folder, code)
