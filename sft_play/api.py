@@ -63,11 +63,11 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
     folder = new_folder(run.config.output, config_path=run.path)
-    goes_on = resumes(folder, run.config.output)
-    if not (goes_on and is_finished(folder)):
+    is_resumed = resumes(folder, run.config.output)
+    if not (is_resumed and is_finished(folder)):
         from sft_play.finished.report import reported
 
         with reported(folder):
-            start_here(run, folder, resume=goes_on)
+            start_here(run, folder, resume=is_resumed)
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     return {"run": str(folder.path), **summary}

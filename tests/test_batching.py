@@ -184,7 +184,7 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)
         strategy = "ddp" if ranks > 1 else "single"
-        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), going_on=folder)
+        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), resume_from=folder)
         assert plan.batch.effective_batch == effective
         assert plan.batch.ranks == ranks
         assert loaded.config.model_dump() == before

@@ -623,9 +623,9 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         port = holder.getsockname()[1]
         first = torchrun(["train"], processes=2, nodes=Nodes(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*pid {os.getpid()}"):
-            require_free_port(first)
-        require_free_port(torchrun(["train"], processes=2, nodes=Nodes(2, 1, "head", port)))  # it will not listen
-    require_free_port(first)
+            require_free_port(first.port)
+        require_free_port(torchrun(["train"], processes=2, nodes=Nodes(2, 1, "head", port)).port)  # it will not listen
+    require_free_port(first.port)
 
 
 def test_the_agent_is_run_where_torchs_launcher_is_shown():

@@ -160,7 +160,7 @@ def bare(folder: Path, world: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peft_type": "IA3"}, "is of PEFT's kind IA3, and this toolkit trains LORA"),
+        ({"peft_type": "IA3"}, "has peft_type=IA3, and only LORA can be trained here"),
         ({"rank_pattern": {"q_proj": 8}}, 'has rank_pattern={"q_proj": 8}, which this toolkit does not train'),
         ({"bias": "all"}, "has bias=all"),
         ({"layers_to_transform": [1]}, "has layers_to_transform=[1]"),

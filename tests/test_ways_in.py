@@ -34,6 +34,7 @@ from sft_play.launch.accelerate.reading import read_accelerate_file, read_found_
 from sft_play.launch.command import Nodes
 from sft_play.launch.exported import _MPI, meeting_variables, node_variables, rank_variables, refuse_tasks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.launch.node_rendezvous import refuse_lone_node
 from sft_play.launch.ranks import Ranks, ranks_of
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
@@ -166,16 +167,16 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
 
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
     for nodes in (Nodes(), Nodes(1, 0, "127.0.0.1", None), Nodes(1, 0, "localhost", 5), Nodes(2, 1, "192.0.2.1", 5)):
-        node_rendezvous.refuse_lone_node(nodes)
+        refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
-            node_rendezvous.refuse_lone_node(Nodes(1, 0, address, None))
+            refuse_lone_node(Nodes(1, 0, address, None))
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
     monkeypatch.setattr(node_rendezvous, "_is_ours", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
-        node_rendezvous.refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
+        refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
 
 

@@ -68,10 +68,10 @@ def _train(request: Request) -> Answer | int:
     if request.options.nodes.count > 1 or (mesh and mesh.ranks > 1) or accelerate_names_machines():
         return _answer(launch(loaded, request.options))
     folder = new_folder(output, config_path=loaded.path)
-    goes_on = resumes(folder, output)
-    if not (goes_on and is_finished(folder)):
+    is_resumed = resumes(folder, output)
+    if not (is_resumed and is_finished(folder)):
         with reported(folder):
-            start_here(loaded, folder, resume=goes_on, board=request.options.board)
+            start_here(loaded, folder, resume=is_resumed, board=request.options.board)
     return _summary(folder)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sft_play.errors import ConfigError
+from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import one_line
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -38,7 +39,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {name: environment[name] for name in RANK_NAMES if name in environment}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    for names in _MPI:
+    for names in _MPI:  # torchrun's own names win: mpirun may start torchrun, whose ranks inherit both
         theirs = [environment.get(name, "") for name in names]
         if all(text.isdigit() for text in theirs[:3]) and int(theirs[1]) > 1:
             of_mpi = dict(zip(RANK_NAMES, theirs, strict=True))
@@ -58,7 +59,7 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
             f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; give all "
             "of them the machine of rank 0 and a free port (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
         )
-    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}[name] for name in missing}
+    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
 
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -68,7 +69,7 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     Raises:
         ConfigError: the number of nodes is a range.
     """
-    if rank_variables(environment):
+    if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
     given: dict[str, str] = {}
     lines: list[str] = []

@@ -17,6 +17,7 @@ MAX_BYTES = 4 * 2**20
 _NOT_DATA = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)|(?P<open>/\*)""", re.DOTALL
 )
+# A string is matched first, so that commas inside it are left alone.
 _TRAILING_COMMA = re.compile(r""""(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])""")
 
 

@@ -29,6 +29,7 @@ class Handed:
     plan: dict[str, Any]
     resume: bool
     made: bool
+    """Whether the parent has created the run folder, so that rank 0 must not."""
     deepspeed: dict[str, Any] | None = None
     finished: bool = False
     """Whether there is nothing left to do."""
@@ -63,7 +64,7 @@ def write_launch(
     if not resume:
         manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
         mark = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
-    else:
+    else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
     handed = Handed.of(
         str(folder.path.absolute()), planned, resume=resume, made=not resume, today=str(first_day(folder))

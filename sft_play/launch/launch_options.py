@@ -10,12 +10,11 @@ from pathlib import Path
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate.reading import AccelerateConfig
 from sft_play.launch.command import Nodes
-from sft_play.launch.given_value import is_address, whole_number
+from sft_play.launch.given_value import DEFAULT_PORT, is_address, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes
             f"MASTER_ADDR={one_line(address)} is not a host name or an IP address; the port goes into MASTER_PORT="
         )
     file = values.get("DEEPSPEED_CONFIG")
+    # Without NNODES a file of accelerate may name several machines: address and port are kept for it.
     is_open = not values.get("NNODES", "").strip()
     nodes = Nodes(1, 0, address or None, port) if is_open else Nodes()
     if count > 1:

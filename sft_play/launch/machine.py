@@ -57,6 +57,7 @@ def spread_over(hardware: Hardware, world: int, nodes: int) -> Hardware:
     here = world // nodes
     if here > len(hardware.gpus):
         raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+    # the GPUs of other nodes are not seen from here: they are taken to be like this node's
     gpus = tuple(dataclasses.replace(hardware.gpus[n % here], index=n) for n in range(world))
     return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
 

@@ -57,6 +57,7 @@ def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: R
     """The options with accelerate's choices; where the run YAML has a mesh, FSDP in accelerate's file means that mesh,
     not a layout."""
     mesh = mesh_of(config.model.mesh_shape)
+    # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
         accelerate = dataclasses.replace(accelerate, mesh=mesh)
     return with_accelerate(options, accelerate)

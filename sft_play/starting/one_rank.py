@@ -20,7 +20,7 @@ from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import check_gpu, spread_over
-from sft_play.launch.node_rendezvous import choose_interface
+from sft_play.launch.network import choose_interface
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.log import start_log_buffer
@@ -120,7 +120,7 @@ def _receive(
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
         count_for_ranks(loaded, hardware, options, is_resumed=resume, trains_here=True)
-        planned = plan_stages(loaded, hardware, options, going_on=folder if resume else None)
+        planned = plan_stages(loaded, hardware, options, resume_from=folder if resume else None)
         handed = Handed.of(place, planned, resume=resume, made=False, today=str(first_day(folder)))
     handed_over(handed.text())
     return handed

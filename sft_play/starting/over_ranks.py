@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 def plan_stages(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
 ) -> list[Planned]:
     """The plans of a run over all ranks, logged: one, or one per stage, all in one layout; raises as `plan_ranks`
     does."""
     if not loaded.stages:
-        return [plan_ranks(loaded, hardware, options, going_on=going_on)]
+        return [plan_ranks(loaded, hardware, options, resume_from=resume_from)]
     if options.strategy is None and options.deepspeed is None:
-        stopped = stopped_run(going_on) if going_on is not None else None
+        stopped = stopped_run(resume_from) if resume_from is not None else None
         if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
             strategy = stopped.layout
         else:
@@ -46,10 +46,10 @@ def plan_stages(
             strategy = common_layout(configs, hardware, only=layouts_over(hardware.ranks))
         options = dataclasses.replace(options, strategy=strategy)
     planned = []
-    for part, place in parts_of(loaded, going_on):
+    for part, place in parts_of(loaded, resume_from):
         log_stage(part)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, _as_planned(options, part, going_on), going_on=place))
+            planned.append(plan_ranks(part, hardware, _as_planned(options, part, resume_from), resume_from=place))
     return planned
 
 
@@ -61,9 +61,10 @@ def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[Loade
     parts: list[tuple[LoadedConfig, RunFolder | None]] = []
     for stage in loaded.stages:
         place = folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) if folder is not None else None
-        goes_on = place is not None and place.has_begun
-        goes_on = goes_on and place is not None and not place.has_finished(adapter=stage.config.tuning.mode != "full")
-        parts.append((loaded.of(stage), place if goes_on else None))
+        has_adapter = stage.config.tuning.mode != "full"
+        if place is not None and (not place.has_begun or place.has_finished(adapter=has_adapter)):
+            place = None
+        parts.append((loaded.of(stage), place))
     return parts
 
 
@@ -73,12 +74,12 @@ def log_stage(part: LoadedConfig) -> None:
         logger.info("Stage %s:", part.stage)
 
 
-def _as_planned(options: LaunchOptions, part: LoadedConfig, going_on: RunFolder | None) -> LaunchOptions:
+def _as_planned(options: LaunchOptions, part: LoadedConfig, resume_from: RunFolder | None) -> LaunchOptions:
     """The options with the DeepSpeed file that the first start wrote for a stage, where it did and none is given
     now."""
-    if going_on is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
+    if resume_from is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
         return options
-    file = going_on.of_stage(part.stage).path / DEEPSPEED_FILE
+    file = resume_from.of_stage(part.stage).path / DEEPSPEED_FILE
     return dataclasses.replace(options, deepspeed=DeepspeedWish(file)) if file.is_file() else options
 
 
@@ -105,7 +106,7 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
 
 
 def plan_ranks(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
 ) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
@@ -114,19 +115,19 @@ def plan_ranks(
         RunFolderError: the run cannot be resumed in this layout or over these ranks.
         DoesNotFit: nothing fits, and the batch was left to the plan.
     """
-    stopped = stopped_run(going_on) if going_on else None
+    stopped = stopped_run(resume_from) if resume_from else None
     config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
-    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedWish(going_on.path / DEEPSPEED_FILE)
+    if resume_from and deepspeed is None and strategy in DEEPSPEED and (resume_from.path / DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedWish(resume_from.path / DEEPSPEED_FILE)
     raw, name = None, "DeepSpeed"
     if deepspeed is not None:
         name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
         raw, strategy = _read_deepspeed(deepspeed, name=name, planned=strategy or "zero2")
-    if going_on and strategy:
-        refuse_resuming(going_on, stopped, strategy, hardware.ranks)
+    if resume_from and strategy:
+        refuse_resuming(resume_from, stopped, strategy, hardware.ranks)
     if raw is not None:
         config = _as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch

@@ -73,17 +73,17 @@ def resume(loaded: LoadedConfig, folder: RunFolder, options: LaunchOptions) -> i
     is_single = options.processes == 1 and options.nodes.count == 1 and not options.deepspeed
     if is_single and options.strategy in (None, "single"):
         return start_here(loaded, folder, resume=True, board=options.board)
-    return launch(loaded, options, going_on=folder).code
+    return launch(loaded, options, resume_from=folder).code
 
 
-def launch(loaded: LoadedConfig, options: LaunchOptions, *, going_on: RunFolder | None = None) -> Launched:
+def launch(loaded: LoadedConfig, options: LaunchOptions, *, resume_from: RunFolder | None = None) -> Launched:
     """Plan, write the run folder, start the ranks and wait for them."""
     with endings.StopSignals(endings.interrupt), contextlib.ExitStack() as held:
-        return _launch(loaded, options, going_on, held)
+        return _launch(loaded, options, resume_from, held)
 
 
 def _launch(
-    loaded: LoadedConfig, options: LaunchOptions, going_on: RunFolder | None, held: contextlib.ExitStack
+    loaded: LoadedConfig, options: LaunchOptions, resume_from: RunFolder | None, held: contextlib.ExitStack
 ) -> Launched:
     """The launch itself; the run folder's lock is left in `held`. On several nodes only rank 0 holds it."""
     # Only Unsloth's run is trained by this process; under torchrun it is rank 0 that writes the run's log.
@@ -100,8 +100,8 @@ def _launch(
         require_usable(loaded.config, hardware)
     log_idle(hardware, options, accelerate.path if accelerate else None)
     is_alone = options.nodes.count == 1
-    folder = going_on or (new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
-    resumed = folder if folder and (going_on or resumes(folder, loaded.config.output)) else None
+    folder = resume_from or (new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
+    resumed = folder if folder and (resume_from or resumes(folder, loaded.config.output)) else None
     if resumed is not None and is_finished(resumed):
         return Launched(0, resumed)
     require_data(loaded)
@@ -113,14 +113,14 @@ def _launch(
         held.enter_context(lock(resumed, by=LAUNCHER))
     if not options.show_only:
         count_for_ranks(loaded, hardware, options, is_resumed=resumed is not None, trains_here=False)
-    planned = plan_stages(loaded, hardware, options, going_on=resumed)
+    planned = plan_stages(loaded, hardware, options, resume_from=resumed)
     plan = planned[0][0]
     if accelerate is not None:
         log_choices(accelerate, plan, with_count=True)
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)
-    ranks = _ranks(loaded, hardware, options, plan, folder if is_alone else None, going_on)
+    ranks = _ranks(loaded, hardware, options, plan, folder if is_alone else None, resume_from)
     logger.info("Launch: %s", ranks.line)
     if options.show_only:
         return Launched(0, folder, plan, ranks)
@@ -150,7 +150,7 @@ def _ranks(
     options: LaunchOptions,
     plan: Plan,
     folder: RunFolder | None,
-    going_on: RunFolder | None,
+    resume_from: RunFolder | None,
 ) -> Launch:
     """The command of the ranks; `folder`: the run's, where this process names it."""
     ranks = torchrun(
@@ -163,9 +163,9 @@ def _ranks(
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
     )
-    if going_on is None:
+    if resume_from is None:
         return ranks
-    return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: going_on.path.name})
+    return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: resume_from.path.name})
 
 
 def _threads(hardware: Hardware) -> int:

@@ -101,7 +101,7 @@ class AccelerateConfig:
     def _zero(self) -> LayoutName | None:
         """None for stage 0, which shards nothing."""
         states = self.deepspeed.get("offload_optimizer_device", "none") in ("cpu", "nvme")
-        return LAYOUTS.get((int(self.deepspeed.get("zero_stage", 2)), states))
+        return LAYOUTS.get((int(self.deepspeed.get("zero_stage", 2)), states))  # 2 is accelerate's default too
 
 
 _AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
@@ -195,6 +195,7 @@ class _Reader:
 
     def _kind(self) -> DistributedType:
         given = self._take("distributed_type")
+        # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
         kind = "NO" if given in (None, False) else str(given).upper()
         environment = self._take("compute_environment")
         if environment not in (None, "LOCAL_MACHINE"):

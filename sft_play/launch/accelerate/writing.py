@@ -73,7 +73,7 @@ def write_accelerate_file(
         raise ConfigError(f"mixed precision {one_line(str(mixed_precision))} is not one of {', '.join(PRECISIONS)}")
     ids = _chosen_gpus(hardware, gpu_ids)
     per_machine = _processes(hardware, ids, processes)
-    total = per_machine * machines.num_machines
+    total = per_machine * machines.num_machines  # accelerate counts over all machines, torchrun on each
     kind = distributed_type or ("NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU")
     body = _TOTAL + yaml.safe_dump(
         {
@@ -81,7 +81,7 @@ def write_accelerate_file(
             **({"gpu_ids": "all" if gpu_ids is None else ",".join(map(str, ids))} if hardware.gpus else {}),
             **_engine_block(kind, deepspeed_config_file),
         },
-        sort_keys=True,
+        sort_keys=True,  # as `accelerate config` does
         default_flow_style=False,
     )
     text = f"{_MARK}{_digest(body)}\n{body}"
