@@ -174,7 +174,7 @@ def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(node_rendezvous, "_is_ours", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(node_rendezvous, "is_own", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
         refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text

@@ -17,6 +17,7 @@ from sft_play.log import one_line
 logger = logging.getLogger(__name__)
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The network interface that gloo listens on. Without it gloo resolves this host's own name."""
 
 
 def addresses_of(host: str, port: int) -> list[str]:
@@ -40,9 +41,8 @@ def interface_of(address: str) -> str | None:
     """The network interface that has an address of this machine; None where none has it."""
     wanted = plain_address(address)
     for name, held in psutil.net_if_addrs().items():
-        if any(
-            item.family in (socket.AF_INET, socket.AF_INET6) and plain_address(item.address) == wanted for item in held
-        ):
+        of_ip = (item.address for item in held if item.family in (socket.AF_INET, socket.AF_INET6))
+        if any(plain_address(text) == wanted for text in of_ip):
             return name
     return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None
 
@@ -51,7 +51,7 @@ def address_towards(host: str, port: int) -> str | None:
     """This machine's address on the route to another (no packet is sent); None where there is no route."""
     for address in addresses_of(host, port):
         with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port or 9))
+            probe.connect((address, port or 9))  # of UDP: it only chooses the route; any port does
             return str(probe.getsockname()[0])
     return None
 
@@ -96,6 +96,7 @@ def plain_address(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether an address means this machine wherever it is read."""
     try:
         return ipaddress.ip_address(plain_address(address)).is_loopback
     except ValueError:

@@ -229,7 +229,7 @@ class _Host:
         guest.received += part
         is_whole = guest.received.endswith(b"\n")
         if part and not is_whole and len(guest.received) < _MOST_BYTES and guest.received.startswith(b"{"):
-            return
+            return  # a part of a card: the rest arrives with a later event
         card = _card(guest.received) if is_whole and guest.card is None else None
         if card is None:
             ready.unregister(guest.client)
