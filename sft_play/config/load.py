@@ -76,6 +76,8 @@ def _from_text(
         problems += put_adapter(document, lambda key: place(document, tuple(key.split("."))))
     config, more = validate(document)
     problems += more
+    # What contradicts something else is looked for only where every value by itself is right. With stages each stage is
+    # a run of its own, so that what is wrong with the run's own settings may be put right by all of them.
     stages: tuple[Stage, ...] = ()
     if config is not None and not problems and config.curriculum:
         stages, more = _stages(config, document)
@@ -83,6 +85,7 @@ def _from_text(
     elif config is not None and not problems:
         problems += cross_problems(config, document)
     if problems or config is None:
+        # in the order of the file, overrides last; a problem of the run is found in each of its stages, and shown once
         lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=_line_of)))
         listed_lines = f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
         raise ConfigError(lines[0] if len(lines) == 1 else listed_lines)
@@ -108,6 +111,7 @@ def _stages(config: RunConfig, document: Document) -> tuple[tuple[Stage, ...], l
             add((*at, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
         if own is None:
             continue
+        # the stage just before, unless that one has problems of its own
         before = stages[-1] if stages and stages[-1].number == overlay.number - 1 else None
         if before is not None and what_trains(own) == what_trains(before.config):
             add(at, f"changes nothing: stage {overlay.name} has the data and settings of {before.name} before it; "

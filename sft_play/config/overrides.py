@@ -27,7 +27,7 @@ def split_overrides(text: str) -> list[str]:
         raise ConfigError(f"{OVERRIDE}={show(text)}: {str(error).lower()}; close the quote") from None
     joined: list[str] = []
     for word in words:
-        value = joined[-1].partition("=")[2] if joined else ""
+        value = joined[-1].partition("=")[2] if joined else ""  # that of the word before
         is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
         if value.startswith(("[", "{")) and is_open:
             joined[-1] += f" {word}"
@@ -68,6 +68,7 @@ def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> 
             return [Problem(".".join(path), OVERRIDE, f"{holder} is {show(inner)}, not a section")]
         section = inner
     section[path[-1]] = value
+    # a section that is replaced as a whole leaves no lines of its old keys behind
     for places in (document.lines, document.raw):
         for old in [place for place in places if place[: len(path)] == path]:
             del places[old]

@@ -14,6 +14,7 @@ from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, par
 from sft_play.errors import ConfigError
 from sft_play.variables import nearest
 
+# Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
 _SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
 _VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
 """Names that mean something else in every section: those of another tool's section are not looked up in ours."""

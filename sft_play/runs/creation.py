@@ -32,7 +32,7 @@ def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None 
     base = output_dir(output)
     name = run_name(output, config_path=config_path, now=now)
     path, number = base / name, 2
-    while output.name is None and path.exists():
+    while output.name is None and path.exists():  # two starts of one config within a second
         path, number = base / f"{name}-{number}", number + 1
     if path.exists() and output.if_exists == "fail":
         raise RunFolderError(
@@ -60,7 +60,7 @@ def _unwritable(folder: RunFolder, error: OSError | ValueError) -> RunFolderErro
 
 
 def resumes(folder: RunFolder, output: OutputConfig) -> bool:
-    """Whether a start with this folder resumes the run in it."""
+    """Whether a start that is given this folder resumes the run in it."""
     return folder.path.exists() and output.if_exists == "resume"
 
 
@@ -95,7 +95,7 @@ def create_run(
     except (OSError, ValueError) as error:
         raise _unwritable(folder, error) from None
     try:
-        building.chmod(0o755)
+        building.chmod(0o755)  # mkdtemp lets only its user read it
         write_text(building / "config.yaml", loaded.text)
         write_json(building / "resolved.json", resolved(loaded.config, effective_batch=plan.get("effective_batch")))
         write_json(building / "plan.json", plan)
@@ -109,6 +109,7 @@ def create_run(
             building.rename(folder.path)
         except BaseException as error:
             mark.close()
+            # rename(2) onto a folder that is not empty, or of one to be replaced that another start has moved away
             if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise RunFolderError(taken) from None
             raise

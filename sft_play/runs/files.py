@@ -26,11 +26,12 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """A text file, redacted, written aside and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename is atomic only within one file system.
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(redact(text))
-        Path(aside).chmod(0o644)
+        Path(aside).chmod(0o644)  # mkstemp lets only its user read it
         Path(aside).replace(path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)

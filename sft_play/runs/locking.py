@@ -27,6 +27,7 @@ LOCK = "run.lock"
 LAUNCHER, WRITER = 0, 1
 """Who locks only a part of a run: the command that started its ranks, and the rank (or their agent) that writes."""
 _HELD = (errno.EACCES, errno.EAGAIN)
+"""What fcntl(2) answers where another process holds the lock: POSIX allows either."""
 _LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
 """What this process has locked, by device and inode: opening and closing such a file again would release the lock."""
 
@@ -89,6 +90,7 @@ def lock(folder: RunFolder, *, by: int | None = None) -> Lock:
             if not _is_file(descriptor, path):  # it was removed between opening and locking
                 os.close(descriptor)
                 continue
+            # The launcher's note stays: its process is the one to stop, and it stops the writer.
             if by != WRITER or not os.fstat(descriptor).st_size:
                 _write_note(folder, descriptor)
             status = os.fstat(descriptor)
@@ -122,7 +124,7 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 def _take(folder: RunFolder, descriptor: int, by: int | None) -> None:
     """Lock an open lock file or a part of it; raises RunFolderError with the holder."""
-    length, start = (0, 0) if by is None else (1, by)
+    length, start = (0, 0) if by is None else (1, by)  # one byte for each part; length 0 is the whole file
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
     except OSError as error:
@@ -141,7 +143,7 @@ def _refuse_by_note(folder: RunFolder, note: Mapping[str, Any], by: int | None, 
     if host != socket.gethostname():
         raise _being_written(folder, note, f"; if that process is gone, remove {folder.path / LOCK}")
     with contextlib.suppress(ProcessLookupError):
-        with contextlib.suppress(PermissionError):
+        with contextlib.suppress(PermissionError):  # it lives, and is another user's
             os.kill(pid, 0)
         if pid != os.getpid():
             raise _being_written(folder, note, f"; if it belongs to another program, remove {folder.path / LOCK}")

@@ -66,6 +66,7 @@ def run_named(base: Path, run: str) -> RunFolder:
 def runs_in(base: Path, *, replaced: bool = False) -> Iterator[RunFolder]:
     """Every run of this toolkit directly below an output folder, by name; with `replaced` those moved aside too."""
     for path in sorted(base.iterdir()) if base.is_dir() else []:
+        # a leading dot: a folder that another start is building (creation.create_run)
         if replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
             with contextlib.suppress(RunFolderError):
                 RunFolder(path).manifest()

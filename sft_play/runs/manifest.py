@@ -74,7 +74,9 @@ def code_facts(package: Path = PACKAGE) -> dict[str, Any]:
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*")):
         if file.suffix in (".py", ".yaml") and file.is_file():
+            # with ends marked, so that no byte can move between a name and a content unseen
             digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    # A package in site-packages may lie inside a repository of the user's, which says nothing about its code.
     is_tracked = git_answer(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     return {"sha256": digest.hexdigest(), "git": git_state(package) if is_tracked else None}
 

@@ -48,6 +48,7 @@ def check_same_run(
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
+    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
     new = json.loads(json.dumps(scrub(resolved(loaded.config, effective_batch=math.prod(batch.values())))))
     if not isinstance(old, dict):
         raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
