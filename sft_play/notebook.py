@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play import failures
+from sft_play.environment import with_this_package
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.command import Launch, Nodes, torchrun
@@ -219,9 +220,7 @@ def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Seq
 
 def start(launch: Launch) -> NoReturn:
     """Replace this process by the agent of the ranks, which handles signals and sets the exit code."""
-    package = str(Path(__file__).resolve().parents[1])
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    sys.stdout.flush()
+    environment = with_this_package(launch.environment_in(os.environ))  # the cells run in the notebook's folder
+    sys.stdout.flush()  # execve drops what is still buffered
     sys.stderr.flush()
-    os.execve(launch.words[0], launch.watched, {**kept, **launch.environment})
+    os.execve(launch.words[0], launch.watched, environment)

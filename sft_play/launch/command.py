@@ -55,6 +55,14 @@ class Launch:
         """The words with our agent in the launcher's place: what is run."""
         return tuple(AGENT if word == LAUNCHER else word for word in self.words)
 
+    def environment_in(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The environment that the command runs in: the given one with its variables.
+
+        `PET_NNODES` and the like are left out: torchrun takes them as defaults of its flags, and what they say is in
+        the command already (`exported.node_variables`).
+        """
+        return {**{name: text for name, text in given.items() if not name.startswith("PET_")}, **self.environment}
+
     @property
     def line(self) -> str:
         """As a person would type it."""

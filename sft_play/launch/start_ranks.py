@@ -48,8 +48,7 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
     """
     require_free_port(launch.port)
     signals: list[int] = []
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
-    environment = endings.ends_with_me({**kept, **launch.environment}, number=signal.SIGTERM)
+    environment = endings.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
     # In a session of its own, so that a terminal's Ctrl-C reaches this process only, and the ranks hear of it once.
     process = subprocess.Popen(launch.watched, env=environment, start_new_session=True)
 
