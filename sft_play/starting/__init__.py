@@ -1,5 +1,5 @@
-"""A run from the request to its end: `one_process`, `several_ranks` (their parent) and `one_rank` tell it from the top.
+"""A run from request to end: in `one_process`, as the parent of `several_ranks`, or as `one_rank` of them.
 
-`before` refuses what needs no library, `row_survey` counts the rows, `plan_run` and `over_ranks` make the plan, `resumed`
-says what a stopped run keeps, `measured` remembers what was measured.
+`before` refuses what needs no library, `row_survey` counts the rows, `plan_run` and `over_ranks` make the plan,
+`resumed` says what a stopped run keeps, `measured` remembers what was measured.
 """
