@@ -268,37 +268,13 @@ OTHER_WORDS = {
 """Other launchers' names for the same, in capitals without underscores."""
 
 OF_OTHERS = (
-    *(
-        "ACCELERATE_",
-        "AMD_",
-        "AWS_",
-        "BITSANDBYTES_",
-        "BLIS_",
-        "BNB_",
-        "CLEARML_",
-        "COMET_",
-        "CONDA_",
-        "CUBLAS_",
-        "CUDA_",
-    ),
-    *("CUDNN_", "CURL_", "DS_", "FI_", "FLASH_", "GCC_", "GIT_", "GLOO_", "GOMP_", "GOOGLE_", "GPU_", "GRPC_", "HF_"),
-    *("HIP_", "HSA_", "HUGGINGFACE_", "KMP_", "LC_", "LD_", "MAKE", "MALLOC_", "MKL_", "MLFLOW_", "MPI_", "NCCL_"),
-    *("NEPTUNE_", "NUMEXPR_", "NVIDIA_", "NVTE_", "OMPI_", "OMP_", "OPENBLAS_", "PIP_", "PYTHON", "PYTORCH_", "RAYON_"),
-    *("RCCL_", "ROCM_", "ROCR_", "SAFETENSORS_", "SFT_PLAY_", "SLURM_", "SSL_", "TF_", "TIKTOKEN_", "TOKENIZERS_"),
-    *(
-        "TORCH",
-        "TQDM_",
-        "TRANSFORMERS_",
-        "TRITON_",
-        "TRL_",
-        "UCX_",
-        "UNSLOTH_",
-        "UV_",
-        "VECLIB_",
-        "WANDB_",
-        "XDG_",
-        "XLA_",
-    ),
+    *("ACCELERATE_", "AMD_", "AWS_", "BITSANDBYTES_", "BLIS_", "BNB_", "CLEARML_", "COMET_", "CONDA_", "CUBLAS_"),
+    *("CUDA_", "CUDNN_", "CURL_", "DS_", "FI_", "FLASH_", "GCC_", "GIT_", "GLOO_", "GOMP_", "GOOGLE_", "GPU_"),
+    *("GRPC_", "HF_", "HIP_", "HSA_", "HUGGINGFACE_", "KMP_", "LC_", "LD_", "MAKE", "MALLOC_", "MKL_", "MLFLOW_"),
+    *("MPI_", "NCCL_", "NEPTUNE_", "NUMEXPR_", "NVIDIA_", "NVTE_", "OMPI_", "OMP_", "OPENBLAS_", "PIP_", "PYTHON"),
+    *("PYTORCH_", "RAYON_", "RCCL_", "ROCM_", "ROCR_", "SAFETENSORS_", "SFT_PLAY_", "SLURM_", "SSL_", "TF_"),
+    *("TIKTOKEN_", "TOKENIZERS_", "TORCH", "TQDM_", "TRANSFORMERS_", "TRITON_", "TRL_", "UCX_", "UNSLOTH_", "UV_"),
+    *("VECLIB_", "WANDB_", "XDG_", "XLA_"),
 )
 """Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on."""
 _OTHERS = (

@@ -41,13 +41,8 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     """
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
-    try:
-        refuse_too_few_processes(os.environ)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{str(error).partition(': without a GPU')[0]}: without a GPU it starts several through MPI only; start "
-            "your script with torchrun --standalone --nproc-per-node 2, or with accelerate launch --multi_gpu"
-        ) from None
+    starts = "torchrun --standalone --nproc-per-node {count}, or accelerate launch --multi_gpu, to start your script"
+    refuse_too_few_processes(os.environ, instead=starts)
     device = _device()
     if not device.is_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none

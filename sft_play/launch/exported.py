@@ -87,10 +87,11 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
     if not is_named and "NNODES" not in given and rank and world:
         given |= {"NODE_RANK": rank, "NNODES": world}
-        lines += [
-            f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this is "
-            f"node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
-        ] * (world != "1")
+        if world != "1":
+            lines.append(
+                f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this "
+                f"is node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
+            )
     for name in _COUNTS:
         text = environment.get(name, "").strip()
         if text and text not in _ALL_GPUS and not environment.get("NPROC", "").strip() and "NPROC" not in given:

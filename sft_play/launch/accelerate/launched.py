@@ -19,6 +19,10 @@ from sft_play.launch.exported import rank_variables
 
 _SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
 """Set by every start of `accelerate launch`, whichever launcher it uses."""
+_RUNS_INSTEAD = (
+    "make train-distributed NPROC={count} (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
+    "--nproc-per-node {count} scripts/train.py with the same arguments"
+)
 _ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 """Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
 
@@ -67,21 +71,22 @@ def drop_accelerate(environment: MutableMapping[str, str]) -> None:
         del environment[name]
 
 
-def refuse_too_few_processes(environment: Mapping[str, str]) -> None:
+def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
     """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
 
     On a CPU it starts several only through MPI, silently one otherwise, and does not pass on how many were asked for.
+
+    Args:
+        instead: what starts them, with `{count}` in the place of their number.
     """
     if not is_of_accelerate(environment) or "MASTER_ADDR" not in environment or rank_variables(environment):
         return
     asked = _asked_of_accelerate()
     if asked == 1:
         return
-    wanted = asked or "several"
     raise ConfigError(
-        f"accelerate launch was asked for {wanted} processes and started 1: without a GPU it starts several only "
-        f"through MPI. Use make train-distributed NPROC={asked or 2} (ACCELERATE_CONFIG=FILE reads the same file), or "
-        f"torchrun --standalone --nproc-per-node {asked or 2} scripts/train.py with the same arguments"
+        f"accelerate launch was asked for {asked or 'several'} processes and started 1: without a GPU it starts "
+        f"several only through MPI. Use {instead.format(count=asked or 2)}"
     )
 
 
