@@ -21,7 +21,7 @@ from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
-from sft_play.launch.launch_options import DEFAULT_PORT
+from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import escape_control, one_line
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
