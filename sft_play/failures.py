@@ -227,7 +227,7 @@ def _leave_after(agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(1)
     time.sleep(ORPHAN_S)
-    os._exit(1)
+    os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
 
 
 def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:
@@ -255,7 +255,10 @@ def end_at_once(agent: int) -> None:
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(agent)
-        tree = [root, *root.children(recursive=True)]
+        tree = [
+            root,
+            *root.children(recursive=True),
+        ]  # listed first: orphans get another parent
     for process in [*tree, *ranks_of_agent(agent)]:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -47,6 +47,7 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
     aside = path.with_name(f".{path.name}.building")
     is_first = bool(accelerator.is_main_process)
     with _told_to_stop():
+        # Three barriers: ranks agree that the folder may be written, that all is written, that the swap is made.
         _together(accelerator, lambda: _begin(path, aside) if is_first else None, path)
         try:
             bare = accelerator.unwrap_model(model, keep_torch_compile=False)

@@ -208,7 +208,7 @@ def _check_keys(reading: _Reading) -> None:
         if key not in data:
             reading.values[key] = option.default
             continue
-        try:
+        try:  # one key at a time, so that the others are known where one is wrong
             reading.values[key] = getattr(DistConfig.model_validate({key: data[key]}), key)
         except ValidationError:
             wanted = expects(option.annotation, tuple(option.metadata))
@@ -255,6 +255,7 @@ def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: D
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
     best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
+    # A file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported.
     chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
     if wish not in (None, "auto"):
         chosen = wish
@@ -297,7 +298,7 @@ def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, A
     config["zero_optimization"] = zero
     if zero.get("stage", "auto") in ("auto", None):
         zero["stage"] = 3 if reading.get("zero3_offload") else 2
-    if reading.get("zero3_offload"):
+    if reading.get("zero3_offload"):  # what the file offloads already, such as to NVMe, stays there
         for key in ("offload_optimizer", "offload_param"):
             section = zero.get(key)
             if not isinstance(section, dict) or section.get("device", "none") in ("none", "auto", None):
