@@ -60,6 +60,7 @@ def read(path: Path) -> list[Cell]:
         name = f"{path.name}, cell {number}"
         text, magic = _plain(source, name)
         refused += [f"cell {number}, line {line}: {one_line(words, limit=60)}" for line, words in magic]
+        # so that a traceback shows the cell's lines, which are in no file
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         tree = ast.parse(text, name) if not magic else ast.Module([], [])
         if tree.body:
@@ -110,7 +111,7 @@ def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
     Only lines that Python does not understand are examined: `%` may start the second line of an expression.
     """
     lines, refused = source.splitlines(), []
-    for _ in range(len(lines)):
+    for _ in range(len(lines)):  # each round takes away one line that does not parse
         try:
             ast.parse("\n".join(lines), name)
             break
@@ -139,7 +140,7 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # lines appear as they are printed, in a pipe too
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = module  # where pickle looks for classes that cells define
     folder = path.absolute().parent
     os.chdir(folder)
     sys.path.insert(0, str(folder))

@@ -417,7 +417,7 @@ def _distance(one: str, other: str) -> int:
         before, last, row = row, before, [i]
         for j, b in enumerate(other, start=1):
             best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:  # `last` is the row before `before`
                 best = min(best, last[j - 2] + 1)
             row.append(best)
     return row[-1]

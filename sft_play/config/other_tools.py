@@ -311,6 +311,7 @@ def known(parts: tuple[str, ...]) -> Known | None:
 def answer(row: Known, value: Plain) -> Answer:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
     word = spelled(value)
+    # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
     for spelling in (word, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)):
         if spelling in row.values:
             return row.values[spelling]

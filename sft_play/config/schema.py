@@ -33,11 +33,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
+        strict=True,  # true is no number, and "1" is none either
+        use_attribute_docstrings=True,  # the text below a field is its description, in messages and in the reference
         allow_inf_nan=False,
-        validate_default=True,
-        protected_namespaces=(),
+        validate_default=True,  # also derived defaults have to be within their limits
     )
 
 

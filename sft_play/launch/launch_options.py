@@ -53,6 +53,7 @@ def launch_options_of(
     except ConfigError as error:
         if not notes:
             raise
+        # a value that nobody typed is wrong: the message says where it comes from
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
@@ -111,6 +112,7 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> Lau
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     wish = options.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
+    # with a mesh the layout follows from the mesh
     layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES and accelerate.mesh is None else None
     return replace(
         options,

@@ -27,7 +27,7 @@ def machine_of(options: LaunchOptions) -> Hardware:
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
-        count = options.processes or 2
+        count = options.processes or 2  # the fewest that are several
         return dataclasses.replace(hardware, cpu_ranks=count * options.nodes.count, nodes=options.nodes.count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
     missing = [index for index in options.gpus if index not in by_index]
@@ -37,6 +37,7 @@ def machine_of(options: LaunchOptions) -> Hardware:
     if options.processes is not None and options.processes > len(chosen):
         raise HardwareError(f"NPROC={options.processes} and {len(chosen)} GPUs: one process uses one GPU")
     chosen = chosen[: options.processes]
+    # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
     if len({gpu.name for gpu in chosen}) > 1:
         asked = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
         kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)

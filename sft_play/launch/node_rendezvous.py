@@ -181,6 +181,7 @@ class _Host:
                 while self._absent():
                     if time.monotonic() > deadline:
                         raise HardwareError(self._late(limit_s))
+                    # at least once a second, to look at the deadline
                     for key, _ in ready.select(timeout=min(1.0, max(0.01, deadline - time.monotonic()))):
                         self._accept(listener, ready) if key.data is None else self._read(key.data, ready)
             except (ConfigError, HardwareError) as error:
@@ -188,6 +189,7 @@ class _Host:
                 raise
             came = sorted((guest for guest in self._guests if guest.card), key=lambda guest: guest.card["node"])  # type: ignore[index]
             cards = (self.mine, *(guest.card for guest in came if guest.card is not None))
+            # only a connection tells at which of its addresses the others reach this node
             reached = plain_address(str(came[0].client.getsockname()[0]))
             self._answer({"cards": cards})
         return Met(cards, reached)

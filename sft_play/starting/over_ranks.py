@@ -93,6 +93,7 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
         return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]
 
     alone = plans(only)
+    # the longest rows first: their stage's layout is the answer where none fits them all
     names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
     if len(names) == 1:
         return next(iter(names))
@@ -101,7 +102,7 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
         with contextlib.suppress(SftPlayError):
             together = plans((name,))
             if all(plan.fits and plan.layout == name for plan in together):
-                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)
+                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)  # hours: data of known size
     return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
 
 
@@ -144,7 +145,7 @@ def plan_ranks(
     log_plan(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None
-    raw = raw or translate(shipped_config(plan.layout))[0]
+    raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
     return plan, _resolved_deepspeed(plan, config, raw, name)
 
 
@@ -181,7 +182,7 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
     numbers = PlanNumbers(
-        micro_batch=plan.counted_batch.micro_batch,
+        micro_batch=plan.counted_batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step
         grad_accum=plan.counted_batch.grad_accum,
         data_parallel_ranks=plan.batch.ranks,
         hidden_size=shape_for(config).hidden_size,

@@ -153,7 +153,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
         self._path = path
-        self._left = dict(data)
+        self._left = dict(data)  # `_take` removes what is read; the rest becomes `other`
         self._problems: list[str] = []
 
     def config(self) -> AccelerateConfig:
@@ -219,7 +219,7 @@ class _Reader:
                 f"none; give at least {machines}"
             )
         elif total % machines:
-            each = -(-total // machines)
+            each = -(-total // machines)  # rounded up
             self._wrong(
                 f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it; "
                 f"use {machines * (total // machines)} or {machines * each}"

@@ -109,7 +109,7 @@ def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int
 def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
     """Processes of one machine."""
     if processes is None:
-        return len(ids) if hardware.gpus else 2
+        return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
     if processes < 1 or (hardware.gpus and processes > len(ids)):
         limit = f"from 1 to {len(ids)}, one for each GPU" if hardware.gpus else "from 1"
         raise ConfigError(f"NPROC={processes} cannot be used; give a number {limit}")

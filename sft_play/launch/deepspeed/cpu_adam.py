@@ -15,7 +15,7 @@ def adam_obstacles() -> tuple[str, ...]:
     `op_builder/builder.py` (`jit_load`) and torch's `torch/utils/cpp_extension.py`, which reads `CXX`.
     """
     missing = []
-    compiler = (os.environ.get("CXX") or "c++").split()[0]
+    compiler = (os.environ.get("CXX") or "c++").split()[0]  # CXX may hold flags, or a wrapper before the compiler
     if shutil.which(compiler) is None and shutil.which("g++") is None:
         missing.append(f"no C++ compiler ({compiler})")
     if shutil.which("ninja") is None:

@@ -79,7 +79,7 @@ def fill(
     shown: list[str] = []
     problems: list[str] = []
     layout = layout_of(config, name=name, planned=numbers.layout)
-    if layout != numbers.layout:
+    if layout != numbers.layout:  # memory and speed were planned for another one
         problems.append(
             f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out, or name another "
             "file"
@@ -102,6 +102,7 @@ def fill(
 
 def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
     product = f"{numbers.micro_batch} × {numbers.grad_accum} × {numbers.data_parallel_ranks} ranks"
+    # DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`).
     wanted = {
         "train_batch_size": (numbers.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
         "train_micro_batch_size_per_gpu": (numbers.micro_batch, "the plan's micro-batch"),
@@ -118,7 +119,7 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
                 f"{key}: {present} contradicts the plan's {value} ({product} = {numbers.effective_batch}); "
                 f'set it to "auto", or run with train.{BATCH_KEYS[key]}={present}'
             )
-    norm = config.get("gradient_clipping", AUTO)
+    norm = config.get("gradient_clipping", AUTO)  # DeepSpeed's engine clips, and by its own number only
     if norm in (AUTO, None):
         config["gradient_clipping"] = numbers.max_grad_norm
         shown.append(f"gradient_clipping → {numbers.max_grad_norm:g} (train.max_grad_norm)")
@@ -138,7 +139,7 @@ def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
         wanted = numbers.compute == compute
         section = config.get(key)
         if section is None and not wanted:
-            continue
+            continue  # absent means disabled
         section = {} if section is None else section
         config[key] = section
         present = section.get("enabled", AUTO)
@@ -218,7 +219,7 @@ def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     for key, value in (block.get("params") or {}).items():
         planned, where = ours.get(key, (None, ""))
         if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
-            continue
+            continue  # it leaves the number to the run, or chooses between implementations of the same update
         if key not in ours:
             problems.append(
                 f"optimizer.params.{key}: {shown_value(value)} cannot be kept: the optimizer is the run YAML's"
@@ -244,6 +245,7 @@ def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     if block is None:
         return []
     fixed = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
+    # A warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own.
     zeros = {key for key, value in fixed.items() if key == "warmup_min_lr" and value == 0}
     rest = {key: value for key, value in fixed.items() if key not in zeros | {"warmup_type"}}
     if rest:

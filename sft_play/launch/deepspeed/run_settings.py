@@ -27,10 +27,11 @@ def with_batch(
         ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
             named, all contradictions at once.
     """
-    given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}
+    given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
     if not given_batch:
         return train, ()
     given = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
+    # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
     if "effective_batch_size" in train.model_fields_set:
         given["effective_batch_size"] = train.effective_batch_size
     taken: dict[str, int] = {}
@@ -58,6 +59,7 @@ def with_batch(
 
 def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
     """What is wrong with values that do not multiply to the effective batch."""
+    # an open factor counts as 1: the effective batch has to be a multiple of what is known
     micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
     effective, unit = train.effective_batch_size, micro * accum * ranks
     both = AUTO not in (train.batch_size, train.grad_accum)

@@ -79,6 +79,7 @@ def _rename(config: Config, notes: list[str], problems: list[str]) -> None:
             notes.append(f"{old}: {shown_value(value)} is an old key that changes nothing; left out")
             continue
         present = value_at(config, new)
+        # {"device": "cpu"} beside a section with more keys says nothing new
         both = isinstance(present, dict) and isinstance(meaning, dict)
         is_covered = present == meaning or (both and meaning.items() <= present.items())
         if present is not None and not is_covered:
@@ -112,7 +113,7 @@ def _drop_removed(config: Config, notes: list[str], problems: list[str]) -> None
             continue
         value = holder[key]
         switched = value.get("enabled", True) if isinstance(value, dict) else value
-        if switched in (False, None, -1) or value == {}:
+        if switched in (False, None, -1) or value == {}:  # -1 is how sizes such as mics_shard_size were switched off
             del holder[key]
             notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
         else:
@@ -147,6 +148,7 @@ def _nearest(path: str, key: str, known: keys.Sections) -> str:
     section, in any section, and last its own section's nearest however far."""
     elsewhere = [section for section, names in known.items() if key in names and section != path]
     if elsewhere:
+        # the outer sections first, and of those the two that nearly every file has
         homes = sorted(elsewhere, key=lambda section: (section.count("."), section not in ("", "zero_optimization")))
         return f"it belongs at {' or '.join(join_path(home, key) for home in homes[:3])}"
     flat = {_flat(name): name for name in sorted(known[path])}
