@@ -29,10 +29,10 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
-    """The configuration of `find_config`, and a log line about it where the user did not name it.
+    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it.
 
     Raises:
-        ConfigError: as `read_config`; of accelerate's own file, with how to leave it out.
+        ConfigError: as `read_accelerate_file`; of accelerate's own file, with how to leave it out.
     """
     if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
         return read_accelerate_file(path), ()
