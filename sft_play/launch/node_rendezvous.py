@@ -101,7 +101,7 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     if nodes.rank == 0:
         _require_ours(nodes, addresses)
         require_free_port(nodes.port)
-        met = _Host(nodes, mine, addresses).receive(deadline, limit_s)
+        met = _NodeZero(nodes, mine).receive(deadline, limit_s)
     else:
         met = _call(nodes, mine, deadline, limit_s)
     interface = interface_of(met.address)
@@ -138,7 +138,7 @@ def refuse_lone_node(nodes: Nodes) -> None:
         addresses = addresses_of(nodes.address, 0)
         if all(is_loopback(address) for address in addresses):
             return
-        if any(is_own(address) for address in addresses):
+        if any(is_own(address) for address in addresses):  # batch systems export it for a single node too
             logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
             return
     raise ConfigError(
@@ -152,7 +152,7 @@ def _place(nodes: Nodes) -> str:
 
 
 @dataclass
-class _Guest:
+class _Peer:
     """A connection to node 0, and the card that came over it, if any."""
 
     client: socket.socket
@@ -161,13 +161,12 @@ class _Guest:
 
 
 @dataclass
-class _Host:
+class _NodeZero:
     """Node 0: receives the others' cards, and answers all of them at the same time."""
 
     nodes: Nodes
     mine: Card
-    addresses: list[str]
-    _guests: list[_Guest] = field(default_factory=list)
+    _peers: list[_Peer] = field(default_factory=list)
 
     def receive(self, deadline: float, limit_s: float) -> Met:
         """All cards; an error is sent to every node that came, then raised."""
@@ -187,8 +186,8 @@ class _Host:
             except (ConfigError, HardwareError) as error:
                 self._answer({"error": str(error), "kind": type(error).__name__})
                 raise
-            came = sorted((guest for guest in self._guests if guest.card), key=lambda guest: guest.card["node"])  # type: ignore[index]
-            cards = (self.mine, *(guest.card for guest in came if guest.card is not None))
+            came = sorted((peer for peer in self._peers if peer.card), key=lambda peer: peer.card["node"])  # type: ignore[index]
+            cards = (self.mine, *(peer.card for peer in came if peer.card is not None))
             # only a connection tells at which of its addresses the others reach this node
             reached = plain_address(str(came[0].client.getsockname()[0]))
             self._answer({"cards": cards})
@@ -202,7 +201,7 @@ class _Host:
         return socket.create_server(("", port))
 
     def _absent(self) -> list[int]:
-        came = {guest.card["node"] for guest in self._guests if guest.card}
+        came = {peer.card["node"] for peer in self._peers if peer.card}
         return [rank for rank in range(1, self.nodes.count) if rank not in came]
 
     def _late(self, limit_s: float) -> str:
@@ -216,38 +215,38 @@ class _Host:
         with contextlib.suppress(OSError):
             client, _ = listener.accept()
             client.setblocking(False)
-            guest = _Guest(client)
-            self._guests.append(guest)
-            ready.register(client, selectors.EVENT_READ, guest)
+            peer = _Peer(client)
+            self._peers.append(peer)
+            ready.register(client, selectors.EVENT_READ, peer)
 
-    def _read(self, guest: _Guest, ready: selectors.BaseSelector) -> None:
+    def _read(self, peer: _Peer, ready: selectors.BaseSelector) -> None:
         """Read from a connection: a card, a part of one, its end, or something that no node sends."""
         try:
-            part = guest.client.recv(65_536)
+            part = peer.client.recv(65_536)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        guest.received += part
-        is_whole = guest.received.endswith(b"\n")
-        if part and not is_whole and len(guest.received) < _MOST_BYTES and guest.received.startswith(b"{"):
+        peer.received += part
+        is_whole = peer.received.endswith(b"\n")
+        if part and not is_whole and len(peer.received) < _MOST_BYTES and peer.received.startswith(b"{"):
             return  # a part of a card: the rest arrives with a later event
-        card = _card(guest.received) if is_whole and guest.card is None else None
+        card = _card(peer.received) if is_whole and peer.card is None else None
         if card is None:
-            ready.unregister(guest.client)
-            guest.client.close()
-            self._guests.remove(guest)
-            if guest.card is not None:
+            ready.unregister(peer.client)
+            peer.client.close()
+            self._peers.remove(peer)
+            if peer.card is not None:
                 logger.info("Nodes: node %s (%s) left; waiting for it again",
-                            guest.card["node"], one_line(str(guest.card.get("host"))))  # fmt: skip
+                            peer.card["node"], one_line(str(peer.card.get("host"))))  # fmt: skip
             return
-        guest.card = card
-        self._check(guest)
+        peer.card = card
+        self._check(peer)
         logger.info("Nodes: node %s is here (%s)", card["node"], one_line(str(card.get("host"))))
 
-    def _check(self, guest: _Guest) -> None:
+    def _check(self, peer: _Peer) -> None:
         """Raises ConfigError where a card contradicts this node's, or an earlier one."""
-        card = guest.card or {}
+        card = peer.card or {}
         rank, host = card.get("node"), one_line(str(card.get("host")))
         if card.get("nodes") != self.nodes.count:
             raise ConfigError(
@@ -256,8 +255,8 @@ class _Host:
             )
         if not isinstance(rank, int) or not 0 < rank < self.nodes.count:
             raise ConfigError(f"{host} was given NODE_RANK={one_line(str(rank))}, which node 0 is not waiting for")
-        for other in self._guests:
-            if other is not guest and other.card is not None and other.card["node"] == rank:
+        for other in self._peers:
+            if other is not peer and other.card is not None and other.card["node"] == rank:
                 raise ConfigError(
                     f"{host} and {one_line(str(other.card.get('host')))} were both given NODE_RANK={rank}: give each "
                     f"node its own number, 0 to {self.nodes.count - 1}"
@@ -272,14 +271,14 @@ class _Host:
 
     def _answer(self, answer: Mapping[str, Any]) -> None:
         text = (json.dumps(answer) + "\n").encode()
-        for guest in self._guests:
+        for peer in self._peers:
             with contextlib.suppress(OSError):  # it has given up
-                guest.client.settimeout(_ANSWER_S)
-                guest.client.sendall(text)
+                peer.client.settimeout(_ANSWER_S)
+                peer.client.sendall(text)
 
     def _close_all(self) -> None:
-        for guest in self._guests:
-            guest.client.close()
+        for peer in self._peers:
+            peer.client.close()
 
 
 def _numbered(ranks: list[int]) -> str:
