@@ -174,7 +174,6 @@ def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_ip, config.main_port) == (1, "192.168.1.4", 29501)
-    assert config.other["downcast_bf16"] == "no"
     lines = overridden_lines(config, mixed_precision="bf16")
     assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)

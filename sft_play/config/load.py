@@ -80,7 +80,7 @@ def _from_text(
     # a run of its own, so that what is wrong with the run's own settings may be put right by all of them.
     stages: tuple[Stage, ...] = ()
     if config is not None and not problems and config.curriculum:
-        stages, more = _stages(config, document)
+        stages, more = _stages(document)
         problems += more
     elif config is not None and not problems:
         problems += cross_problems(config, document)
@@ -92,7 +92,7 @@ def _from_text(
     return config, stages
 
 
-def _stages(config: RunConfig, document: Document) -> tuple[tuple[Stage, ...], list[Problem]]:
+def _stages(document: Document) -> tuple[tuple[Stage, ...], list[Problem]]:
     """The stages of a curriculum, each validated as a run of its own, and their problems."""
     stages: list[Stage] = []
     laid_over = list(overlays(document))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from sft_play.config import yaml_io
+from sft_play.config.yaml_io import parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.launch.accelerate.places import NO_FILE, accelerate_place
 from sft_play.launch.deepspeed.layout import LAYOUTS
@@ -48,8 +48,8 @@ def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[Acceler
 class AccelerateConfig:
     """A configuration after reading. `num_processes` is the total over machines; None: all GPUs.
 
-    `gpu_ids` are those of each machine; None: all. `fsdp` and `deepspeed` are the engines' blocks, unchanged; `other`
-    is what is not read here (it stays in the file, and accelerate sees it).
+    `gpu_ids` are those of each machine; None: all. `fsdp` and `deepspeed` are the engines' blocks, unchanged. Keys that
+    are not here are not read.
     """
 
     path: Path
@@ -62,12 +62,10 @@ class AccelerateConfig:
     use_cpu: bool = False
     main_ip: str | None = None
     main_port: int | None = None
-    rdzv_backend: str = "static"
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None
     """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
-    other: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes_per_machine(self) -> int | None:
@@ -135,7 +133,7 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
     """
     text = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     name = one_line(str(path))
-    data = yaml_io.parse_value(text, name=name)
+    data = parse_value(text, name=name)
     if not isinstance(data, dict):
         kind = {type(None): "empty", list: "a list"}.get(type(data), f"the value {one_line(repr(data), limit=40)}")
         raise ConfigError(
@@ -153,7 +151,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
         self._path = path
-        self._left = dict(data)  # `_take` removes what is read; the rest becomes `other`
+        self._data = data
         self._problems: list[str] = []
 
     def config(self) -> AccelerateConfig:
@@ -174,13 +172,11 @@ class _Reader:
             gpu_ids=self._gpu_ids(),
             mixed_precision=self._precision(),
             use_cpu=self._bool("use_cpu"),
-            main_ip=self._address(machines),
+            main_ip=self._address(),
             main_port=self._int("main_process_port", None, least=1, most=65535),
-            rdzv_backend=str(self._take("rdzv_backend") or "static"),
             fsdp=self._block("fsdp_config"),
             deepspeed=self._deepspeed(kind),
             mesh=self._mesh(),
-            other=self._left,
         )
         each = config.processes_per_machine
         if config.gpu_ids is not None and each is not None and not config.use_cpu and each > len(config.gpu_ids):
@@ -194,21 +190,19 @@ class _Reader:
         return config
 
     def _kind(self) -> DistributedType:
-        given = self._take("distributed_type")
+        given = self._data.get("distributed_type")
         # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
         kind = "NO" if given in (None, False) else str(given).upper()
-        environment = self._take("compute_environment")
+        environment = self._data.get("compute_environment")
         if environment not in (None, "LOCAL_MACHINE"):
-            self._wrong(f"compute_environment: {_show(environment)} is not supported; only LOCAL_MACHINE is")
+            self._wrong(f"compute_environment: {show(environment)} is not supported; only LOCAL_MACHINE is")
         kinds: tuple[DistributedType, ...] = get_args(DistributedType)
         if kind not in kinds:
-            self._wrong(f"distributed_type: {_show(given)} is not supported; supported are {', '.join(kinds)}")
+            self._wrong(f"distributed_type: {show(given)} is not supported; supported are {', '.join(kinds)}")
         return next((one for one in kinds if one == kind), "NO")
 
     def _total(self, kind: DistributedType, machines: int) -> int | None:
-        given = self._left.get("num_processes")
-        if given == -1:  # accelerate's marker for "given at launch"
-            self._take("num_processes")
+        if self._data.get("num_processes") == -1:  # accelerate's marker for "given at launch"
             return None
         total = self._int("num_processes", 1 if kind == "NO" else None, least=1)
         if total is None:
@@ -227,41 +221,41 @@ class _Reader:
         return total
 
     def _gpu_ids(self) -> tuple[int, ...] | None:
-        given = self._take("gpu_ids")
+        given = self._data.get("gpu_ids")
         if given is None or (isinstance(given, str) and given.strip().lower() in ("all", "")):
             return None
         words = [str(item) for item in given] if isinstance(given, list) else str(given).split(",")
         ids = [word.strip() for word in words]
         if isinstance(given, bool | float | dict) or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in ids):
-            self._wrong(f"gpu_ids: {_show(given)} cannot be read; expected all, or numbers such as 0,1")
+            self._wrong(f"gpu_ids: {show(given)} cannot be read; expected all, or numbers such as 0,1")
             return None
         if len(set(ids)) < len(ids):
-            self._wrong(f"gpu_ids: {_show(given)} names a GPU twice")
+            self._wrong(f"gpu_ids: {show(given)} names a GPU twice")
         return tuple(map(int, ids))
 
     def _precision(self) -> str | None:
-        old = self._take("fp16")  # its own key before accelerate 0.5
-        given = self._take("mixed_precision")
+        old = self._data.get("fp16")  # its own key before accelerate 0.5
+        given = self._data.get("mixed_precision")
         if given is None:
             return "fp16" if old is True else None
         word = "no" if given is False else str(given).strip().lower()
         if word not in PRECISIONS:
-            self._wrong(f"mixed_precision: {_show(given)} is not one of {', '.join(PRECISIONS)}")
+            self._wrong(f"mixed_precision: {show(given)} is not one of {', '.join(PRECISIONS)}")
         return word
 
-    def _address(self, machines: int) -> str | None:
-        given = self._take("main_process_ip")
+    def _address(self) -> str | None:
+        given = self._data.get("main_process_ip")
         if given is None:
             return None
         if not isinstance(given, str) or not is_address(given):
-            self._wrong(f"main_process_ip: {_show(given)} is not a host name or an IP address")
+            self._wrong(f"main_process_ip: {show(given)} is not a host name or an IP address")
         return str(given)
 
     def _deepspeed(self, kind: DistributedType) -> dict[str, Any]:
         block = self._block("deepspeed_config")
         stage = block.get("zero_stage", 2)
         if kind == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            self._wrong(f"deepspeed_config.zero_stage: {_show(stage)} is not 0, 1, 2 or 3")
+            self._wrong(f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3")
             return {}
         return block
 
@@ -273,40 +267,33 @@ class _Reader:
             return None
 
     def _block(self, key: str) -> dict[str, Any]:
-        given = self._take(key)
+        given = self._data.get(key)
         if given is None:
             return {}
         if not isinstance(given, dict):
-            self._wrong(f"{key}: {_show(given)} is not a mapping of keys")
+            self._wrong(f"{key}: {show(given)} is not a mapping of keys")
             return {}
         return given
 
     def _int(self, key: str, default: int | None, *, least: int, most: int = 10**6) -> int | None:
-        given = self._take(key)
+        given = self._data.get(key)
         if given is None:
             return default
         value = int(given) if isinstance(given, str) and re.fullmatch(r"[0-9]{1,9}", given.strip()) else given
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             upper = f" to {most}" if most < 10**6 else ""
-            self._wrong(f"{key}: {_show(given)} is not a whole number from {least}{upper}")
+            self._wrong(f"{key}: {show(given)} is not a whole number from {least}{upper}")
             return default
         return value
 
     def _bool(self, key: str) -> bool:
-        given = self._take(key)
+        given = self._data.get(key)
         if given in (None, False) or str(given).lower() in ("no", "false", "off"):
             return False
         if given is True or str(given).lower() in ("yes", "true", "on"):
             return True
-        self._wrong(f"{key}: {_show(given)} is neither true nor false")
+        self._wrong(f"{key}: {show(given)} is neither true nor false")
         return False
-
-    def _take(self, key: str) -> Any:
-        return self._left.pop(key, None)
 
     def _wrong(self, problem: str) -> None:
         self._problems.append(problem)
-
-
-def _show(value: Any) -> str:
-    return yaml_io.show(value)
