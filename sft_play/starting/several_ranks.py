@@ -91,6 +91,7 @@ def _launch(
     log_base(loaded)
     hide_gpus(loaded.config, os.environ)
     loaded = with_curves(loaded) if options.board else loaded
+    # Command line over accelerate's file over the run YAML's mesh: each fills in what the one before leaves open.
     options, accelerate = as_accelerate_says(options, loaded.config)
     loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
     options = as_the_mesh_says(options, loaded.config)
@@ -127,21 +128,30 @@ def _launch(
     loaded = with_starter(loaded)
     require_adapter(loaded, plan)
     if folder is None or not is_alone:
-        # on several nodes rank 0 plans again and makes the run folder, once all nodes have met
-        card = card_of(loaded.config, hardware, options)
-        met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
-        # `Launched` keeps the command as it was shown: this node's interface is of no use to who types it elsewhere
-        joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})
-        return Launched(run_ranks(joined, None), None, plan, ranks)
+        return Launched(_run_with_nodes(loaded, hardware, options, ranks), None, plan, ranks)
     with board_beside(folder, wanted=options.board):
         held.enter_context(write_launch(folder, loaded, planned, resume=resumed is not None))
-        try:
-            code = run_ranks(ranks, folder)
-        except KeyboardInterrupt:  # before the ranks were started, or after they ended
-            note_end(folder, Interrupted.exit_code)
-            raise
-        note_end(folder, code)
-        return Launched(code, folder, plan, ranks)
+        return Launched(_run_noted(ranks, folder), folder, plan, ranks)
+
+
+def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, ranks: Launch) -> int:
+    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+    card = card_of(loaded.config, hardware, options)
+    met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+    # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
+    joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})
+    return run_ranks(joined, None)
+
+
+def _run_noted(ranks: Launch, folder: RunFolder) -> int:
+    """Start the ranks of a run on this machine alone, and note in its folder how it ended; the exit code."""
+    try:
+        code = run_ranks(ranks, folder)
+    except KeyboardInterrupt:  # before the ranks were started, or after they ended
+        note_end(folder, Interrupted.exit_code)
+        raise
+    note_end(folder, code)
+    return code
 
 
 def _ranks(
