@@ -91,7 +91,7 @@ def _launch(
     log_base(loaded)
     hide_gpus(loaded.config, os.environ)
     loaded = with_curves(loaded) if options.board else loaded
-    # Command line over accelerate's file over the run YAML's mesh: each fills in what the one before leaves open.
+    # What the command line leaves open, accelerate's file fills in, then the mesh; of two meshes the run YAML's wins.
     options, accelerate = as_accelerate_says(options, loaded.config)
     loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
     options = as_the_mesh_says(options, loaded.config)
