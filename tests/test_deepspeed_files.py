@@ -18,7 +18,7 @@ from sft_play.facts.hardware import named
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_of
 from sft_play.launch.deepspeed.run_settings import with_batch
-from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.starting.over_ranks import plan_ranks
@@ -273,11 +273,11 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
     loaded = load_config(
         ROOT / "configs" / "run_lora.yaml", overrides=["train.effective_batch_size=8", "train.learning_rate=2e-4"]
     )
-    wish = LaunchOptions(deepspeed=DeepspeedWish(file))
+    asked = LaunchOptions(deepspeed=DeepspeedRequest(file))
     if not contradicts:
-        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), wish)[1] or {})
+        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), asked)[1] or {})
         return
     with pytest.raises(ConfigError) as caught:
-        plan_ranks(loaded, named("2xH100"), wish)
+        plan_ranks(loaded, named("2xH100"), asked)
     for words in contradicts:
         assert words in str(caught.value)

@@ -18,7 +18,7 @@ from sft_play.launch.deepspeed.fill import ADAM_BETA1, ADAM_EPS, PlanNumbers, fi
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
 from sft_play.launch.deepspeed.run_settings import SHORT_DTYPES, with_batch, with_dtypes
 from sft_play.launch.deepspeed.translate import translate
-from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
@@ -80,7 +80,7 @@ def _as_planned(options: LaunchOptions, part: LoadedConfig, resume_from: RunFold
     if resume_from is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
         return options
     file = resume_from.of_stage(part.stage).path / DEEPSPEED_FILE
-    return dataclasses.replace(options, deepspeed=DeepspeedWish(file)) if file.is_file() else options
+    return dataclasses.replace(options, deepspeed=DeepspeedRequest(file)) if file.is_file() else options
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
@@ -122,7 +122,7 @@ def plan_ranks(
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
     if resume_from and deepspeed is None and strategy in DEEPSPEED and (resume_from.path / DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedWish(resume_from.path / DEEPSPEED_FILE)
+        deepspeed = DeepspeedRequest(resume_from.path / DEEPSPEED_FILE)
     raw, name = None, "DeepSpeed"
     if deepspeed is not None:
         name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
@@ -149,9 +149,9 @@ def plan_ranks(
     return plan, _resolved_deepspeed(plan, config, raw, name)
 
 
-def _read_deepspeed(wish: DeepspeedWish, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
+def _read_deepspeed(request: DeepspeedRequest, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
     """DeepSpeed's config in current keys, from the user's file or as shipped, and the layout that it asks for."""
-    raw, notes = translate(read_deepspeed_file(wish.file) if wish.file else shipped_config(planned), name=name)
+    raw, notes = translate(read_deepspeed_file(request.file) if request.file else shipped_config(planned), name=name)
     layout = layout_of(raw, name=name, planned=planned)
     _log_deepspeed((*notes, *layout_notes(raw, planned=planned)))
     return raw, layout
