@@ -62,37 +62,50 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         require_usable(loaded.config, hardware)
         require_backend(loaded)
         count_before_planning(loaded, hardware, only=None if resume else ("single",), trains_here=True)
-        planned: list[tuple[RunConfig, Plan]] = []
-        for part, place in parts_of(loaded, folder if resume else None):
-            log_stage(part)
-            with in_stage(part.stage):
-                stopped = stopped_run(place) if place is not None else None
-                config, kept = part.config, kept_of(part.config, stopped, 1)
-                log_kept(kept, stopped)
-                if place is not None:
-                    refuse_resuming(place, stopped, "single", 1)
-                trace = config.plan.trace and bool(hardware.gpus)
-                plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
-                log_what_all_would_do(config, whole, plan, stopped)
-                # a kept batch ran before: it is tried again where the prediction says that it does not fit
-                require_fit(plan, config, is_fixed=kept.batch is not None)
-                log_plan(plan, config)
-            planned.append((config, plan))
-        plans = [plan for _, plan in planned]
+        planned = _plan_stages(loaded, hardware, whole, resume_from=folder if resume else None)
         if choices is not None:
-            log_choices(choices, plans[0])
+            log_choices(choices, planned[0][1])
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
         load_libraries()
         from sft_play.training.job import job_of
         from sft_play.training.run import run
 
-        no_engine: list[Planned] = [(plan, None) for plan in plans]
+        no_engine: list[Planned] = [(plan, None) for _, plan in planned]
         job = job_of(loaded, no_engine, folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder))
         with board_beside(folder, wanted=board):
             summary = run(job)
         remember(planned, summary)
         return 0
+
+
+def _plan_stages(
+    loaded: LoadedConfig, hardware: Hardware, whole: Hardware, *, resume_from: RunFolder | None
+) -> list[tuple[RunConfig, Plan]]:
+    """Settings and plan of the run, or of each of its stages, logged.
+
+    Args:
+        hardware: what this process uses of the `whole` machine.
+        resume_from: the run that is resumed; None for a new one.
+    """
+    planned: list[tuple[RunConfig, Plan]] = []
+    for part, place in parts_of(loaded, resume_from):
+        log_stage(part)
+        config = part.config
+        with in_stage(part.stage):
+            stopped = stopped_run(place) if place is not None else None
+            kept = kept_of(config, stopped, 1)
+            log_kept(kept, stopped)
+            if place is not None:
+                refuse_resuming(place, stopped, "single", 1)
+            trace = config.plan.trace and bool(hardware.gpus)
+            plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
+            log_what_all_would_do(config, whole, plan, stopped)
+            # a kept batch ran before: it is tried again where the prediction says that it does not fit
+            require_fit(plan, config, is_fixed=kept.batch is not None)
+            log_plan(plan, config)
+        planned.append((config, plan))
+    return planned
 
 
 def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stopped: Stopped | None = None) -> None:
