@@ -270,6 +270,7 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
         (["accelerate-launch", "--config_file", "FILE", "train.py"], "6 processes"),
         (["accelerate", "launch", "train.py"], "several processes"),
         (["accelerate", "launch", "--num_processes", "1", "train.py"], None),
+        (["tini", "-n", "1", "--", "bash"], "several processes"),
     ],
 )
 def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_path, monkeypatch, words, asked):

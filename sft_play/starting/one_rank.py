@@ -66,14 +66,14 @@ def start_rank(
     folder = RunFolder(Path(handed.folder))
     if handed.finished:
         return folder
-    configs = [part.config for part, _ in parts_of(loaded, None)]
+    configs = [part.config for part, _ in parts_of(loaded, None)]  # with the starter's name, as plans look it up
     loaded = with_starter(loaded)
     prepare_libraries(loaded.config.model.name, detect())
     planned = handed.planned()
     plan = planned[0][0]
     if choices is not None and ranks.is_first and ranks.folder is None:
         log_choices(choices, plan)
-    check_gpu(plan, ranks)  # asks the driver: torch has not started CUDA yet
+    check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
     load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run

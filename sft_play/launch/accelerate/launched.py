@@ -39,7 +39,7 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
     """
     if not is_of_accelerate(environment):
         return None
-    kind: DistributedType = "MULTI_GPU"
+    kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
     if environment.get("ACCELERATE_USE_FSDP") == "true":
         kind = "FSDP"
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -67,6 +67,7 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> None:
     """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
+    # ACCELERATE_CONFIG is make's variable; accelerate does not read it
     for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
         del environment[name]
 
@@ -92,12 +93,7 @@ def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _
 
 def _asked_of_accelerate() -> int | None:
     """The number of processes in the command line of the `accelerate launch` above this process, or in its file."""
-    words: list[str] = []
-    with contextlib.suppress(psutil.Error, OSError):
-        for parent in psutil.Process().parents():
-            words = parent.cmdline()
-            if "launch" in words or any(word.endswith("accelerate-launch") for word in words):
-                break
+    words = _launcher_words()
     text = _value_of(words, "num_processes", "n")
     if text is not None:
         return int(text) if text.isdigit() else None
@@ -106,6 +102,16 @@ def _asked_of_accelerate() -> int | None:
         path = Path(file) if file else accelerate_place()
         return read_accelerate_file(path).num_processes if file or path.is_file() else None
     return None
+
+
+def _launcher_words() -> list[str]:
+    """The command line of the `accelerate launch` above this process; empty where none is seen."""
+    with contextlib.suppress(psutil.Error, OSError):  # a process of another user, or one that ended meanwhile
+        for parent in psutil.Process().parents():
+            words = parent.cmdline()
+            if "launch" in words or any(word.endswith("accelerate-launch") for word in words):
+                return words
+    return []
 
 
 def _value_of(words: list[str], *names: str) -> str | None:
