@@ -241,6 +241,8 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
         targets = sorted({match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))})
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
+    # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
+    # (training/origin).
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
     whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
     rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))

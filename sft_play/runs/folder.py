@@ -80,7 +80,7 @@ class RunFolder:
         """Create the folder of a stage, or continue the existing one."""
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved(config, effective_batch=plan.get("effective_batch")))
-        old = self.manifest() if self.manifest_path.is_file() else {}
+        old = self.manifest() if self.manifest_path.is_file() else {}  # what the first start recorded stays
         write_json(
             self.manifest_path, old | {"format": FORMAT, "stage": self.stage, "status": "running"} | dict(manifest)
         )
