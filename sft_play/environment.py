@@ -91,6 +91,7 @@ def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/"))
     """
     if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
         return {}
+    # by the driver's devices: asking CUDA would load it before the variable is set
     dev = root / "dev"
     has_nvidia = (dev / "nvidiactl").exists() or any(dev.glob("nvidia[0-9]*"))
     if sys.platform != "linux" or (dev / "dxg").exists() or not has_nvidia:  # dxg: the GPU as WSL has it

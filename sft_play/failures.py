@@ -47,6 +47,7 @@ long as this lasts, a rank that hangs keeps a GPU busy."""
 Kind = Literal["user", "stopped", "fault", "peer", "hung"]
 """The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs."""
 
+# Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(
     r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no route|unreachable)"
     r"|Connection (closed|reset|refused) by (peer|remote)|Connection was likely closed|Broken pipe"

@@ -22,6 +22,8 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
+# With the marks that reorder text (U+202A and the like), which could make a line read as another, and lone surrogates,
+# which cannot be encoded.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
 # Token formats of services: secret wherever they come from.

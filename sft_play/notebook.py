@@ -171,6 +171,7 @@ def _codes(cell: Cell) -> list[types.CodeType]:
     shows = isinstance(body[-1], ast.Expr) and not cell.source.rstrip().endswith(";")
     first, last = (body[:-1], body[-1:]) if shows else (body, [])
     codes = [compile(ast.Module(first, []), cell.name, "exec")] if first else []
+    # "single" hands the value to sys.displayhook, as an interactive Python does
     return codes + ([compile(ast.Interactive(last), cell.name, "single")] if last else [])
 
 

@@ -108,7 +108,7 @@ class _Loader:
             batch = following
         self._steps.at_end_of_data = False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # scripts ask for dataset, batch_size, sampler
         return getattr(self.base_dataloader, name)
 
 

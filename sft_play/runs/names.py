@@ -38,6 +38,7 @@ def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
 
 def checked_name(name: str, *, key: str) -> str:
     """The name, if it can only mean a folder directly below `output.dir`; raises RunFolderError otherwise."""
+    # "-" would read as a flag where the name is typed, ":" as a drive; 200 bytes leave room for ".replaced-TIME".
     bad = name != name.strip() or name.startswith((".", "~", "-")) or re.search(r"[/\\\x00-\x1f:]", name)
     if bad or ".." in name or not name or len(name.encode()) > 200:
         raise RunFolderError(
