@@ -640,7 +640,7 @@ class StageConfig(Section):
 
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
-"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates than whole weights."""
+"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates."""
 
 
 class RunConfig(Section):
