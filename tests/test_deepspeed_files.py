@@ -197,6 +197,24 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     assert printed.count("error:") == 1
 
 
+def test_a_launch_says_which_numbers_of_accelerates_deepspeed_block_it_does_not_take(
+    command, tmp_path, monkeypatch, tiny_llama
+):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true\n"
+        "deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5, gradient_accumulation_steps: auto}\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
+    code, printed = command(*words, f"output.dir={tmp_path}")
+    assert code == 0, printed
+    assert "theirs.yaml says deepspeed_config.gradient_clipping: 0.5, the plan 1: the plan wins" in printed
+    code, printed = command(*words, f"output.dir={tmp_path}", "train.max_grad_norm=0.5")
+    assert code == 0, printed
+    assert "gradient_clipping: 0.5, the plan" not in printed
+
+
 @pytest.mark.build
 @pytest.mark.slow
 @needs_deepspeed

@@ -30,12 +30,18 @@ def take_choices() -> AccelerateConfig | None:
     return choices
 
 
-def log_choices(choices: AccelerateConfig, plan: Plan, *, with_count: bool = False) -> None:
-    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`."""
+def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
+    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
+
+    Args:
+        max_grad_norm: the run's, which such a file may contradict.
+        with_count: whether the choices hold a number of processes.
+    """
     for line in overridden_lines(
         choices,
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
         grad_accum=plan.batch.grad_accum,
+        max_grad_norm=max_grad_norm,
         has_gpus=bool(plan.hardware.gpus),
         with_count=with_count,
     ):

@@ -64,7 +64,7 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         count_before_planning(loaded, hardware, only=None if resume else ("single",), trains_here=True)
         planned = _plan_stages(loaded, hardware, whole, resume_from=folder if resume else None)
         if choices is not None:
-            log_choices(choices, planned[0][1])
+            log_choices(choices, planned[0][1], max_grad_norm=loaded.config.train.max_grad_norm)
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
         load_libraries()

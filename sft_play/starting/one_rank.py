@@ -72,7 +72,7 @@ def start_rank(
     planned = handed.planned()
     plan = planned[0][0]
     if choices is not None and ranks.is_first and ranks.folder is None:
-        log_choices(choices, plan)
+        log_choices(choices, plan, max_grad_norm=loaded.config.train.max_grad_norm)
     check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
     load_libraries()
     from sft_play.training.job import job_of

@@ -117,7 +117,7 @@ def _launch(
     planned = plan_stages(loaded, hardware, options, resume_from=resumed)
     plan = planned[0][0]
     if accelerate is not None:
-        log_choices(accelerate, plan, with_count=True)
+        log_choices(accelerate, plan, max_grad_norm=loaded.config.train.max_grad_norm, with_count=True)
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)
