@@ -22,6 +22,7 @@ from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
+from sft_play.training.deepspeed_comm import init_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +150,7 @@ def _new_accelerator(wanted: Asked, *, on_cpu: bool) -> Any:
         **options,
     )
     if wanted.deepspeed is not None and on_cpu:
-        from deepspeed import comm
-
-        comm.init_distributed("gloo", auto_mpi_discovery=False)  # ZeRO-3 partitions weights while they are read
+        init_deepspeed(on_cpu=True)  # ZeRO-3 partitions weights while they are read
     return accelerator
 
 
