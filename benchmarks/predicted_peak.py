@@ -37,7 +37,9 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.runs import RunFolder, versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)

@@ -694,7 +694,7 @@ def test_a_node_that_never_comes_is_named_after_the_limit():
     (found,) = met(HERE, count=3, limit_s=0.5)
     assert found.verdict == "FAIL"
     assert re.search(
-        r"nodes 1, 2 of 3 did not come to 127\.0\.0\.1:\d+ within 0 s: start the same command", found.found
+        r"nodes 1, 2 of 3 did not connect to 127\.0\.0\.1:\d+ within 0 s: start the same command", found.found
     )
 
 

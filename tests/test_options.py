@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from sft_play import runs
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -28,7 +27,8 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import new_folder, resumes
+from sft_play.runs.folder import FORMAT, RunFolder
 from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30
@@ -449,16 +449,16 @@ def folder(config: RunConfig) -> Facts:
     """The folder of a new run."""
     Path(config.output.dir, "there").mkdir(parents=True, exist_ok=True)
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    return {"path": str(runs.new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
+    return {"path": str(new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
 
 
 def decision(config: RunConfig) -> Facts:
     """What an existing folder of ours means."""
     path = Path(config.output.dir) / "ours"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "manifest.json").write_text(json.dumps({"format": runs.FORMAT}))
-    folder = runs.new_folder(config.output, config_path=Path("run.yaml"))
-    return {"path": str(folder.path), "goes_on": runs.goes_on(folder, config.output)}
+    (path / "manifest.json").write_text(json.dumps({"format": FORMAT}))
+    folder = new_folder(config.output, config_path=Path("run.yaml"))
+    return {"path": str(folder.path), "goes_on": resumes(folder, config.output)}
 
 
 def device(config: RunConfig) -> Facts:

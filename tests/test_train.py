@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sft_play.errors import TrainingError
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import checkpoints
 from sft_play.training.callbacks import GradientCheck, Progress
 from tests.bundled import data_file
@@ -773,7 +773,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.runs import first_day
+    from sft_play.runs.resuming import first_day
 
     template = tmp_path / "dated.jinja"
     template.write_text(

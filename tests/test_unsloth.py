@@ -23,13 +23,15 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from sft_play import runs
 from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.failures import Failure
 from sft_play.planner.precision import Precision
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import create_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import new_manifest, versions
+from sft_play.runs.resuming import check_same_run
 from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
 from sft_play.training.model_spec import build_model_spec
 from sft_play.training.unsloth_environment import Answer
@@ -276,7 +278,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 
 def document(folder: Path, **changes: Any) -> handover.Document:
     told = {
-        "schema_version": handover.SCHEMA, "sft_play": runs.versions()["sft_play"], "folder": str(folder),
+        "schema_version": handover.SCHEMA, "sft_play": versions()["sft_play"], "folder": str(folder),
         "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}}, "plan": {},
         "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
         "held_out": "val",
@@ -390,11 +392,11 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
         words = ("tuning.backend=unsloth", "tuning.backend_fallback=bnb", f"output.name={was}")
         loaded = load_config(path, overrides=words)
         folder = RunFolder(tmp_path / str(was))
-        manifest = {**runs.new_manifest(loaded, hardware={}, data={}), **({"backend": was} if was else {})}
-        runs.create(folder, loaded, manifest=manifest, plan={}).close()
+        manifest = {**new_manifest(loaded, hardware={}, data={}), **({"backend": was} if was else {})}
+        create_run(folder, loaded, manifest=manifest, plan={}).close()
         with pytest.raises(RunFolderError, match=f"trained by {was or 'bnb'}, and {now} would continue it here"):
-            runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=now)
-        runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=was or "bnb")
+            check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=now)
+        check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=was or "bnb")
 
 
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):

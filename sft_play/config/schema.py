@@ -33,11 +33,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
+        strict=True,  # true is no number, and "1" is none either
+        use_attribute_docstrings=True,  # the text below a field is its description, in messages and in the reference
         allow_inf_nan=False,
-        validate_default=True,
-        protected_namespaces=(),
+        validate_default=True,  # also derived defaults have to be within their limits
     )
 
 
@@ -589,13 +588,13 @@ class DistributedConfig(Section):
 class OutputConfig(Section):
     """Where the run is written."""
 
-    dir: Name = leaf("outputs", owner="runs")
+    dir: Name = leaf("outputs", owner="runs.names")
     """Parent folder of the run folders."""
 
-    name: Name | None = leaf(None, owner="runs")
+    name: Name | None = leaf(None, owner="runs.names")
     """Name of the run folder; null uses the config's name with the UTC time."""
 
-    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs")
+    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.creation")
     """What to do if the run folder exists: stop, resume it, or move it aside."""
 
 
@@ -644,6 +643,7 @@ class StageConfig(Section):
 
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
+"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates."""
 
 
 class RunConfig(Section):

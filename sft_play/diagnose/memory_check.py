@@ -24,7 +24,8 @@ from sft_play.errors import RunFolderError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.seen import GpuProcess, SeenGpu
 from sft_play.log import escape_control, one_line
-from sft_play.runs import RunFolder, run_named, runs_in
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
 
 REFRESH_S = 2.0
 """How often the table on a terminal is refreshed."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import DataPaths, data_paths, find_source
@@ -16,6 +15,7 @@ from sft_play.data.splits import Split, Splits, build_splits
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
+from sft_play.runs.resuming import first_day
 from sft_play.training.exact_match import Question
 from sft_play.training.tokenizer import load_tokenizer
 
@@ -61,7 +61,7 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         DataError: the run has no such rows, or they cannot be read.
     """
     tokenizer, plan = load_tokenizer(run.config).tokenizer, run.plan()
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder))
+    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder))
     if data is not None:
         if split is not None:
             raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
@@ -132,7 +132,7 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
 
 
 def _splits(run: FinishedRun, config: RunConfig, paths: DataPaths, tokenizer: Any) -> Splits:
-    day = runs.first_day(run.folder)
+    day = first_day(run.folder)
     return build_splits(config, paths, tokenizer, max_seq_len=run.plan().max_seq_len, today=day)
 
 

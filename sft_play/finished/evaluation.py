@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from sft_play import runs
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_rows import EvalRows, eval_rows
 from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
@@ -24,6 +23,7 @@ from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score
 from sft_play.finished.statistics import Interval, paired_bootstrap
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
+from sft_play.runs.files import write_json, write_text
 from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
 
@@ -228,9 +228,9 @@ def evaluate_run(
     if rows:
         text = _jsonl(run, rows, base, tuned)
         with writing(rows_path):
-            runs.write_text(rows_path, text)
+            write_text(rows_path, text)
     with writing(path):
-        runs.write_json(path, evaluation.as_json())
+        write_json(path, evaluation.as_json())
     return evaluation
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play import runs
 from sft_play.diagnose import engines
 from sft_play.errors import ConfigError, DataError, ModelError, RunFolderError, TokenizerError
 from sft_play.facts.architecture import local_folder
@@ -31,6 +30,7 @@ from sft_play.finished.pre_tokenizers import probe_texts, proven_names, read_pre
 from sft_play.finished.prompts import Asked, Prompts
 from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes, weight_files
 from sft_play.finished.writing import built_folder
+from sft_play.runs.files import write_json
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -194,7 +194,7 @@ def _write_gguf(
         if format == "ollama" else (f"llama-server --jinja -m {_word(served)}",)
     )  # fmt: skip
     record = {"run": name, "quant": chosen, "converter": converter.version, "file": file.name}
-    runs.write_json(building / RECORD, record)
+    write_json(building / RECORD, record)
     return {
         "file": served, "quant": chosen, "bytes": file.stat().st_size, "converter": converter.version,
         "pre_tokenizer": str(fields.get("tokenizer.ggml.pre", pre)), "prompts": checked, "commands": commands,
@@ -412,7 +412,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
         if file.is_file():
             _link_or_copy(file, building / file.name)
     write_generation_config(run, prompts.tokenizer, model, building)
-    runs.write_json(building / RECORD, {"run": run.folder.path.name, "model": model.name})
+    write_json(building / RECORD, {"run": run.folder.path.name, "model": model.name})
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     name, length = run.folder.path.name, run.plan().max_seq_len
     commands = [f"vllm serve {_word(target)} --served-model-name {_word(name)} --max-model-len {length}"]

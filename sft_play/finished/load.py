@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from sft_play import runs
 from sft_play.data.file_digests import digest_of
 from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import Split, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
+from sft_play.runs.resuming import first_day
 from sft_play.training.full_state_dict import ADAPTER_FILE
 from sft_play.training.model_loading import DTYPES, load_model
 from sft_play.training.model_spec import build_model_spec
@@ -174,7 +174,7 @@ def held_out(run: FinishedRun) -> HeldOut:
         data_paths(config.data),
         tokenizer,
         max_seq_len=run.plan().max_seq_len,
-        today=runs.first_day(run.folder),
+        today=first_day(run.folder),
     )
     for name, split in (("test", splits.test), ("val", splits.val)):
         if split is not None:

@@ -27,12 +27,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sft_play import runs
 from sft_play.data.masks.render import Renderer
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.run import FinishedRun, base_folder, next_line, tensor_shapes
 from sft_play.finished.writing import built_folder
 from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.runs.locking import lock
+from sft_play.runs.resuming import first_day
 from sft_play.training import stream
 from sft_play.training.card import Kind, Trained, write_card
 from sft_play.training.exact_match import Configured, stop_ids
@@ -207,7 +208,7 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
         return merged
     target = run.folder.path / MERGED
     logger.info("The adapter is merged into its base first (%s)", target)
-    with contextlib.nullcontext() if is_locked else runs.lock(run.folder):
+    with contextlib.nullcontext() if is_locked else lock(run.folder):
         return merge_run(run, replace=target.exists()).path
 
 
@@ -561,7 +562,5 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
 
 def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: Configured) -> list[int]:
     """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
-    renderer = Renderer(
-        tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=runs.first_day(run.folder)
-    )
+    renderer = Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder))
     return stop_ids(run.config.task_mode, tokenizer, renderer, of_base)

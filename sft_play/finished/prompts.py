@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sft_play import runs
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
@@ -22,6 +21,7 @@ from sft_play.data.splits import Split
 from sft_play.errors import TokenizerError
 from sft_play.finished.modelfile import probes
 from sft_play.finished.run import FinishedRun
+from sft_play.runs.resuming import first_day
 from sft_play.training.tokenizer import load_tokenizer
 
 _PLAIN_ROLES = ("system", "user", "assistant")
@@ -64,7 +64,7 @@ class Prompts:
         """That of the folder."""
         self._trained = load_tokenizer(run.config).tokenizer
         self._renderer = Renderer(
-            self._trained, run.config.data, max_seq_len=run.plan().max_seq_len, today=runs.first_day(run.folder)
+            self._trained, run.config.data, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
         )
         self.is_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
+from sft_play.runs.resuming import first_day
 from sft_play.units import size_of
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     from sft_play.training.tokenizer import load_tokenizer
 
     plan, tokenizer = run.plan(), load_tokenizer(run.config).tokenizer
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder))
+    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder))
     spec = build_model_spec(run.config, plan.precision, tokenizer_size=len(tokenizer))
     stop = stops_of(run.config, tokenizer, renderer)
     if folder.name == MERGED:

@@ -19,7 +19,8 @@ from sft_play.finished.page import Sample, Section, Table, page
 from sft_play.finished.record import Part, Record, read_record, settings_of
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
-from sft_play.runs import RunFolder, write_text
+from sft_play.runs.files import write_text
+from sft_play.runs.folder import RunFolder
 from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)

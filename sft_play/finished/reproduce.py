@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.file_digests import content_digest_of
@@ -33,7 +33,10 @@ from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import detect
 from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
+from sft_play.runs.metrics import metric_lines
+from sft_play.runs.names import checked_name
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +161,7 @@ def _free_name(folder: RunFolder) -> str:
     name, number = f"{folder.path.name}{SUFFIX}", 2
     while folder.path.with_name(name).exists():
         name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
-    return runs.checked_name(name, key="RUN")
+    return checked_name(name, key="RUN")
 
 
 def _cwd(manifest: Mapping[str, Any]) -> Path:
@@ -215,7 +218,7 @@ def _other_tokenizer(config: RunConfig, recorded: Mapping[str, Any]) -> list[str
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
-    recorded, now = manifest.get("versions") or {}, runs.versions()
+    recorded, now = manifest.get("versions") or {}, versions()
     return [
         f"{name} {recorded[name]} then, {now.get(name)} now" for name in recorded if recorded[name] != now.get(name)
     ]
@@ -263,7 +266,7 @@ def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
 
 @contextlib.contextmanager
 def code_of(
-    manifest: Mapping[str, Any], *, package: Path = runs.PACKAGE, by_this_code: bool = False
+    manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False
 ) -> Iterator[tuple[Path, str]]:
     """The folder that holds the package as the run used it, and where it comes from: this one, or a clone of the
     recorded commit, which is removed afterwards.
@@ -273,7 +276,7 @@ def code_of(
     Raises:
         RunFolderError: neither is the recorded code.
     """
-    recorded, now = manifest.get("code") or {}, runs.code_facts(package)
+    recorded, now = manifest.get("code") or {}, code_facts(package)
     git = recorded.get("git") or ({} if recorded else manifest.get("git")) or {}
     commit, digest = git.get("commit"), recorded.get("sha256")
     at = f"commit {str(commit)[:12]}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
@@ -293,8 +296,8 @@ def code_of(
 @contextlib.contextmanager
 def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> Iterator[tuple[Path, str]]:
     """A clone of this checkout at a commit, while it is used; raises RunFolderError where that is not the code."""
-    root = runs.git_answer(package, "rev-parse", "--show-toplevel")
-    if commit is None or root is None or runs.git_answer(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+    root = git_answer(package, "rev-parse", "--show-toplevel")
+    if commit is None or root is None or git_answer(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
         where = f"{root} does not have" if root else f"{package.parent}, which is no checkout, does not have"
         raise RunFolderError(f"the run was trained by other code than this, which {where}: {at}")
     with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
@@ -305,7 +308,7 @@ def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> I
             if done.returncode:
                 raise RunFolderError(f"commit {commit} of {root} cannot be cloned: {one_line(done.stderr, limit=300)}")
         theirs = clone / package.relative_to(root)
-        if digest not in (None, runs.code_facts(theirs)["sha256"]):
+        if digest not in (None, code_facts(theirs)["sha256"]):
             raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
         note = "; what was changed in it is not recorded" if digest is None and "changes" in at else ""
         yield theirs.parent, f"a clone of {root} at commit {commit[:12]}{note}"
@@ -323,7 +326,7 @@ def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     if words[0] == "train-distributed":
         words += ["--nproc", str(processes)]
         words += ["--strategy", layout] if config.model.mesh_shape is None else []
-        file = folder.path.absolute() / runs.DEEPSPEED_FILE
+        file = folder.path.absolute() / DEEPSPEED_FILE
         words += ["--deepspeed_config", str(file)] if file.is_file() and not loaded.stages else []
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
@@ -447,5 +450,5 @@ def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, fl
 def _losses(path: Path) -> dict[tuple[str | None, int], float]:
     if not path.is_file():
         return {}
-    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in runs.metrics(path)
+    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
             if "loss" in entry}  # fmt: skip

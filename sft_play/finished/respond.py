@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from sft_play import runs
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
@@ -18,6 +17,7 @@ from sft_play.errors import DataError
 from sft_play.finished.load import free_memory, load_as_trained
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.score import compute_dtype
+from sft_play.runs.resuming import first_day
 from sft_play.training.exact_match import Answer, Question, answers, configured_stops, stop_ids
 from sft_play.training.tokenizer import load_tokenizer
 
@@ -79,7 +79,7 @@ class Responder:
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_as_trained(run) if model is None else model
         self._renderer = Renderer(
-            self.tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder)
+            self.tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder)
         )
         self._is_text = run.config.task_mode == "cpt"
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))

@@ -22,7 +22,7 @@ from typing import Any
 
 import sft_play
 from sft_play import endings, errors, failures
-from sft_play.config.load import resolved
+from sft_play.config.resolved import resolved
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.planner.plan import Plan

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import sft_play
 from sft_play.errors import BackendError
 from sft_play.log import one_line
-from sft_play.runs import sha256_of, write_text
+from sft_play.runs.files import sha256_of, write_text
 
 SCHEMA = 1
 """The form of the document; the worker refuses any other."""

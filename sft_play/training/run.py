@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.planner.show import precision_name
+from sft_play.runs.metrics import keep_metrics_until
 from sft_play.training import bridge, checkpoints, distributed, engines
 from sft_play.training.agreement import digests
 from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
@@ -123,7 +123,7 @@ def _train(
     """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
-        runs.keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
+        keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)

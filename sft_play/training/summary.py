@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
+from sft_play.runs.metrics import evaluations
 from sft_play.starter.names import CONFIG
 from sft_play.training import distributed
 from sft_play.training.callbacks import StopAfter
@@ -88,7 +88,7 @@ class Result:
             "updates": self.trained.updates.as_json() if self.trained.updates else None,
             "compile": self.trained.compiled.as_json() if self.trained.compiled else None,
             "loading": self.loading.as_json() if self.loading else None,
-            "evaluations": runs.evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
+            "evaluations": evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
             "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
             **({"kernels": self.kernels.as_json(job.plan)} if job.plan.kernels else {}),
         }

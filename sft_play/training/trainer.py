@@ -26,7 +26,7 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines
 from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of

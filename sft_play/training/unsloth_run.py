@@ -24,7 +24,7 @@ from sft_play.data.splits import Split, Splits
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines, handover
 from sft_play.training.backend import Backend
 from sft_play.training.device_checks import check_device, check_free_memory
