@@ -88,8 +88,8 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     build, dtype, lora, quant, written = KINDS[kind]
     run = run_of(tmp_path, build(), dtype=dtype, **lora)
     exported = export_run(run, "gguf", quant=quant)
-    assert exported.quant == written
-    assert exported.prompts > 10
+    assert exported.written.quant == written
+    assert exported.written.prompts > 10
     tested = export_test(run, rows=6)
     assert tested.ok, "\n".join(tested.lines())
     assert tested.weights.equal == tested.weights.tensors > 15
@@ -366,7 +366,7 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
     tokenizer.save_pretrained(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama")
-    fields = read_fields(exported.file)
+    fields = read_fields(exported.written.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
     assert "<|endoftext|>" not in (exported.path / "Modelfile").read_text().partition("PARAMETER")[0]
     tested = export_test(run, rows=3)
@@ -516,8 +516,8 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
     assert tokenizer.chat_template == CHATML
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
-    assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
-    assert [("--max-lora-rank 8" in command) for command in exported.commands[1:]] == [True] * (mode == "lora")
+    assert exported.written.commands[0].startswith(f"vllm serve {exported.path} ")
+    assert [("--max-lora-rank 8" in command) for command in exported.written.commands[1:]] == [True] * (mode == "lora")
 
 
 def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
@@ -569,8 +569,8 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     make_model().save_pretrained(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")
-    assert exported.notes == ()
-    assert exported.pre_tokenizer == "gpt-2"
+    assert exported.written.notes == ()
+    assert exported.written.pre_tokenizer == "gpt-2"
     assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
     tested = export_test(run, rows=4)
     assert tested.ok, "\n".join(tested.lines())

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play import runs
-from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.data.sources.files import DataPaths, data_paths, find_source
+from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
-from sft_play.data.splits import Split, Splits, build_splits
+from sft_play.data.splits import Split
 from sft_play.errors import ConfigError, DataError
+from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.training.exact_match import Question
@@ -60,8 +59,7 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         ConfigError: the split is no name of one, or stands beside a file.
         DataError: the run has no such rows, or they cannot be read.
     """
-    tokenizer, plan = load_tokenizer(run.config).tokenizer, run.plan()
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder))
+    tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
         if split is not None:
             raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
@@ -70,9 +68,9 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         name, chosen = _of_run(run, tokenizer, split)
         seen = chosen.report.shared.get("train", 0)
     whole = len(chosen.rows)
-    count = min(limit or whole, whole)
-    numbers = [index * whole // count for index in range(count)]
-    asked = _asked(chosen, renderer, set(numbers), max_seq_len=plan.max_seq_len) if asks else []
+    numbers = evenly_spaced(whole, limit or whole)
+    renderer = renderer_of(run, tokenizer)
+    asked = _asked(chosen, renderer, set(numbers), max_seq_len=run.plan().max_seq_len) if asks else []
     return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
 
 
@@ -80,7 +78,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
     if split not in (None, "val", "test"):
         hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
-    splits = _splits(run, run.config, data_paths(run.config.data), tokenizer)
+    splits = splits_of(run, run.config, tokenizer)
     there: dict[SplitName, Split] = {}
     if splits.test is not None:
         there["test"] = splits.test
@@ -123,17 +121,12 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     if own is None and config.task_mode == "cpt_mixed":
         config = config.model_copy(update={"task_mode": "sft"})
     try:
-        splits = _splits(run, config, data_paths(config.data), tokenizer)
+        splits = splits_of(run, config, tokenizer)
     except DataError as error:
         raise DataError(str(error).replace("data.test_path" if own else "data.train_path", "DATA")) from error
     if splits.test is None:
         raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
     return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
-
-
-def _splits(run: FinishedRun, config: RunConfig, paths: DataPaths, tokenizer: Any) -> Splits:
-    day = runs.first_day(run.folder)
-    return build_splits(config, paths, tokenizer, max_seq_len=run.plan().max_seq_len, today=day)
 
 
 def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[Asked]:

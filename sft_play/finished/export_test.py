@@ -23,7 +23,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.finished import llama_cpp_model
 from sft_play.finished.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export import EXPORT
+from sft_play.finished.exported import EXPORT
 from sft_play.finished.gguf_model import (
     NotReadHere,
     Weights,
@@ -37,11 +37,12 @@ from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fie
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.llama_cpp_model import LlamaCppModel
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.merge import stop_tokens, whole_model
+from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import limit_of
 from sft_play.finished.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
 from sft_play.finished.run import FinishedRun
+from sft_play.finished.saved_configs import stop_tokens
 from sft_play.training.exact_match import Question, answers
 from sft_play.training.quiet import quiet_libraries
 

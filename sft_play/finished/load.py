@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play import runs
+from sft_play.config.schema import RunConfig
 from sft_play.data.build import digest_of
+from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import Split, build_splits
+from sft_play.data.splits import Split, Splits, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
@@ -57,7 +59,7 @@ def load_base(run: FinishedRun) -> Any:
     tokenizer = load_tokenizer(config).tokenizer
     spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
     model = load_model(config, precision, spec, device=this_device())
-    model.config.use_cache = True
+    model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
     return model.eval()
 
 
@@ -129,7 +131,7 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], Measured]) -> 
 
 def free_memory() -> None:
     """Give the memory of a model that was deleted back to the device."""
-    gc.collect()
+    gc.collect()  # modules and hooks refer to each other in circles, which `del` alone does not free
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -151,6 +153,33 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     return model.eval()
 
 
+def renderer_of(run: FinishedRun, tokenizer: Any) -> Renderer:
+    """What renders conversations as the run's training did, on the day that the run began."""
+    day = runs.first_day(run.folder)  # a template that writes the date would put another one into every prompt
+    return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
+
+
+def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
+    """The rows of `config`, the run's or one with other data, tokenised and divided as training did.
+
+    Raises:
+        DataError: the data is gone, or has nothing to learn any more.
+    """
+    return build_splits(
+        config,
+        data_paths(config.data),
+        tokenizer,
+        max_seq_len=run.plan().max_seq_len,
+        today=runs.first_day(run.folder),
+    )
+
+
+def evenly_spaced(whole: int, count: int) -> list[int]:
+    """At most `count` of the indices below `whole`, the first and others at equal distances."""
+    number = min(count, whole)
+    return [index * whole // number for index in range(number)]
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Token rows that a run was not trained on, and the split they are from (train, where it has no other)."""
@@ -167,14 +196,7 @@ def held_out(run: FinishedRun) -> HeldOut:
     Raises:
         DataError: the data is gone, or has nothing to learn any more.
     """
-    config, tokenizer = run.config, load_tokenizer(run.config).tokenizer
-    splits = build_splits(
-        config,
-        data_paths(config.data),
-        tokenizer,
-        max_seq_len=run.plan().max_seq_len,
-        today=runs.first_day(run.folder),
-    )
+    splits = splits_of(run, run.config, load_tokenizer(run.config).tokenizer)
     for name, split in (("test", splits.test), ("val", splits.val)):
         if split is not None:
             return HeldOut(name, split, splits.train)

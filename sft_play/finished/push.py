@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
@@ -233,15 +232,15 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text and "[More Information Needed]" not in text:
         return text
-    from sft_play.data.masks.render import Renderer
-    from sft_play.finished.merge import MERGED, card_facts
+    from sft_play.finished.load import renderer_of
+    from sft_play.finished.merge import MERGED
+    from sft_play.finished.saved_configs import card_facts
     from sft_play.training.model import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
-    plan, tokenizer = run.plan(), load_tokenizer(run.config).tokenizer
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder))
-    spec = build_model_spec(run.config, plan.precision, tokenizer_size=len(tokenizer))
-    stop = stops_of(run.config, tokenizer, renderer)
+    tokenizer = load_tokenizer(run.config).tokenizer
+    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer))
+    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
     if folder.name == MERGED:
         dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype", "")
         return card_of(card_facts(run, spec, stop, dtype=str(dtype)), base)

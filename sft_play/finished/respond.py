@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from sft_play import runs
-from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.load import free_memory, load_as_trained
+from sft_play.finished.load import free_memory, load_as_trained, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.score import compute_dtype
 from sft_play.training.exact_match import Answer, Question, answers, configured_stops, stop_ids
@@ -74,13 +72,10 @@ class Responder:
     """A run's model, loaded as it was trained where none is given, with the tokenizer and template of the run."""
 
     def __init__(self, run: FinishedRun, model: Any = None) -> None:
-        plan = run.plan()
         self.run = run
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_as_trained(run) if model is None else model
-        self._renderer = Renderer(
-            self.tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=runs.first_day(run.folder)
-        )
+        self._renderer = renderer_of(run, self.tokenizer)
         self._is_text = run.config.task_mode == "cpt"
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
 

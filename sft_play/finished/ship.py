@@ -23,7 +23,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
-from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_model
+from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
@@ -205,22 +205,22 @@ class _Measured:
     """Rows as tokens, and their losses with the base and with the trained model."""
 
     def __init__(self, run: FinishedRun, rows: int) -> None:
-        config, plan = run.config, run.plan()
-        self.run, self.plan = run, plan
+        config = run.config
+        self.run = run
         self.tokenizer = load_tokenizer(config).tokenizer
-        today = runs.first_day(run.folder)
-        self.renderer = Renderer(self.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=today)
+        self.renderer = renderer_of(run, self.tokenizer)
         self.held = held_out(run)
         self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
         self.asked: list[Question] = []
         if self.rows and config.eval.generate_rows:
             asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=plan.max_seq_len)
+            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=run.plan().max_seq_len)
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             self.tokenizer,
             config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
             max_seq_len=_LONGEST,
-            today=today,
+            today=self.renderer.today,
         )
         sample = general_sample()
         self.text = text_rows(sample, general, longest=_LONGEST)
@@ -263,16 +263,16 @@ class _Measured:
 
 def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
-    read = min(len(held.split.rows), 4 * count)
+    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
+    read = evenly_spaced(len(held.split.rows), 4 * count)
     trained, chosen = set(np.asarray(held.train.digests, np.uint64).tolist()), {}
-    for index in range(read):
-        row = held.split.rows[index * len(held.split.rows) // read]
+    for index in read:
+        row = held.split.rows[index]
         digest = row_digest(row["input_ids"])
         if digest not in trained:
             chosen[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(chosen.values())
-    number = min(count, len(rows))
-    return [rows[index * len(rows) // number] for index in range(number)], read - len(rows)
+    return [rows[index] for index in evenly_spaced(len(rows), count)], len(read) - len(rows)
 
 
 def _losses(
