@@ -12,10 +12,10 @@ from sft_play.diagnose.text import lines_of, table
 from sft_play.errors import ConfigError
 from sft_play.finished.charts import COLOURS, Chart, Curve, NotDrawn, drawn
 from sft_play.finished.curves import Screen, plot_lines
-from sft_play.finished.page import Section, Table, page
+from sft_play.finished.page import Section, Table, page, write_page
 from sft_play.finished.record import Record, read_record, settings_of
-from sft_play.finished.report import duration, predicted_and_measured, size, tokens_per_s, write_page
 from sft_play.finished.run import next_line
+from sft_play.finished.run_figures import duration, predicted_and_measured, size, tokens_per_s
 from sft_play.log import one_line
 from sft_play.runs import RunFolder
 
