@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
-from benchmarks.memory_model.published import ConfigOf, PublishedRun, read_runs
+from benchmarks.memory_model.published import PublishedRun, read_runs
+from benchmarks.memory_model.published_models import ConfigOf
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
