@@ -42,7 +42,6 @@ from sft_play.runs import RunFolder, versions, write_json
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
 STEPS = 3
-ROW_LIMIT_S = 300
 WORDS = "the quick brown fox jumps over the lazy dog and runs into the dark forest again".split()  # noqa: SIM905
 
 

@@ -14,7 +14,7 @@ HELP = {
 
 
 def run(request: Request) -> Answer:
-    """Upload what is listed; without a terminal to ask on, YES=1 has to say so."""
+    """Upload what is listed; without a terminal to ask on, YES=1 is needed."""
     finished = find_finished(output_dir_or_default(request), request.run)
     with stdout_to_stderr(wanted=request.json):
         upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)

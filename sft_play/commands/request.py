@@ -36,7 +36,7 @@ SHORT_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; what its words say wins over the environment that make passes.
+    """The request to a command; what its words say wins over make's variables in the environment.
 
     A field with the name of a variable of make holds its value, read by the variable's kind; None: not given.
     """

@@ -7,7 +7,7 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.units import GIB, MIB
 
 NCCL_SEGMENT_BYTES = 9_637_888
-"""One NCCL connection over shared memory, as its error messages say (https://github.com/NVIDIA/nccl/issues/342)."""
+"""One NCCL connection over shared memory, as NCCL's error messages give it (https://github.com/NVIDIA/nccl/issues/342)."""
 NCCL_CHANNELS = 2
 """The fewest channels that NCCL opens between neighbours of a ring; each is a connection."""
 NCCL_WANTS_BYTES = GIB

@@ -47,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Memory of one GPU now, in bytes. None for `run_bytes` and `others_bytes`: the driver does not say whose it is.
+    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`: None where the driver does not say whose it is.
 
     `unlisted_bytes` is used and held by no process that the driver lists. `peak_bytes` is the most that this run was
     seen to hold.
@@ -116,7 +116,7 @@ class Peaks:
     ranks: dict[int, int] = field(default_factory=dict)
 
     def of_run(self, run: object) -> None:
-        """Start over where another run is looked at."""
+        """Start over for another run."""
         if run != self.run:
             self.run, self.gpus, self.ranks = run, {}, {}
 

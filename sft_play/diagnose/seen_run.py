@@ -16,7 +16,7 @@ from sft_play.runs import RunFolder, run_named, runs_in
 
 @dataclass(frozen=True)
 class SeenRun:
-    """The run that is looked at: its folder and processes as far as there are any, and lines about it (`said`)."""
+    """The run that is shown: its folder and processes, as far as there are any, and lines about it (`said`)."""
 
     folder: RunFolder | None = None
     group: Group | None = None

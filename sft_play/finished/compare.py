@@ -22,7 +22,7 @@ from sft_play.runs import RunFolder
 PAGE = "compare.html"
 """In the folder of the first run that is named."""
 _NOT_COMPARED = ("output.",)
-"""Settings that name a run and change nothing of it."""
+"""Settings that only name a run."""
 _ABSENT = "-"
 
 

@@ -25,7 +25,7 @@ SplitName = Literal["val", "test"]
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: the number of its row, and what stands before the answer."""
+    """A question: the number of its row, and the messages before the answer."""
 
     row: int
     question: Question
@@ -56,7 +56,7 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
     `asks`: whether answers will be generated.
 
     Raises:
-        ConfigError: the split is no name of one, or stands beside a file.
+        ConfigError: the split has another name, or is given beside a file.
         DataError: the run has no such rows, or they cannot be read.
     """
     tokenizer = load_tokenizer(run.config).tokenizer
@@ -87,7 +87,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
     if not there:
         raise DataError(
             f"{run.folder.path} was trained without validation or test rows, and rows that it was trained on say "
-            "nothing of new ones: name some that it has not seen with DATA=FILE"
+            "nothing about new ones: name a file that it has not seen with DATA=FILE"
         )
     for name, rows in there.items():
         if split in (None, name):
@@ -100,7 +100,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
 def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
     """The rows of a file, read as the run's test rows would be, and how many of them were trained on.
 
-    The run's own rows are read for that alone; where they are gone, the file stands in their place.
+    The run's own rows are read for that alone; where they are gone, the file is read as the only data.
     """
     try:
         find_source(data)

@@ -35,7 +35,7 @@ _WORST = 3
 _SHOWN_CHARS = 100
 _SAME_LOSS = 0.005
 """How far the loss may be from the one that the run recorded, beside 0.5% of it: batches of other sizes and other
-kernels round otherwise, in bf16 by up to 1e-3 of the loss."""
+kernels round differently, in bf16 by up to 1e-3 of the loss."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Evaluation:
         if rows.seen:
             lines.append(
                 f"Warning: {rows.seen:,} of {rows.whole:,} rows were trained on, token for token; on those the trained "
-                "model's figures say nothing of new data"
+                "model's figures say nothing about new data"
             )
         recorded = self.facts.get("recorded")
         if recorded:
@@ -365,7 +365,7 @@ def _recorded(
         line += f", exact match {match:.1%}"
     if not is_same:
         logger.warning(
-            "The loss is now %.4f, and was %.4f when the run ended: are its data, its base or the libraries others?",
+            "The loss is now %.4f, and was %.4f when the run ended: have its data, its base or the libraries changed?",
             now, loss,
         )  # fmt: skip
     return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}

@@ -38,8 +38,8 @@ def export_run(
         ConfigError: `quant` does not fit, there is no converter, or the target cannot be written.
         RunFolderError: the target exists.
         ModelError, BackendError: the model is one that the converter cannot write.
-        TokenizerError: the file's tokenizer would not be the one that was trained with, or the chat template cannot be
-            said in a Modelfile.
+        TokenizerError: the file's tokenizer would not be the one that was trained with, or the chat template cannot
+            be written as a Modelfile's.
     """
     started = time.monotonic()
     target = out or run.folder.path / EXPORT / format

@@ -49,7 +49,7 @@ def write_gguf(
     Raises:
         ConfigError: `quant` cannot hold the weights, or the disk is too small.
         BackendError: the converter failed.
-        TokenizerError: the file's tokenizer is not training's, or the chat template cannot be said in a Modelfile.
+        TokenizerError: the file's tokenizer is not training's, or the chat template cannot be written as a Modelfile's.
     """
     chosen = _quant(model, quant)
     prompts = Prompts(run, model)
@@ -140,7 +140,7 @@ def _base_files(run: FinishedRun, model: Path) -> Path:
 
 
 def _vocabulary(run: FinishedRun, prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
-    """What the converter is told of the tokenizer, and the pre-tokenizer that was proven."""
+    """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
     tokenizer = prompts.tokenizer
     backend = tokenizer.backend_tokenizer
     names = proven_names(backend, read_pre_tokenizers(converter.vocabularies), probe_texts())

@@ -40,7 +40,7 @@ def write_folder(run: FinishedRun, model: Path, building: Path, target: Path) ->
 def _link_or_copy(source: Path, target: Path) -> None:
     """A second name for the same file; a copy on another disk, or where the file system knows no links.
 
-    Small files are copied: whoever edits a config here does not change the other one.
+    Small files are copied: an edit of a config here must not change the other one.
     """
     if source.suffix == ".safetensors":
         try:

@@ -233,7 +233,7 @@ def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
 
 
 def prune(output: Path, chosen: dict[Path, int]) -> Pruned:
-    """Remove these folders, each locked as a run first, so that none goes that somebody has begun to write."""
+    """Remove these folders, each locked as a run first, so that none is removed that a process has begun to write."""
     for path in chosen:
         folder = next(one for one in (path, *path.parents) if (one / runs.MANIFEST).is_file() and one.parent == output)
         with runs.lock(RunFolder(folder)):

@@ -84,8 +84,8 @@ def find_converter(given: Path | None) -> Converter:
         return _cached(given)
     if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
         raise ConfigError(
-            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp ({CONVERTER} and gguf-py/ belong into "
-            "it); leave it out to fetch the converter"
+            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp, which has {CONVERTER} and "
+            "gguf-py/; leave it out to fetch the converter"
         )
     return Converter(given.resolve(), f"LLAMA_CPP={given}")
 
@@ -214,7 +214,7 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
 
 
 def _known_reason(output: str) -> str:
-    """What failures mean that users meet, said before the converter's own words."""
+    """What the failures that users meet mean, put before the converter's own words."""
     if "BPE pre-tokenizer was not recognized" in output:
         return ": the tokenizer cuts texts in a way that llama.cpp does not know"
     if "tokenizer.model" in output and "FileNotFoundError" in output:

@@ -92,10 +92,10 @@ def load_before(run: FinishedRun) -> Any:
         return load_base(run)
     file = before.folder / ADAPTER_FILE
     if not file.is_file():
-        raise ModelError(f"{file} is not there any more; {run.folder.path} was trained on from it")
+        raise ModelError(f"{file} is gone; {run.folder.path} continued its training")
     if digest_of(file) != before.sha256:
         raise ModelError(
-            f"{file} is not the adapter that {run.folder.path} was trained on from (its digest is "
+            f"{file} is not the adapter that {run.folder.path} continued (its digest is "
             f"{digest_of(file)[:12]}, the run's manifest has {before.sha256[:12]}): put it back"
         )
     from peft import PeftModel
@@ -163,7 +163,7 @@ def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
     """The rows of `config`, the run's or one with other data, tokenised and divided as training did.
 
     Raises:
-        DataError: the data is gone, or has nothing to learn any more.
+        DataError: the data is gone, or no longer has trained tokens.
     """
     return build_splits(
         config,
@@ -194,7 +194,7 @@ def held_out(run: FinishedRun) -> HeldOut:
     """The run's test rows, else its validation rows, else the rows it was trained on; read as training read them.
 
     Raises:
-        DataError: the data is gone, or has nothing to learn any more.
+        DataError: the data is gone, or no longer has trained tokens.
     """
     splits = splits_of(run, run.config, load_tokenizer(run.config).tokenizer)
     for name, split in (("test", splits.test), ("val", splits.val)):

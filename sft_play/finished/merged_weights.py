@@ -108,7 +108,7 @@ class MergedWeights:
                         yield other, self._as_in_files(self._adapted.whole.get(other, base), base)
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """In the base's own dtype where no other is asked for."""
+        """In the base's own dtype unless another was given."""
         return tensor.to(base.dtype) if self._given is None else tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:

@@ -22,10 +22,10 @@ _LONGEST_STOP = 64
 
 
 def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool) -> tuple[str, tuple[str, ...]]:
-    """The Modelfile, and notes about rows that it renders otherwise. `adds_bos`: the engine puts BOS before a prompt.
+    """The Modelfile, and notes about rows that it renders differently. `adds_bos`: the engine puts BOS before a prompt.
 
     Raises:
-        NoGoTemplate: the chat template cannot be said in it.
+        NoGoTemplate: a Modelfile cannot render what the chat template does.
     """
     tokenizer = prompts.tokenizer
     stops = [
@@ -49,7 +49,7 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
             "training did. llama-server --jinja runs the chat template itself: make export FORMAT=gguf "
             f"RUN={run.folder.path}"
         ) from None
-    notes = _rows_otherwise(run, prompts, template, bos)
+    notes = _rows_rendered_differently(run, prompts, template, bos)
     if prompts.writes_date:
         notes = (*notes, f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})")
     return modelfile(file, template, stops=stops, system=parts.default_system, context=context), notes
@@ -62,11 +62,11 @@ def _check_probes(prompts: Prompts, template: str, *, bos: str, has_system: bool
         wanted = prompts.render(messages).removeprefix(bos)
         if evaluate(template, messages) != wanted:
             roles = ", ".join(message["role"] for message in messages)
-            raise NoGoTemplate(f"its text of a conversation ({roles}) is another one")
+            raise NoGoTemplate(f"it renders a conversation ({roles}) differently")
 
 
-def _rows_otherwise(run: FinishedRun, prompts: Prompts, template: str, bos: str) -> tuple[str, ...]:
-    """A note where rows of the run would be rendered otherwise: tools, other roles, white space that is stripped."""
+def _rows_rendered_differently(run: FinishedRun, prompts: Prompts, template: str, bos: str) -> tuple[str, ...]:
+    """A note where rows of the run would be rendered differently: tools, other roles, white space that is stripped."""
     try:
         rows = prompts.of_rows(held_out(run).split, CHECKED_ROWS)
     except DataError:
@@ -76,7 +76,7 @@ def _rows_otherwise(run: FinishedRun, prompts: Prompts, template: str, bos: str)
     if same == len(rows):
         return ()
     return (
-        f"Ollama: {len(rows) - same} of {len(rows)} prompts of the run's rows are rendered otherwise (tools, other "
+        f"Ollama: {len(rows) - same} of {len(rows)} prompts of the run's rows are rendered differently (tools, other "
         "roles, or white space that the chat template strips)",
     )
 

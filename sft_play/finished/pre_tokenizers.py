@@ -111,7 +111,7 @@ class PreTokenizer:
 
 
 def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
-    """By name, those of llama.cpp's `llama-vocab.cpp`; none where the file is not there or is written otherwise."""
+    """By name, those of llama.cpp's `llama-vocab.cpp`; empty where it is missing, or its code has another form."""
     if not source.is_file():
         return {}
     text = source.read_text(encoding="utf-8", errors="replace")
@@ -185,7 +185,7 @@ def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str])
     """Names of the known pre-tokenizers that cut every text as the tokenizer does, those to prefer first.
 
     `backend`: a tokenizer of the library `tokenizers`. None is proven where it is not byte-level BPE, changes the text
-    before it cuts it, or merges otherwise than llama.cpp does.
+    before it cuts it, or merges in another way than llama.cpp.
     """
     from tokenizers import models
 

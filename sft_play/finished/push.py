@@ -121,7 +121,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
         )
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
-        raise ConfigError(f"{name} exists and is public; YES=1 asks nobody, so PUBLIC=1 has to say that this is meant")
+        raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     base = base_of(run.config)
     files, left_out = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()

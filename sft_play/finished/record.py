@@ -135,7 +135,7 @@ class Record:
         return joined
 
     def names(self, prefix: str) -> list[str]:
-        """The names of all curves that begin with `prefix` and go on."""
+        """The names of all curves that begin with `prefix` and are longer than it."""
         listed = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
         return sorted(listed)
 

@@ -65,7 +65,7 @@ class Report:
 
 
 def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> Report:
-    """Write the report of a run, and return what is said about it.
+    """Write the report of a run.
 
     Args:
         path: where to; `report.html` in the run folder where None.

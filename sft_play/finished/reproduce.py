@@ -1,9 +1,9 @@
 """`make reproduce`: a finished run trained again from what its folder records, and compared with it bit for bit.
 
 The manifest names the code (a digest of its files, and the commit), the versions, the machine, and a digest of every
-file that training read. Files that are others now would make it another run, and it is refused. Other versions or
-another machine are told, and may be why the result differs. Other code is fetched: the recorded commit is cloned into a
-temporary folder, and trains from there.
+file that training read. If one of these has changed it would be another run, and is refused. Other versions or another
+machine are reported: they may be why the result differs. Where the code has changed since, the recorded commit is
+cloned into a temporary folder, and trains from there.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Reproduced:
         if self.first_loss is not None:
             stage, step, was, now = self.first_loss
             lines.append(
-                f"Losses part at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
+                f"Losses differ first at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
             )
         elif differing:
             lines.append("Losses: every logged loss is the same")
@@ -118,11 +118,11 @@ class Reproduced:
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
 
-    `by_this_code`: where the run's own code cannot be had, the present one trains.
+    `by_this_code`: where the run's own code is not available, the present code trains.
 
     Raises:
-        DataError, ModelError: a file that training read is gone, or is another one now.
-        RunFolderError: its code cannot be had, or its settings cannot be read.
+        DataError, ModelError: a file that training read is gone, or has changed.
+        RunFolderError: its code is not available, or its settings cannot be read.
         TrainingError: the training of the repetition failed.
         Interrupted: the user stopped it.
     """
@@ -174,7 +174,7 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     """Check every file that training read against the manifest's digests.
 
     Raises:
-        DataError: rows, or the tokenizer, are others now; all of them are listed.
+        DataError: rows, or the tokenizer, have changed; all of them are listed.
         ModelError: the base's weights, or the adapter that training began from, are.
     """
     base_folder(run)

@@ -53,7 +53,7 @@ def greedy_answers(
             if not should_reduce_batch_size(error) or most <= longest:
                 raise
             most //= 2
-            logger.warning("Out of memory: going on with at most %s tokens a batch", f"{most:,}")
+            logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
             free_memory()
             continue
         if whose is not None and len(asked) > _AT_ONCE:

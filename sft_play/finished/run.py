@@ -1,4 +1,4 @@
-"""A finished run: found by its name, with its settings, its weights and the base that they belong to."""
+"""A finished run: found by its name, with its settings, its weights and the base that they were trained from."""
 
 from __future__ import annotations
 
@@ -104,11 +104,13 @@ def base_folder(run: FinishedRun) -> Path:
     folder = local_folder(name)
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(f"the base {folder} holds no weights (*.safetensors); {run.weights} belongs to them")
+            raise ModelError(
+                f"the base {folder}, from which {run.weights} was trained, holds no weights (*.safetensors)"
+            )
         _require_same_base(run, recorded)
         return folder
     if name.startswith((".", "/", "~")):
-        raise ModelError(f"the base {one_line(name)} is not there any more; {run.weights} belongs to it")
+        raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
     from huggingface_hub import snapshot_download
 
     try:

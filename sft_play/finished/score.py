@@ -70,7 +70,7 @@ def score_rows(
                 scored = _scored(model, tables, compute, can_halve=len(batch) > 1)
                 if scored is None:
                     most_tokens = longest * len(batch) // 2
-                    logger.warning("Out of memory: going on with at most %s tokens a batch", f"{most_tokens:,}")
+                    logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()
                     continue

@@ -162,7 +162,8 @@ class Service(ABC):
 
     @abstractmethod
     def wait(self) -> int:
-        """Until it ends or is told to: Ctrl-C lets answers end, another one or SIGTERM does not. The exit code."""
+        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
+        or SIGTERM does not."""
 
 
 class TransformersService(Service):
@@ -207,7 +208,7 @@ class TransformersService(Service):
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
 
     def wait(self) -> int:
-        """Until it ends or is told to."""
+        """Wait until it ends or is stopped."""
         is_over, is_late = threading.Event(), threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
         is_late.daemon = True
 
@@ -275,7 +276,7 @@ class VllmService(Service):
         return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
 
     def wait(self) -> int:
-        """Until it ends or is told to; its own exit code where it ended by itself."""
+        """Wait until it ends or is stopped; raises BackendError where it ended by itself."""
         is_over = threading.Event()
         asked = threading.Event()
 

@@ -64,7 +64,7 @@ class Thresholds:
 class Losses:
     """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows].
 
-    None: not a number. `chance`: of guessing each token by how often it stands in these rows.
+    None: not a number. `chance`: of guessing each token by its frequency in these rows.
     """
 
     base: tuple[float | None, ...] = ()

@@ -18,7 +18,7 @@ _AT_ONCE = 4_000_000
 class Interval:
     """A difference, tuned less base, and the interval that holds the true one with probability `level`.
 
-    One row says nothing of the spread: its interval is unbounded.
+    One row says nothing about the spread: its interval is unbounded.
     """
 
     difference: float
