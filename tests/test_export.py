@@ -107,7 +107,7 @@ def exported(tmp_path_factory):
     converter()
     folder = tmp_path_factory.mktemp("exported")
     run = run_of(folder, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS))
-    return run, export_run(run, "gguf").file
+    return run, export_run(run, "gguf").written.file
 
 
 def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
@@ -183,7 +183,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     run, _ = exported
     base = Path(run.config.model.name)
     other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
-    file = export_run(other, "gguf").file
+    file = export_run(other, "gguf").written.file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
     assert wrong == {"Weights", "Answers of GGUF"}
@@ -527,7 +527,7 @@ def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
     base = make_base(folder / "the base", model("Llama", eos_token_id=0))
     run = find_finished(folder, str(finished_run(folder / "run 1", base)))
     target = folder / "run 1" / "export" / "vllm"
-    whole, lora = (shlex.split(one) for one in export_run(run, "vllm").commands)
+    whole, lora = (shlex.split(one) for one in export_run(run, "vllm").written.commands)
     assert whole[:5] == ["vllm", "serve", str(target), "--served-model-name", "run 1"]
     assert lora[:3] == ["vllm", "serve", str(base)]
     assert lora[lora.index("--lora-modules") + 1] == f"run 1={run.weights}"
