@@ -103,7 +103,7 @@ def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comp
         ConfigError: fewer than two runs, one of them twice, or the page cannot be written.
         RunFolderError: one is not a run of this toolkit.
     """
-    places = [folder.path.resolve() for folder in folders]
+    places = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
     if len(places) < 2:
         raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
     for place in places:

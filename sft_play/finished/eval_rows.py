@@ -114,6 +114,7 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
             one_line(str(error)),
         )
         own = None
+    # beside the training rows, so that rows that it shares with them are counted
     there = {"test_path": data} if own is not None else {
         "train_path": data, "val_path": None, "test_path": data, "text_path": None, "sources": (), "val_fraction": 0.0,
     }  # fmt: skip
@@ -139,7 +140,7 @@ def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: i
             continue
         chat = split.chats[number]
         prompt = renderer.prompt_ids(chat)
-        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:
+        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:  # room for a token and the one that ends it
             shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
             asked.append(Asked(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
     return asked

@@ -201,6 +201,7 @@ def evaluate_run(
         DataError: there are no rows to evaluate.
         ModelError: the base is gone.
     """
+    # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path, path = _places(run, out)
     chosen_tasks = find_tasks(tasks)
     wanted = metrics_named(metrics)
@@ -314,6 +315,7 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
 
 
 def _figures(rows: EvalRows, metrics: Sequence[Metric], base: Measured, tuned: Measured) -> tuple[Figure, ...]:
+    # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
     tokens = np.array([one.tokens for one in tuned.scores])
     per_token: list[tuple[str, Callable[[RowScore], float]]] = [
         ("loss", lambda one: one.nll), ("token_accuracy", lambda one: one.correct)
@@ -449,4 +451,4 @@ def _number(value: float) -> float | None:
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.exp(value) if value < 700 else math.inf  # above 709.8 math.exp raises OverflowError

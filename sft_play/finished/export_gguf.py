@@ -119,13 +119,14 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
     pieces = _base_files(run, model) / "tokenizer.model"
     if pieces.is_file() and not (staged / "tokenizer.model").exists():
         (staged / "tokenizer.model").symlink_to(pieces.resolve())
+    # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     added = {
         str(number): {"content": token.content, "special": token.special, "normalized": token.normalized}
         for number, token in tokenizer.added_tokens_decoder.items()
     }
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # a link: writing through it would change the model's own file
     path.write_text(json.dumps({"added_tokens_decoder": added, **settings}, indent=2) + "\n", encoding="utf-8")
 
 
@@ -147,6 +148,7 @@ def _vocabulary(run: FinishedRun, prompts: Prompts, converter: Converter) -> tup
     pre = names[0] if names else None
     stops = stop_tokens(run, tokenizer, prompts.configured_stops)
     own = tokenizer.eos_token_id
+    # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
     others = [token for token in stops if token != own]
     others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
     kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")

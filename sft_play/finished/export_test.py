@@ -302,7 +302,7 @@ def _read_and_answer(
 ) -> tuple[list[_Seen], Weights | None, list[Check]]:
     """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
     whole = load_folder(model)
-    seen = [material.seen_by(whole, "merged")]
+    seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
     try:
         read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
     except NotReadHere as error:
@@ -384,7 +384,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
     """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
     place = _shared(mine, theirs)
-    if place >= min(len(mine), len(theirs)):  # one of them only ran out of room
+    if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
         return math.inf
     ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)
     logits_V = model(input_ids=ids_BT, use_cache=False).logits[0, -1].float()

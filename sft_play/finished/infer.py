@@ -145,6 +145,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
                 ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]
                 for prompt, answer in zip(chunk, responder.answer_all(ids, max_new_tokens=max_new_tokens), strict=True):
                     file.write(json.dumps(_line(prompt, answer, by), ensure_ascii=False) + "\n")
+                # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
                 file.flush()
                 os.fsync(file.fileno())
                 logger.info("Answered: %d of %d", start + len(chunk), len(prompts))
@@ -182,6 +183,7 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
             entry = None
         if not isinstance(entry, dict) or not {"messages", "answer", "by"} <= set(entry):
             raise DataError(f"OUTPUT={one_line(str(target))} exists, and line {number} is not an answer of make infer")
+        # through JSON, as the file's went: tuples are lists there
         if entry["messages"] != json.loads(json.dumps(list(prompt.messages))):
             raise DataError(
                 f"OUTPUT={one_line(str(target))} exists and answers other prompts (line {number}); name another file"

@@ -106,6 +106,7 @@ class RunList:
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
     listed = [_listed(folder) for folder in runs.runs_in(output, replaced=True)]
+    # runs without a start (their manifest is damaged) go last once the order is reversed
     listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
 

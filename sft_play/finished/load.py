@@ -145,6 +145,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
+        # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True
         )
@@ -197,6 +198,7 @@ def held_out(run: FinishedRun) -> HeldOut:
         DataError: the data is gone, or no longer has trained tokens.
     """
     splits = splits_of(run, run.config, load_tokenizer(run.config).tokenizer)
+    # test before val: validation rows may have chosen the checkpoint (train.load_best_model_at_end)
     for name, split in (("test", splits.test), ("val", splits.val)):
         if split is not None:
             return HeldOut(name, split, splits.train)

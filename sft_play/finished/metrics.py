@@ -142,7 +142,7 @@ def _own(name: str) -> Compare:
     """
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
-    if folder not in sys.path:
+    if folder not in sys.path:  # a console script has its own folder first, not the current one
         sys.path.insert(0, folder)
     try:
         function: Any = importlib.import_module(module)

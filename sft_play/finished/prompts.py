@@ -138,6 +138,7 @@ class Prompts:
         prompt = self._renderer.prompt_ids(chat)
         if prompt is None:
             return None
+        # what a client would send: without the answer, and without keys that only training reads
         messages = [{key: value for key, value in turn.items() if key not in _UNSENT} for turn in chat.messages[:-1]]
         try:
             rendered = self.render(messages, tools=chat.tools)

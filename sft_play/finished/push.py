@@ -122,7 +122,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
-    base = base_of(run.config)
+    base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files, left_out = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
     notes = []
@@ -153,6 +153,7 @@ def push(upload: Upload) -> Pushed:
     api = HfApi()
     with _asking_hub(f"{upload.repo} cannot be written"):
         if not upload.exists:
+            # exist_ok=False: one that appeared since the user agreed may be public, or somebody else's
             api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
         operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
         commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
@@ -257,7 +258,7 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
         if not any(fnmatch.fnmatchcase(name, one) for one in _CHECKED):
             continue
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
-        path = next((path for path in paths if path.count("/") > 1 and path in text), None)
+        path = next((path for path in paths if path in text), None)
         if path is not None:
             raise ConfigError(
                 f"{name} names a path of this machine, {one_line(path)}; remove it there before the upload"

@@ -166,6 +166,7 @@ def read_record(folder: RunFolder) -> Record:
     """
     manifest = folder.manifest()
     settings = read_json(folder.path / "resolved.json")
+    # of stages those that have a folder: a run that failed in its first stage has no others
     listed = settings.get("curriculum")
     stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
     logged = _logged(folder.metrics_path)

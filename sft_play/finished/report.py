@@ -97,7 +97,7 @@ def reported(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if _state(folder) != before:
+        if _state(folder) != before:  # a run that was refused leaves an earlier one's manifest, and its report, alone
             report_at_end(folder)
 
 

@@ -51,6 +51,7 @@ def charts_of(record: Record) -> list[Chart]:
     ]  # fmt: skip
     charts = []
     for chart in listed:
+        # a grey curve is what was predicted, and alone says nothing about the run
         filled = tuple(one for one in chart.curves if one.points)
         if any(one.colour is not None for one in filled):
             charts.append(replace(chart, curves=filled, stages=stages))

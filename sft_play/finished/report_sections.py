@@ -234,6 +234,7 @@ def _reproduce(record: Record) -> Section:
     words = ["make", "train", f"CONFIG={config}"]
     if processes > 1:
         words = ["make", "train-distributed", f"CONFIG={config}", f"NPROC={processes}", f"STRATEGY={layout}"]
+    # without the name, which is taken by this run
     overrides = [str(word) for word in manifest.get("overrides") or () if not str(word).startswith("output.name=")]
     commit = (manifest.get("git") or {}).get("commit")
     commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + _set_words(overrides)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -328,9 +329,10 @@ def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
     words += ["output.if_exists=fail", "train.stop_after_steps=null"]
+    # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
     words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
     weights = (manifest.get("data") or {}).get("weights") or {}
-    if local_folder(config.model.name) is None and weights.get("sha256"):
+    if local_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         words.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
         words.append(f'data.template_date="{manifest["template_date"]}"')
@@ -372,9 +374,10 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[str, Any]) -> int:
     """Run `sft-play` with these words as a process of its own; returns its exit code."""
+    # safe path: `-m` would put the working folder first, whose sft_play may be another one
     environment = for_another_run(os.environ) | {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}
     threads = (manifest.get("cpu") or {}).get("threads")
-    if isinstance(threads, int) and threads > 0:
+    if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
     environment = endings.ends_with_me(environment, number=signal.SIGTERM)
     process = subprocess.Popen([sys.executable, "-m", "sft_play", *words], cwd=place, env=environment,
@@ -427,11 +430,12 @@ def _difference(one: Any, other: Any) -> float | None:
 
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
+    # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     if torch.equal(*bits):
         return None
     largest = float((one.double() - other.double()).abs().max())
-    return largest if largest == largest else float("inf")  # not a number
+    return float("inf") if math.isnan(largest) else largest
 
 
 def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:

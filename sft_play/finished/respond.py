@@ -49,7 +49,7 @@ def greedy_answers(
                     model, tokenizer, chunk, stop=stop, max_new_tokens=max_new_tokens, most_tokens=most
                 )  # fmt: skip
         except RuntimeError as error:
-            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens
+            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
             if not should_reduce_batch_size(error) or most <= longest:
                 raise
             most //= 2
@@ -121,6 +121,7 @@ class Responder:
         """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
         streamer = _Streamer(self.tokenizer, self.stop, show)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        # what a base's generation config sets for sampling; transformers warns of it where decoding is greedy
         unset = {} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
         ids_BT = torch.tensor([prompt], device=self.model.device)
         with contextlib.suppress(KeyboardInterrupt), _as_trained(self.run, self.model):
@@ -153,6 +154,7 @@ class _Streamer:
             self._is_prompt = False
             return
         self._ids += [token for token in value.flatten().tolist() if token not in self._stop]
+        # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
         text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
         if not text.endswith(_UNFINISHED):
             self._show(text[len(self.text) :])

@@ -35,7 +35,7 @@ def _of_steps(record: Record) -> str:
 def before_and_after(record: Record, name: str, form: str) -> str:
     """A held-out figure before and after training, such as `9.44 → 0.13`; empty where none was measured."""
     before, after = ((record.summary.get(when) or {}).get(name) for when in ("before", "after"))
-    if before is None and not record.summary:
+    if before is None and not record.summary:  # of a run that was killed: its manifest has what was measured first
         before = (record.manifest.get("before") or {}).get(name)
     shown = [form.format(value) for value in (before, after) if isinstance(value, (int, float))]
     return " → ".join(shown) if after is not None else f"{shown[0]} before" if shown else ""
@@ -62,7 +62,7 @@ def predicted_and_measured(part: Part) -> tuple[str, int | None, int | None]:
     predicted = peak.get("predicted_reserved", planned.get("reserved"))
     kind, key = ("reserved", "measured_reserved") if part.on_gpu else ("resident", "measured_rss")
     measured = peak.get(key)
-    if measured is None:
+    if measured is None:  # killed or still running: no summary, but every log line has the peak so far
         logged = part.last.get("memory_peak_gib")  # of allocated bytes on a GPU
         if isinstance(logged, (int, float)) and not part.summary:
             measured = int(logged * GIB)

@@ -117,6 +117,7 @@ def claimed(host: str, port: int) -> socket.socket:
         raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
     listener = socket.socket(family, kind, protocol)
     try:
+        # a port whose last connections are still closing (TIME_WAIT) can be taken at once
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
@@ -192,10 +193,12 @@ class TransformersService(Service):
         quiet_libraries()
         run, name = self._run, self._run.folder.path.name
         app = openai_app(Responder(run), name)
+        # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S
         )
         self._server = uvicorn.Server(config)
+        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._listener]}, name="serve", daemon=True
         )

@@ -109,7 +109,7 @@ def _drawn(
 def _tail(level: float, number: int) -> float:
     """The share of resamples beyond each end of the interval."""
     normal = NormalDist()
-    z = normal.inv_cdf(0.5 + level / 2)
+    z = normal.inv_cdf(0.5 + level / 2)  # 1.96 for a level of 0.95
     return normal.cdf(-_student(z, number - 1) * math.sqrt(number / (number - 1)))
 
 
