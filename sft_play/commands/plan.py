@@ -43,6 +43,7 @@ MOST_NODES_SHOWN = 2
 
 def run(request: Request) -> Answer:
     """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
+    # read first: a wrong word in WHATIF or MAX costs no planning
     asked_cells, asked_largest = _cells(request.whatif), question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
     hardware = machine_for(loaded.config, asked_machine(request))
@@ -62,6 +63,7 @@ def run(request: Request) -> Answer:
     refuse_strategy(loaded.config, hardware, strategy)
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
     if stages:
+        # the stage that decides: one that does not fit, else the one with the longest rows
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
         loaded = dataclasses.replace(loaded, config=config, stage=name)
     else:

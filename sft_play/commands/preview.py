@@ -27,7 +27,7 @@ def run(request: Request) -> Answer | int:
     """The examples, in colour where the terminal has colours."""
     loaded = load_config(request.config, overrides=request.overrides)
     answer = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
-    if not request.json and answer.draw(sys.stdout):
+    if not request.json and answer.draw(sys.stdout):  # not through the log, which keeps no colours
         return 0
     return answer_of(answer, to_out=False)
 

@@ -67,6 +67,7 @@ def examine(
     """
     started = time.monotonic()
     environment = os.environ if environment is None else environment
+    # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
     whole = detect(environment).without_gpus() if on_cpu else detect(environment)
     machine, chosen = gpus.choose(whole, options)
     planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
@@ -83,6 +84,7 @@ def examine(
             chosen,
             environment,
             meeting_s=meeting_s,
+            # asked late: nodes that met after half a minute leave less of the whole
             all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
         ),
     ]

@@ -89,7 +89,7 @@ def scale(trained: Trained) -> float:
 
 def is_rescaled(trained: Trained) -> bool:
     """Whether an engine that divides alpha by the rank computes another scale than training did."""
-    return trained.use_rslora and trained.r > 1
+    return trained.use_rslora and trained.r > 1  # with r = 1 alpha / sqrt(r) is alpha / r
 
 
 def _scale_text(trained: Trained) -> str:

@@ -162,6 +162,7 @@ def all_gpus(*, topology: bool = True) -> Seen:
     """Every GPU of this machine, visible to this process or not: NVIDIA's, else AMD's, else Apple's."""
     seen = nvml.see(topology=topology)
     if seen is None or not seen.gpus:
+        # an empty environment: CUDA_VISIBLE_DEVICES hides none of them from this page
         seen = nvidia.through_smi(tuple(gpu for gpu in detect({}).gpus if not gpu.is_amd), topology=topology)
     return seen or amd.see() or seen_on_mac() or Seen()
 
@@ -177,6 +178,7 @@ def _visible(seen: Seen, hardware: Hardware, environment: Mapping[str, str]) -> 
     if hardware.gpus:
         return tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)), setting
     if any(gpu.vendor == nvml.VENDOR for gpu in seen.gpus):
+        # detection found nothing usable: CUDA counts neither a GPU without an answer nor a split one as a whole
         whole = tuple(gpu.index for gpu in seen.gpus if not gpu.trouble and not gpu.mig_enabled)
         return (whole if variable is None else amd.numbered(variable, whole)), setting
     return alive, setting
@@ -214,7 +216,7 @@ def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOU
         return {"trouble": f"it did not answer within {timeout_s:g} s"}
     except OSError as error:
         return {"trouble": f"it could not be started: {error}"}
-    match = re.search(r"^torch says (\{.*\})$", answer.stdout, re.MULTILINE)
+    match = re.search(r"^torch says (\{.*\})$", answer.stdout, re.MULTILINE)  # libraries print lines of their own
     if match is None:
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
         return {"trouble": f"it ended with exit code {answer.returncode}: {one_line(last)}"}

@@ -35,6 +35,7 @@ def check_shared_memory(
     if space is None:
         return skipped("shared memory", "/dev/shm is not a separate file system here")
     nccl = NCCL_SEGMENT_BYTES * NCCL_CHANNELS * gpus_per_node if gpus_per_node > 1 else 0
+    # workers hand batches over through shared memory, each up to `PREFETCHED` ahead
     loader = ranks_per_node * workers * PREFETCHED * batch_tokens * BATCH_TENSORS_BYTES
     least, free_words = nccl + loader, f"{_gib(space.free)} free of {_gib(space.total)} at /dev/shm"
     who = " and ".join([*(["NCCL"] if nccl else []), *(["the data loader's workers"] if loader else [])])

@@ -232,6 +232,7 @@ def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: Peaks) -> 
     unlisted = None
     if gpu.used_bytes is not None and run is not None and other is not None:
         unlisted = max(0, gpu.used_bytes - run - other)
+    # the driver's own peak (accounting mode) knows moments between two looks
     accounted = [item.peak_bytes for item in own if item.peak_bytes]
     highest = max(peaks.gpus.get(gpu.index, 0), run or 0, sum(accounted)) if run is not None else None
     if highest is not None:
@@ -250,6 +251,7 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         for use in gpus:
             if use.ranks or use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
+        # every rank holds its part, and one of them at a time writes a checkpoint
         wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
         if wanted > ram.free_bytes + ram.run_bytes:
             yield (
@@ -266,12 +268,12 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
 
 
 def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
-    peak = prediction.reserved + prediction.outside_allocator
+    peak = prediction.reserved + prediction.outside_allocator  # by the plan, not by what the run holds at the moment
     if use.total_bytes is None or use.others_bytes is None or use.unlisted_bytes is None:
         return
     taken = use.others_bytes + use.unlisted_bytes
     left = use.total_bytes - taken - peak
-    if left >= prediction.margin or not taken:
+    if left >= prediction.margin or not taken:  # a tight plan without others is no news: `make plan` said so
         return
     who = ", ".join(
         f"pid {item.pid} ({known(item.name)}) {gib(item.used_bytes, digits=2)} GiB"

@@ -37,6 +37,7 @@ def lines(check: Check) -> list[str]:
         page.append(f"Plan: {where}, {batch}; sizes in units of 2**30 bytes")
         if not prediction.on_gpu:
             page.append("The prediction comes on top of what a process holds after its imports")
+    # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
     if any(use.ranks and use.run_bytes is None for use in check.gpus) and not _shows_ranks(check):
         page.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
     run = f"; this run holds {gib(check.ram.run_bytes, digits=2)}" if check.ranks else ""

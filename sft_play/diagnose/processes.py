@@ -101,6 +101,7 @@ def groups() -> list[Group]:
         above = [table[pid] for pid in _above(process, table)]
         return any(_trains(item) and (item.is_rank or not process.is_rank) for item in above)
 
+    # forked data loader workers have the command line of the process that started them: only the topmost one counts
     tops = [item for item in table.values() if _trains(item) and not is_worker(item)]
     ranks = [item for item in tops if item.is_rank]
     launchers = {pid for item in ranks for pid in _above(item, table)}
@@ -120,6 +121,7 @@ def group_of(pid: int) -> Group | None:
     group = next((group for group in groups() if pid in group.pids), None)
     if group is not None:
         return group
+    # in no group, since its command line is not one of ours: a script that calls the Python interface
     table = {item.pid: item for item in _own_processes()}
     return _group([table[pid]], table) if pid in table else None
 

@@ -109,6 +109,7 @@ def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s
         threads=None if machine.gpus else max(1, machine.cpu_cores // here),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
     )
+    # a run's launch, of which only the program differs: what the check finds out holds for the run
     at = launch.words.index("--module") + 1
     return replace(launch, words=(*launch.words[:at], MODULE, *launch.words[at + 1 :]))
 
@@ -189,6 +190,7 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
         return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
     if len(done) < len(outcome.expected):
+        # a rank that says "timed out" was healthy and waited for another: that is a hang, and no failure of its own
         only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
         return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
     if outcome.result is None and nodes.rank == 0:
@@ -346,6 +348,7 @@ def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, s
     if network is None:
         return None, NETWORK_SHARE, "the network"
     share = network / len(machine.gpus) * nodes.count / (nodes.count - 1)
+    # on a node with a slow bus the GPUs' own link is what limits, whatever the network could do
     if link is not None and link * inner[1] < share * NETWORK_SHARE:
         return inner
     return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"

@@ -39,6 +39,7 @@ def tokenizer_of(config: RunConfig) -> Any:
 
     if config.model.name != BASE_NAME:
         return load_tokenizer(config)
+    # training the base takes minutes; its tokenizer is made from the same text in a second
     from sft_play.starter import language
     from sft_play.training.starter_base import make_tokenizer
 

@@ -106,6 +106,7 @@ class _Checks:
         yield from self._model_files()
         yield from self._tokenizer_and_template()
         yield from self._data()
+        # made before padding and the model, which need it, and shown after them: the page ends with what it comes to
         plan = list(_guarded("memory plan", self._memory()))
         yield from _guarded("padding", self._padding())
         yield from _guarded("model", self._model())
@@ -136,7 +137,7 @@ class _Checks:
         if self._no_files:
             yield skipped("tokenizer", "not without the model files; see there")
             return
-        with importing():
+        with importing():  # here and not at the top: the checks before it answer without any library
             importlib.import_module("sft_play.training.model")
         try:
             loaded = tokenizer_of(self._config)
@@ -198,6 +199,7 @@ class _Checks:
             yield from checks.judge_texts(survey, config.data)
         for survey in chats[:1]:
             yield from marks.judge_roles(survey)
+            # a template that writes BOS, with a tokenizer that adds one, gives an engine's prompts two
             plain = self._tokenizer("x")["input_ids"]
             adds_bos = bool(plain) and plain[0] == self._tokenizer.bos_token_id
             yield from marks.judge_marks(survey, self._tokenizer, adds_bos=adds_bos)
@@ -270,6 +272,7 @@ class _Checks:
         if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept:
             return
         plan = self._planned.plan
+        # by the real lengths, as the run's own sampler would draw and pad them
         shares = padding_shares(
             train.lengths,
             micro_batch=plan.batch.micro_batch,
@@ -299,7 +302,7 @@ class _Checks:
         from sft_play.training.trainable import trainable_note
 
         try:
-            if not self._hardware.named:
+            if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
             if set(self._config.train.report_to) - {"tensorboard"}:
                 from sft_play.training.trainer import check_trackers  # imports TRL, which takes seconds

@@ -34,7 +34,7 @@ def find_run(output: Path, *, named: str | None = None) -> SeenRun:
     if named is not None:
         return _seen(run_named(output, named), here)
     folders: list[RunFolder] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
         folders += runs_in(output)
     alive = [run for folder in folders if (run := _seen(folder, here)).running]
     alive.sort(key=_started, reverse=True)
@@ -80,6 +80,7 @@ def _seen(folder: RunFolder, here: list[Group]) -> SeenRun:
         return SeenRun(folder, None, running=True, said=(
             f"Run {shown} is being written, by a process that cannot be seen from here (another user, container or "
             "machine)",))  # fmt: skip
+    # a process that is killed cannot write its end into the manifest
     status = manifest_of(folder).get("status")
     dead = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
     return SeenRun(folder, None, running=False, said=(f"Run {shown} is not running (status: {known(status)}){dead}",))
