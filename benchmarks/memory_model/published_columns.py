@@ -29,7 +29,7 @@ def _model(row: Row, config_of: ConfigOf) -> Config:
         config = config_of(_unquantised(name))
     except ModelError:
         raise NotExpressible("no config.json of its model is known") from None
-    if "auto_map" in config:
+    if "auto_map" in config:  # code of a repository's own is never run for a score
         raise NotExpressible("the model needs code of its own")
     return config
 
@@ -165,6 +165,7 @@ def _adapter(row: Row, run_info: Config | None) -> dict[str, Any] | None:
     if peft_type == "LORA":
         variants = re.search(r"lora variants: ([^;]*)", row.get("notes", ""))
         used = variants[1].replace(",", " ").split() if variants else []
+        # alpha changes no size; of dropout a source's description says where there was any
         adapter |= {"r": needed(rank, "the adapter's rank"), "lora_alpha": 2 * (rank or 1), "lora_dropout": 0.0}
         adapter |= dict.fromkeys(used, True)
         adapter["use_dora"] = row["mode"] == "dora" or "use_dora" in used
@@ -209,7 +210,7 @@ def _optimizer(row: Row) -> str:
     text = row.get("optimizer", "").lower()
     if not text:
         raise NotExpressible("the optimizer is not known")
-    if "trainer default" in text and version_in(row, "transformers") >= (5,):
+    if "trainer default" in text and version_in(row, "transformers") >= (5,):  # adamw_torch before
         return "adamw_fused"
     found = next((name for part, name in _OPTIMIZERS if re.search(part, text)), "")
     if not found:

@@ -211,6 +211,7 @@ def compare(
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         if peer == "trl-cli":
             bench.facts_alone()
+        # in turns, so that a machine that slows down (heat, other work) slows both sides down
         for turn in range(rounds):
             bench.begins("ours", turn, rounds)
             comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
@@ -389,6 +390,7 @@ class _Bench:
         with log.open("wb") as sink:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
             try:
+                # wait4 for the processor time of this child and its children; Popen.wait would lose it
                 _, status, usage = os.wait4(process.pid, 0)
                 process.returncode = os.waitstatus_to_exitcode(status)
             finally:

@@ -66,6 +66,7 @@ class Recorder:
         if done in (self._warmup, self._warmup + self._steps) and self._on_gpu:
             torch.cuda.synchronize()
         if done >= self._warmup:
+            # without a wait for the GPU at each step, which would cost what is measured: only both ends are exact
             self._times.append(time.perf_counter())
         if done == self._warmup:
             self._first_cpu_s = time.process_time()

@@ -266,7 +266,7 @@ class _Bench:
 
         reference = Case("single", 1, mode, max(ACCUMULATIONS), bf16)
         try:
-            begun = self.run(Case("single", 1, mode, max(ACCUMULATIONS), bf16), start=True)
+            begun = self.run(reference, start=True)
             alone = self.run(reference)
         except DoesNotFit as error:
             table.left_out.append((mode, one_line(str(error), limit=200)))
