@@ -219,9 +219,8 @@ def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, seen: Path 
     coverage's data go, with the test that executed each line.
     """
     started = time.monotonic()
-    shutil.rmtree(
-        tree / ".hypothesis", ignore_errors=True
-    )  # examples that failed would be tried first on other mutants
+    # hypothesis keeps examples that failed, and would try them first on the next mutant
+    shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
     child = os.fork()
     if child == 0:
         _pytest_and_exit(tree, tests, seen)
