@@ -107,7 +107,8 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.reproduce import Compared, Reproduced
+    from sft_play.finished.equal_weights import Compared
+    from sft_play.finished.reproduce import Reproduced
 
     return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
 

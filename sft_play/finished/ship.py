@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from sft_play import runs
 from sft_play.data.build import row_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
+from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.merge import whole_model
@@ -30,6 +29,7 @@ from sft_play.finished.respond import greedy_answers
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.ship_rule import (
+    FORMAT,
     Evidence,
     GeneralEvidence,
     Losses,
@@ -38,6 +38,7 @@ from sft_play.finished.ship_rule import (
     Thresholds,
     Verdict,
     chance_losses,
+    evidence_lines,
     judge,
 )
 from sft_play.finished.writing import writing
@@ -52,12 +53,9 @@ logger = logging.getLogger(__name__)
 ROWS = 300
 """Held-out rows that are read."""
 SHIP_FILE = "ship.json"
-FORMAT = "sft_play ship 1"
 _LONGEST = 512
 """Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 positions."""
-_CLOSE = 1e-6
-"""Relative difference of two figures that counts as none when a verdict is replayed with other versions."""
 
 Row = dict[str, list[int]]
 
@@ -81,7 +79,7 @@ class Shipped:
     def as_json(self) -> dict[str, Any]:
         """In plain data, from which `replay` computes the verdict again."""
         return {
-            "format": FORMAT, "ok": self.ok, "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
+            "format": FORMAT, "ok": self.ok, "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
         }  # fmt: skip
@@ -93,40 +91,8 @@ class Shipped:
             if self.ok
             else next_line("eval", "shows rows", RUN=self.run)
         )
-        evidence = _evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        evidence = evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A verdict that was computed again from its file."""
-
-    path: Path
-    verdict: Verdict
-    thresholds: Thresholds
-    differences: tuple[str, ...]
-    """Figures of the file that do not follow from its evidence, by name."""
-    before: str | None = None
-    """The adapter that the run continued, as the file names it."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the file's figures follow from its evidence, and the verdict is to ship."""
-        return not self.differences and self.verdict.ok
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": self.ok, "path": str(self.path), "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
-            "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
-        }  # fmt: skip
-
-    def lines(self) -> list[str]:
-        """In words."""
-        lines = _evidence_lines(self.verdict, self.thresholds, self.before)
-        if self.differences:
-            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
-        return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
 
 
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
@@ -166,39 +132,6 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         with writing(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, shipped.as_json())
     return shipped
-
-
-def replay(path: Path) -> Replayed:
-    """The verdict of a ship.json computed again from its evidence and thresholds, without the model.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not what `make ship` writes.
-    """
-    named = one_line(str(path))
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise ConfigError(f"REPLAY={named} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"REPLAY={named} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
-        raise ConfigError(f"REPLAY={named} is not a file that make ship writes (its format is not {FORMAT!r})")
-    try:
-        evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
-        thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
-        _require_whole(evidence, thresholds)
-    except (ValidationError, ValueError) as error:
-        raise ConfigError(f"REPLAY={named}: its evidence is not whole: {one_line(str(error), limit=300)}") from None
-    verdict = judge(evidence, thresholds)
-    computed: dict[str, Any] = {
-        "ok": verdict.ok, "verdict": _word(verdict), "checks": [check.as_json() for check in verdict.checks],
-    }  # fmt: skip
-    differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
-    before = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return Replayed(path, verdict, thresholds, tuple(differences), before)
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
 
 
 class _Measured:
@@ -308,79 +241,3 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
         return MergeEvidence("failed", reason=one_line(str(error), limit=500))
     kl = compared.divergence if math.isfinite(compared.divergence) else None
     return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _word(verdict: Verdict) -> str:
-    return "ship" if verdict.ok else "do not ship"
-
-
-def _evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
-    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
-    by default, and the verdict."""
-    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
-    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
-    default = Thresholds()
-    other = [
-        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
-        for field in dataclasses.fields(Thresholds)
-        if getattr(thresholds, field.name) != getattr(default, field.name)
-    ]
-    if other:
-        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
-    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
-    return [*lines, f"Verdict: {_word(verdict)}{why}"]
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a figure")
-
-
-def _require_whole(evidence: Evidence, thresholds: Thresholds) -> None:
-    """Raises ValueError where columns of the same rows do not have the same length, or no rule takes such values."""
-    levels = (thresholds.level, thresholds.answers_level, thresholds.general_level)
-    if not all(0 < level < 1 for level in levels) or not 1 <= thresholds.resamples <= 1_000_000 or thresholds.seed < 0:
-        raise ValueError("the thresholds are none of an interval")
-    for name, losses in (
-        ("task", evidence.task.losses), ("text", evidence.general.text), ("chats", evidence.general.chats),
-    ):  # fmt: skip
-        lengths = {len(losses.base), len(losses.tuned), len(losses), len(losses.chance)}
-        lengths |= set() if name == "task" else {len(losses.kinds)}
-        if len(lengths) != 1:
-            raise ValueError(f"the columns of {name} have different lengths")
-        figures = (*losses.base, *losses.tuned, *losses.chance)
-        if any(count < 1 for count in losses.tokens) or not all(map(math.isfinite, filter(None, figures))):
-            raise ValueError(f"a row of {name} has no tokens, or no finite loss")
-    if len(evidence.task.right_base) != len(evidence.task.right_tuned):
-        raise ValueError("the columns of the answers have different lengths")
-
-
-def _differences(recorded: Any, computed: Any, name: str) -> list[str]:
-    """The names of what differs; words (`line`, `reason`) repeat figures and are not compared."""
-    if isinstance(computed, dict):
-        if not isinstance(recorded, dict):
-            return [name]
-        keys = [key for key in {**computed, **recorded} if key not in ("line", "reason")]
-        return [
-            one for key in keys for one in _differences(recorded.get(key), computed.get(key), f"{name}.{key}")
-        ]  # fmt: skip
-    if isinstance(computed, list):
-        if not isinstance(recorded, list) or len(recorded) != len(computed):
-            return [name]
-        pairs = zip(recorded, computed, strict=True)
-        return [
-            one for at, (was, now) in enumerate(pairs) for one in _differences(was, now, f"{name}[{_label(now, at)}]")
-        ]  # fmt: skip
-    is_number = isinstance(computed, float) and isinstance(recorded, int | float) and not isinstance(recorded, bool)
-    if is_number:
-        return [] if math.isclose(recorded, computed, rel_tol=_CLOSE, abs_tol=_CLOSE) else [name]
-    return [] if recorded == computed else [name]
-
-
-def _label(value: Any, at: int) -> str:
-    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(at)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from sft_play.finished.statistics import Interval, paired_bootstrap
 
+FORMAT = "sft_play ship 1"
+"""Of ship.json, which holds evidence and thresholds as they are here."""
 Floats = npt.NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
@@ -163,6 +165,11 @@ class Verdict:
     def ok(self) -> bool:
         """Whether to ship."""
         return all(check.ok is True for check in self.checks)
+
+    @property
+    def word(self) -> str:
+        """ship, or do not ship."""
+        return "ship" if self.ok else "do not ship"
 
     @property
     def reasons(self) -> list[str]:
@@ -366,3 +373,20 @@ def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
     tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
     nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
     return [sum(nats[token] for token in row) for row in rows]
+
+
+def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    default = Thresholds()
+    other = [
+        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
+        for field in fields(Thresholds)
+        if getattr(thresholds, field.name) != getattr(default, field.name)
+    ]
+    if other:
+        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
+    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.word}{why}"]
