@@ -21,7 +21,8 @@ import torch
 
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished import respond, score
-from sft_play.finished.evaluation import Figure, evaluate_run
+from sft_play.finished.eval_figures import Figure
+from sft_play.finished.evaluation import evaluate_run
 from sft_play.finished.load import held_out, load_as_trained
 from sft_play.finished.metrics import metrics_named, rouge_l, words
 from sft_play.finished.run import FinishedRun, find_finished
