@@ -281,11 +281,8 @@ def _recorded(
     now = sum(one.nll + one.balance for one in tuned.scores) / tokens
     is_same = abs(now - loss) <= _SAME_LOSS * (1 + abs(loss))
     line = f"The run's own evaluation after training: loss {loss:.4f}"
-    line += (
-        f" (the experts' balance loss of {balance_loss(tuned.scores):.4f} is in it)"
-        if balance_loss(tuned.scores)
-        else ""
-    )
+    balance = balance_loss(tuned.scores)
+    line += f" (the experts' balance loss of {balance:.4f} is in it)" if balance else ""
     match = after.get("exact_match")
     if match is not None and run.config.eval.generate_rows >= len(rows.asked) and "exact_match" in tuned.values:
         line += f", exact match {match:.1%}"
