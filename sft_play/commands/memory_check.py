@@ -20,7 +20,7 @@ HELP = {"memory-check": "show what the ranks of a run hold of each GPU (or of th
 def run(request: Request) -> Answer | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
     refuse_hardware(request)
-    output, peaks = output_dir_or_default(request), memory_check.Peaks()
+    output, peaks = output_dir_or_default(request), memory_check.Peaks()  # kept from look to look
 
     def take() -> memory_check.Check:
         return memory_check.look(output, os.environ, named=request.run, peaks=peaks)

@@ -69,6 +69,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
         source = part.removeprefix("source ").removesuffix(" (val)")
         name = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
         names[part] = name if whole_folder or out is None else out.name
+    # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
     announced = tuple(names.values())
     if whole_folder:
         announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *announced]))

@@ -21,7 +21,7 @@ HELP = {"setup-accelerate": "write an accelerate configuration for this machine"
 def run(request: Request) -> Answer:
     """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
     path = accelerate_config.config_path(os.environ)
-    if os.environ.get("INTERACTIVE", "") not in ("", "0"):
+    if os.environ.get("INTERACTIVE", "") not in ("", "0"):  # accelerate's own prompts need the terminal itself
         words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
         with stdout_to_stderr(wanted=request.json):
             code = subprocess.call(words)

@@ -65,6 +65,7 @@ def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
     if every:
         in_all = None if plan.work is None else math.ceil(plan.work.steps / every)
     counts = [count for count in (in_all, at_once) if count is not None]
+    # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
     return Written(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)
 
 

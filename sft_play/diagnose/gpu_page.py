@@ -118,7 +118,7 @@ def _topology_lines(topology: Topology | None) -> list[str]:
     ]
     names = [f"GPU{index}" for index in topology.indices]
     each = max(len(text) for text in [*names, *(cell for row in cells for cell in row)]) + 2
-    columns = max(1, (WIDTH - each) // each)
+    columns = max(1, (WIDTH - each) // each)  # a matrix of 16 GPUs is wider than a terminal: in blocks of columns
     page = [""]
     for start in range(0, len(names), columns):
         part = slice(start, start + columns)

@@ -250,6 +250,7 @@ def lock_holder(folder: RunFolder) -> int | None:
     """
     try:
         with (folder.path / LOCK).open("rb") as file:
+            # the writer locks a byte of its own, the command that started it the file's first, a run alone all of it
             pid = next((pid for start, length in ((WRITER, 1), (0, 0)) if (pid := _locked_by(file, start, length))), 0)
     except (OSError, struct.error):
         return None

@@ -38,6 +38,7 @@ _TAIL_LINES = 3
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SFT_PLAY_RUN")
 """What a launcher above the doctor may have set, and its own ranks must not inherit."""
 
+# what an error's text holds, the remedy, and threads on it; the first entry that fits counts
 _EXPLAINED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         r"system not yet initialized|\b802\b",
@@ -123,6 +124,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         out = Path(text)
         launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
         at = launch.words.index(LAUNCHER)
+        # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         kept = {name: value for name, value in environment.items() if name not in _RANK_VARIABLES}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
@@ -232,6 +234,7 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
+# by the last note that a rank of `training.collective_check` wrote
 _STAGES = {
     "started": "has not reached its device",
     "device": "is waiting to join the others",
@@ -277,6 +280,7 @@ def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
 
 
+# errors of ranks that only lost another one, which failed first
 _SECONDARY = re.compile(
     r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
 )

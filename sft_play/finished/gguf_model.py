@@ -94,7 +94,7 @@ def compare_weights(read: Any, model: Any, types: set[str], *, rows: int) -> Wei
     the model's after rounding to one of the types. Vectors may differ by fp32's last place: llama.cpp stores Gemma's
     norms plus one.
     """
-    there, wanted = read.state_dict(), model.state_dict()
+    there, wanted = read.state_dict(), model.state_dict()  # both by transformers' names
     equal = rounded = 0
     first, error, size = None, 0.0, 0.0
     for name in sorted(set(there) | set(wanted)):

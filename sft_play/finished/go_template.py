@@ -14,7 +14,7 @@ def go_template(parts: Parts, *, bos: str = "") -> str:
     """The parts as a template for Ollama. `bos`: text that the engine puts before every prompt, left out here."""
 
     def text(literal: str) -> str:
-        return literal.replace("{{", '{{ "{{" }}')
+        return literal.replace("{{", '{{ "{{" }}')  # Go's way to write braces that begin no action
 
     start = parts.start.removeprefix(bos)
     first = text(start)
@@ -23,6 +23,7 @@ def go_template(parts: Parts, *, bos: str = "") -> str:
         opening, closing = parts.system
         if parts.system_place != "own turn":
             system = f"{text(opening)}{{{{ $.System }}}}{text(closing)}"
+            # the system prompt is a message too: the first user turn is message 1 then; the last turn has none after it
             is_here = "le $i 1" if parts.system_place == "first user turn" else "eq (len (slice $.Messages $i)) 1"
             inside = f"{{{{ if and $.System ({is_here}) }}}}{system}{{{{ end }}}}"
         else:
@@ -55,7 +56,7 @@ def evaluate(template: str, messages: Sequence[Mapping[str, str]]) -> str:
             joined.append({"role": message["role"], "content": message["content"]})
     system = "\n\n".join(one["content"] for one in joined if one["role"] == "system")
     root = {"System": system, "Messages": [{"Role": one["role"], "Content": one["content"]} for one in joined]}
-    pieces = re.split(r"\{\{(.*?)\}\}", template, flags=re.DOTALL)
+    pieces = re.split(r"\{\{(.*?)\}\}", template, flags=re.DOTALL)  # text and actions in turn, text first
     nodes, rest = _parse(list(enumerate(pieces)))
     if rest:
         raise ValueError("an end without a beginning")

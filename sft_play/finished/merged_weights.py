@@ -83,7 +83,7 @@ class MergedWeights:
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, (_, shape, _) in self._tensors.items():
             name, whole = self._out_name(key), self._adapted.whole.get(self._targets[key][0])
-            if name is not None:
+            if name is not None:  # training may have given embeddings more rows than the base has
                 yield name, shape if whole is None else tuple(whole.shape)
         by_target = {
             target: shape for key, (_, shape, _) in self._tensors.items() for target in [self._targets[key][0]]
@@ -160,5 +160,5 @@ def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tu
     targets = {}
     for key in sorted(tensors):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        targets[key] = (target, pattern is not None)
+        targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
     return targets

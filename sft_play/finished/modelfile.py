@@ -33,6 +33,7 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
         for token in stop_tokens(run, tokenizer, prompts.configured_stops)
     ]
     for stop in stops:
+        # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:
             raise NoGoTemplate(f"the stop token {stop!r} is not one token when it is written as text")
     context = run.plan().max_seq_len
@@ -94,5 +95,6 @@ def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | N
     if system is not None:
         lines.append(f'SYSTEM """{system}"""')
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops if len(stop) <= _LONGEST_STOP]
+    # greedy, as the run's own evaluation and every comparison here
     lines += [f"PARAMETER num_ctx {context}", "PARAMETER temperature 0"]
     return "\n".join(lines) + "\n"

@@ -203,6 +203,7 @@ def gain(losses: Losses, thresholds: Thresholds) -> Interval:
     quantiles of t times se (Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5).
     """
     base, tuned, tokens, chance = losses.arrays()
+    # per row and not per token: tokens of one row depend on each other, rows do not
     fall = np.minimum(base, chance) - np.minimum(tuned, chance)
     number, mean = len(tokens), float(fall.sum() / tokens.sum())
     rest = fall - mean * tokens

@@ -53,11 +53,14 @@ def learn(render: Render, special: Sequence[str]) -> Parts:
     turns = [_turn("user", _USERS[0]), _turn("assistant", _ANSWERS[0]), _turn("user", _USERS[1]),
              _turn("assistant", _ANSWERS[1]), _turn("user", _USERS[2])]  # fmt: skip
     head, *between, tail = _cut(render(turns), [turn["content"] for turn in turns])
+    # between[0] and [2] go from a question to its answer, [1] and [3] from an answer to the next question
     if between[0] != between[2] or between[1] != between[3]:
         raise NoGoTemplate("it writes earlier turns in another way than later ones")
+    # a question that nothing follows shows where its turn ends, and where that of the answer begins
     user_end = _cut(render(turns[:1], prompt=False), [turns[0]["content"]])[1]
     if not between[0].startswith(user_end) or not tail.startswith(user_end):
         user_end = _whole_tokens(_common_start(between[0], tail), [between[0], tail], special)
+    # what opens a user turn ends both what stands before the first one and what stands between an answer and the next
     opener = _whole_tokens(_common_end(head, between[1]), [head, between[1]], special)
     if user_end and opener.startswith(user_end):  # what ends every turn ended a system prompt of the template's own
         opener = opener.removeprefix(user_end)

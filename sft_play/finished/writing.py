@@ -96,6 +96,7 @@ def _put(building: Path, target: Path) -> None:
     if not target.exists():
         building.rename(target)
         return
+    # a folder cannot be renamed onto one that is not empty; what was there is out of the way only for a moment
     aside = building.with_name(f"{building.name}.before")
     target.rename(aside)
     try:
