@@ -107,9 +107,9 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
     settings."""
     torch, core = ("torch",), trials.core()
 
-    @functools.cache
+    @functools.cache  # once, also where it fails
     def problem() -> str | None:
-        return _make_material(bench)  # once, also where it fails
+        return _make_material(bench)
 
     def with_material(make: Callable[[], Part]) -> Callable[[], Part]:
         def run() -> Part:

@@ -74,6 +74,7 @@ def read_rows(path: Path) -> list[Row]:
         raise ConfigError(f"PEAKS={path} does not exist; name a CSV file of measured peaks") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"PEAKS={path}: cannot be read as UTF-8 text ({error}); name a CSV file of peaks") from None
+    # restkey: cells beyond the header go under a name that _stripped leaves out
     reader = csv.DictReader(io.StringIO(text, newline=""), restkey="")
     try:
         names = [str(name).strip() for name in reader.fieldnames or ()]

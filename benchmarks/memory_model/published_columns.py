@@ -86,6 +86,7 @@ def _dtype(text: str) -> DtypeName | None:
 
 def version_in(row: Row, column: str) -> tuple[int, ...]:
     """`2.10.0+cu128` as (2, 10, 0); an unknown or nightly version is newer than any."""
+    # newer than any: what a row does not say is taken as today's libraries do it
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", row.get(column, ""))
     return tuple(int(part or 0) for part in found.groups()) if found else (999,)
 
@@ -123,9 +124,11 @@ _CAPABILITY_UNKNOWN = (8, 0)
 
 def _device(row: Row) -> Device:
     name = row.get("gpu", "").upper().replace("-", " ")
+    # where a word begins; L40 and A100 come in the table before L4 and A10, which they begin with
     known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
     context = re.search(r"cuda_context_mib=(\d+(?:\.\d+)?)", row.get("notes", ""))
     total = _number(row, "gpu_total_gib")
+    # the context is outside of what the allocator can have
     capacity = int(total * GIB - float(context[1]) * MIB) if total and context else None
     return Device(capability=next(known, _CAPABILITY_UNKNOWN), capacity=capacity)
 

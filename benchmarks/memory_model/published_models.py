@@ -129,6 +129,7 @@ def _originals() -> dict[str, Config]:
     """Configs by a repository's name without its owner, where all owners that the table has agree."""
     found: dict[str, Config] = {}
     differing = set()
+    # mirrors (unsloth/, NousResearch/) keep the name after the owner; one that two owners fill differently is nobody's
     for name, known in KNOWN_MODELS.items():
         part = _last_part(name)
         if found.setdefault(part, known.config) != known.config:
@@ -141,7 +142,7 @@ def _last_part(name: str) -> str:
 
 
 def cached(config_of: ConfigOf) -> ConfigOf:
-    @cache
+    @cache  # an error as a text, since a cache keeps no exceptions: the hub is asked once for a model that it lacks
     def ask(name: str) -> Config | str:
         try:
             return config_of(name)

@@ -258,6 +258,7 @@ def step_settings(row: Row, *, config_of: ConfigOf = known_config, run_info: Con
     source = source_of(row)
     if source.refused or source.refuses(row):
         raise NotExpressible(source.refused or source.refuses(row))
+    # columns first, what the script fixes over them, then what only this source's rows say, and the lengths last
     said = {**columns_settings(row, config_of, run_info), **source.fixed}
     if source.also is not None:
         said |= source.also(row, said, run_info)

@@ -108,6 +108,7 @@ class Comparison:
         if self.peer is None or "losses" not in self.runs["ours"][0] or "losses" not in self.runs[self.peer][0]:
             return None
         mine, other = self.runs["ours"][0], self.runs[self.peer][0]
+        # of the first steps alone: rounding that differs grows from step to step, however equal the work is
         pairs = list(zip(mine["losses"], other["losses"], strict=True))[:COMPARED]
         return {
             "rows": mine["rows_digest"] == other["rows_digest"],
@@ -217,6 +218,7 @@ def compare(
             comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
             if peer is None:
                 continue
+            # the peer gets the micro-batch that is best for it, not the one that suits us
             if peer.startswith("trl") and tries and not turn:
                 comparison.tried = bench.tries()
             bench.begins(peer, turn, rounds)
@@ -449,7 +451,7 @@ def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
     rates = rates_of(plan.hardware, plan.precision)
     if not rates.known:
         return None
-    length = max(2, round(run["weighted_length"]))
+    length = max(2, round(run["weighted_length"]))  # sum of squares over sum: the length of the row a token is in
     step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
     speed = predict_speed(loaded.config, shape_for(loaded.config), plan.precision, step, rates)
     return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix)

@@ -31,6 +31,7 @@ SECONDS = "time_{}_s"
 
 def main(path: Path) -> int:
     """Measure what an order asks for; returns the exit code."""
+    # as the command sets them, and before torch is imported, which reads them then
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
     set_up_logging("bench", stream=sys.stderr)
@@ -182,6 +183,7 @@ def _steps(trainer: Any, count: int) -> Any:
         trainer.order.set_epoch(epoch)
         batches = iter(loader)
         while True:
+            # the trainer's own division of the loss: by the trained tokens of the whole effective batch
             samples, trained = trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)
             if not samples:
                 break

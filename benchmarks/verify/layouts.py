@@ -301,7 +301,7 @@ class _Bench:
             row.seconds = round(time.monotonic() - began, 1)
             table.rows.append(row)
             progress(_line(row))
-            shutil.rmtree(made)
+            shutil.rmtree(made)  # a table of a large model would fill the disk with its checkpoints
 
     @functools.cached_property
     def base_dtype(self) -> str:

@@ -192,6 +192,33 @@ def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     )
 
 
+def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    default = Thresholds()
+    other = [
+        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
+        for field in fields(Thresholds)
+        if getattr(thresholds, field.name) != getattr(default, field.name)
+    ]
+    if other:
+        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
+    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.word}{why}"]
+
+
+def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
+    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
+
+    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
+    """
+    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
+    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
+    return [sum(nats[token] for token in row) for row in rows]
+
+
 # --- task -------------------------------------------------------------------------------------------------------------
 
 
@@ -364,30 +391,3 @@ def _judge_merge(merge: MergeEvidence) -> Check:
     if kl <= merge.kl_limit:
         return Check("merge", ok=True, line=line, figures=figures)
     return Check("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)
-
-
-def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
-    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
-
-    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
-    """
-    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
-    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
-    return [sum(nats[token] for token in row) for row in rows]
-
-
-def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
-    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
-    by default, and the verdict."""
-    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
-    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
-    default = Thresholds()
-    other = [
-        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
-        for field in fields(Thresholds)
-        if getattr(thresholds, field.name) != getattr(default, field.name)
-    ]
-    if other:
-        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
-    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
-    return [*lines, f"Verdict: {verdict.word}{why}"]
