@@ -106,10 +106,6 @@ def _fms(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return changed
 
 
-def _canifinetune(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
-    return {"holds_outputs": True, "holds_until_next": True, "reentrant": False}
-
-
 def _torchtitan(row: Row, said: dict[str, Any], _: Config | None) -> dict[str, Any]:
     return {"mixed_precision": "bfloat16", "reentrant": False, "device": _growing(said)}
 
@@ -160,8 +156,15 @@ SOURCES: tuple[Source, ...] = (
         "DaoyuanLi2816/can-i-finetune-this",
         "src/canifinetune/bench/runner.py: a plain loop, mask of ones, no clipping, outputs held until the next step's "
         "are there; counters reset before loading, three steps; prepare_model_for_kbit_training for QLoRA.",
-        {"mask": "ones", "loss": "logits", "clip": False, "optimizer_steps": 3},
-        _canifinetune,
+        {
+            "mask": "ones",
+            "loss": "logits",
+            "clip": False,
+            "optimizer_steps": 3,
+            "holds_outputs": True,
+            "holds_until_next": True,
+            "reentrant": False,
+        },
     ),
     Source(
         "huggingface/peft",

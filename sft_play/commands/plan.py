@@ -95,7 +95,8 @@ def run(request: Request) -> Answer:
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
-        refused = refused or _too_dear(budget)
+        if refused is None and not budget.cheapest:
+            refused = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
 
 
@@ -106,11 +107,6 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
     if loaded.stages:
         raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
     return budget_for(loaded.config, request.budget, hardware, only=only)
-
-
-def _too_dear(budget: Budget) -> DoesNotFit | None:
-    """That no machine is within the budget, and what the cheapest costs; None where one is."""
-    return None if budget.cheapest else DoesNotFit(budget.lines()[0])
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
