@@ -225,7 +225,7 @@ def _together(
     if options.nodes.count > 1:
         met, finding = meet_nodes(around, options.nodes, limit_s=meeting_s)
         findings.append(finding)
-        if met is None:
+        if met is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
         variables = met.variables(environment)
     if chosen.verdict == "FAIL" and not around.hardware.gpus:

@@ -146,6 +146,7 @@ def _facts(record: Record) -> dict[str, Any]:
     for name, entry in (manifest.get("data") or {}).items():
         if isinstance(entry, dict) and entry.get("sha256"):
             facts[f"content of {name}"] = str(entry["sha256"])[:12]
+    # of all packages: what differs here may explain what differs above
     facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
     hardware = manifest.get("hardware") or {}
     facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")

@@ -275,6 +275,7 @@ def _recorded(
         split, count, loss = summary["split"], after["rows"], after["loss"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # the same rows or none: LIMIT= and DATA= read others, whose loss says nothing about the recorded one
     if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != (split, count) or loss is None:
         return None
     tokens = sum(one.tokens for one in tuned.scores)
@@ -303,6 +304,7 @@ def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: Measured) -> tuple[
         return (f"Worst of {len(mean_nll):,} rows, by loss:", *shown)
     first = metrics[0]
     values = tuned.values[first.name]
+    # a share of 1 is as good as an answer can be; of other metrics every value may be the worst
     wrong = [at for at, value in enumerate(values) if not first.is_share or value < 1]
     if not wrong:
         return (f"No answer is worse than its reference ({first.title})",)

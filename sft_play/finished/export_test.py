@@ -253,6 +253,7 @@ def _material(
 ) -> _Material:
     plan = run.plan()
     most = run.config.eval.max_new_tokens
+    # a prompt that fills the run's rows leaves no room for an answer
     fitting = [one for one in asked if len(one.ids) < plan.max_seq_len]
     stop = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
     return _Material(fitting, rows, stop, most, plan.answer_tokens, prompts.tokenizer)
@@ -346,6 +347,7 @@ def _beside_trained(
     if run.is_adapter:
         with model.disable_adapter():
             base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
+    # the coarsest rounding decides the limit; the converter writes none that is coarser than Q8_0
     of_file = {_TYPE_DTYPES.get(name, "q8_0") for name in types}
     answering = []
     for other in others:

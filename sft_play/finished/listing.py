@@ -131,7 +131,7 @@ def _listed(folder: RunFolder) -> ListedRun:
 
 def status_of(folder: RunFolder, manifest: dict[str, Any]) -> Status:
     """`running` while a process writes it; `failed` where the manifest says running and none does."""
-    if lock_holder(folder) is not None:
+    if lock_holder(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     status = manifest.get("status")
     return status if status in ("finished", "stopped") else "failed"

@@ -253,7 +253,8 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data = (run.manifest.get("data") or {}).values()
     used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
     folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}
-    paths = sorted(folder for folder in folders if folder.count("/") > 1)  # a folder such as /data is named anywhere
+    # a folder such as /data may be named by any text; one below it is this machine's
+    paths = sorted(folder for folder in folders if folder.count("/") > 1)
     for name, file in files.items():
         if not any(fnmatch.fnmatchcase(name, one) for one in _CHECKED):
             continue

@@ -196,6 +196,7 @@ def _logged(path: Path) -> dict[str | None, _Logged]:
     for _, entry in runs.metrics(path) if path.is_file() else ():
         logged = by_stage.setdefault(entry.get("stage"), _Logged())
         for key, value in entry.items():
+            # a bool is an int to Python, and no point of a curve
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if is_number and (key in _CURVES or ("loss_" in key and not _OF_RANK.search(key))):
                 logged.curves.setdefault(key, []).append((entry["step"], value))

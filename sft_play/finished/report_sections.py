@@ -67,7 +67,7 @@ def _memory_rows(part: Part) -> list[tuple[str, ...]]:
     for moment, peak in moments.items():
         measured = peak.get("measured_allocated") if part.on_gpu else peak.get("measured_rss")
         rows.append(_memory_row(f"memory in {moment}", peak.get("predicted_allocated"), measured, part.on_gpu))
-    if not moments:
+    if not moments:  # of a run that has not ended the plan's figures alone: peaks by moment are in its summary
         planned = part.plan.get("peak_bytes") or {}
         for moment in ("load", "step", "evaluate", "generate", "save"):
             if planned.get(moment) is not None and part.on_gpu:
@@ -98,6 +98,7 @@ def _speed_rows(part: Part) -> list[tuple[str, ...]]:
     hours = (part.plan.get("run") or {}).get("hours")
     seconds = hours * 3600 if isinstance(hours, (int, float)) else None
     if part.training_s is not None:
+        # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
         is_whole = part.steps == (part.plan.get("run") or {}).get("steps")
         difference = off_by(seconds, part.training_s) if is_whole else ""
         rows.append(("time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted",
@@ -146,6 +147,7 @@ def _what(record: Record) -> Iterator[tuple[str, str]]:
     plan, train = part.plan, part.settings.get("train") or settings.get("train") or {}
     model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
     lora = tuning.get("lora") or {}
+    # a digest of local files, or the commit of a hub model
     weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
     yield "model", f"{model.get('name', '')}" + (f" (weights {str(weights)[:12]})" if weights else "")
     params = plan.get("model_params")
@@ -217,7 +219,7 @@ def _data(manifest: Mapping[str, Any]) -> Section:
             f"{trained:,}{share}",
         ))  # fmt: skip
         digest = f"\nsha256 {facts['sha256']}" if facts.get("sha256") else ""
-        more = {key: value for key, value in told.items() if value not in (0, 0.0, {}, None, "")}
+        more = {key: value for key, value in told.items() if value not in (0, 0.0, {}, None, "")}  # what happened
         text = "\n".join(f"{key}: {_value(value)}" for key, value in more.items())
         folded.append((f"{name}: {facts.get('path') or told.get('source')}", f"{text}{digest}"))
     heads = ("rows of", "kept", "left out", "cut", "tokens", "trained")

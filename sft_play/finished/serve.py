@@ -204,7 +204,7 @@ class TransformersService(Service):
         )
         port = int(self._listener.getsockname()[1])
         self._thread.start()
-        while not self._server.started:
+        while not self._server.started:  # uvicorn has no event for it
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_S)
@@ -302,6 +302,7 @@ class VllmService(Service):
 
     def _end(self) -> None:
         """Kill it with the processes that it started, those of its session among them that have lost their parent."""
+        # vLLM's workers may have sessions of their own, which the signal to its group does not reach
         family = []
         with contextlib.suppress(psutil.Error):
             family = psutil.Process(self._child.pid).children(recursive=True)
