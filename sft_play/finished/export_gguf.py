@@ -55,7 +55,7 @@ def write_gguf(
     prompts = Prompts(run, model)
     name = run.folder.path.name
     file = building / f"{name}-{chosen}.gguf"
-    needed = sum(file.stat().st_size for file in weight_files(model))
+    needed = sum(weights.stat().st_size for weights in weight_files(model))
     require_space(building, needed, "the GGUF needs up to")
     staged = building / ".model"
     _stage(run, model, prompts.tokenizer, staged)
