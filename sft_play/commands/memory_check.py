@@ -36,7 +36,7 @@ def run(request: Request) -> Answer | int:
     if not request.watch:
         check = take()
         return Answer(check.as_json(), ["\n".join(memory_page.lines(check))])
-    last = memory_page.watch(take, write=show, console=None if request.json else memory_check.terminal(sys.stdout))
+    last = memory_page.watch(take, write=show, console=None if request.json else memory_page.terminal(sys.stdout))
     if request.out is not None and last is not None:
         write_out(request.out, last.as_json())
     return 0
