@@ -106,15 +106,38 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     assert not stopped.path.exists()
 
 
-def test_a_run_that_is_being_written_is_not_removed(tmp_path):
-    live = make_run(tmp_path, "live", status="running")
+def test_a_run_that_is_being_written_is_not_removed(tmp_path, caplog):
+    live, other = make_run(tmp_path, "live", status="running"), make_run(tmp_path, "other")
+    chosen = to_prune(tmp_path, ["live", "other"], "run")  # nobody writes it yet
     holder = _locked_elsewhere(live)
     try:
         with pytest.raises(RunFolderError, match="being written"):
             to_prune(tmp_path, ["live"], "run")
+        pruned = prune(tmp_path, chosen)
+        assert (pruned.ok, pruned.removed, pruned.kept) == (False, (other.path,), (live.path,))
+        assert f"kept: {live.path} is being written by another process" in caplog.text
+        assert live.manifest_path.is_file()
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_one_that_is_resumed_while_the_question_is_open_keeps_its_checkpoints(tmp_path, caplog):
+    one = make_run(tmp_path, "one")
+    chosen = to_prune(tmp_path, ["one"], "checkpoints")
+    one.update_manifest(status="stopped")
+    assert not prune(tmp_path, chosen).ok
+    assert f"kept: {one.path} is not finished (stopped)" in caplog.text
+    assert (one.path / "checkpoints").is_dir()
+
+
+def test_a_link_to_a_run_is_not_followed(tmp_path):
+    far = make_run(tmp_path / "far", "away")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "link").symlink_to(far.path)
+    for what in ("run", "checkpoints"):
+        with pytest.raises(RunFolderError, match=f"is a link to {far.path}: name that folder"):
+            to_prune(tmp_path / "outputs", ["link"], what)
 
 
 def test_the_commands_list_and_ask_before_they_remove(tmp_path, command):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,9 +24,8 @@ import psutil
 import pytest
 
 from sft_play import runs
+from sft_play.commands import boards as commands
 from sft_play.config.load import load_config
-from sft_play.errors import RunFolderError
-from sft_play.launch import board_commands as commands
 from sft_play.launch import tensorboard as board
 from sft_play.runs import RunFolder
 from tests import warm
@@ -39,10 +39,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch) -> Iterator[Path]:
-    """A cache of this test's own; the boards that are recorded in it at the end are stopped."""
+    """A cache of this test's own; TensorBoards that run for it at the end are stopped."""
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "own-cache"))
     yield tmp_path / "own-cache"
-    for one in board.recorded():
+    for one in board.running():
         board.stop(one)
 
 
@@ -107,57 +107,68 @@ def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     taken.close()
     assert b"<html" in fetch(first.url).lower()
     assert not logs.exists()  # a run makes its folder itself
-    assert json.loads(first.record.read_text())["pid"] == first.pid
+    assert board.running() == [first]
     again, words = board.start(logs, port=port)
     assert again == replace(first, reused=True)
     assert "already" in words
     members = family(first.pid)
     assert "stopped" in board.stop(again)
     assert not [member for member in members if is_alive(member.pid)]
-    assert not first.record.exists()
+    assert board.running() == []
     assert "is not running any more" in board.stop(first)
 
 
-def noted(pid: int, **changes: Any) -> board.Sidecar:
-    """A process that is recorded as a board."""
-    process = psutil.Process(pid)
-    made = board.Sidecar(pid, process.create_time(), tuple(process.cmdline()), "127.0.0.1", 1, "/x")
-    made = replace(made, **changes)
-    made.record.parent.mkdir(parents=True, exist_ok=True)
-    board._write_record(made)
-    return made
+OTHERS = """
+import sys, time
+print(1, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    """Somebody else's process."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
+def other() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts somebody else's process, with a TensorBoard's words or in its environment."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str, **variables: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", OTHERS, *words], env=os.environ | variables, stdout=subprocess.PIPE
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"1"  # it has its own command line by now
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def test_a_record_whose_pid_is_another_programs_ends_nothing(other):
-    started = psutil.Process(other.pid).create_time()
-    for changes in ({"command": ("python", "-m", "tensorboard.main")}, {"created": started - 60}):
-        made = noted(other.pid, **changes)
-        assert board.recorded() == []
-        assert "not running" in board.stop(made)
-        assert not made.record.exists()
-    assert other.poll() is None
+def test_only_what_this_project_started_from_this_cache_is_found_and_stopped(other, own_cache):
+    words = ("tensorboard.main", "--logdir=/x", "--host=127.0.0.1", "--port=1")
+    ours = other(*words, **{board.MARK: str(own_cache)})
+    others = [
+        other(*words),  # started by hand
+        other(*words, **{board.MARK: str(own_cache / "elsewhere")}),
+        other(*words[1:], **{board.MARK: str(own_cache)}),  # a child that has the environment only
+        other(words[0], **{board.MARK: str(own_cache)}),  # not over any folder
+    ]
+    (found,) = board.running()
+    assert (found.pid, found.logdir, found.host, found.port) == (ours.pid, "/x", "127.0.0.1", 1)
+    assert board.stop(found) == f"TensorBoard (pid {ours.pid}) stopped"
+    assert [process.poll() for process in others] == [None] * 4
+    assert board.running() == []
 
 
-def test_a_record_of_another_machine_is_left_to_it(other, monkeypatch):
-    """The cache may be on a disk that machines share, where the same pid is another process."""
-    with monkeypatch.context() as patch:
-        patch.setattr(board.socket, "gethostname", lambda: "elsewhere")
-        made = noted(other.pid)
-        assert board.recorded() == [made]
-        place = made.record
-    assert board.recorded() == []
-    assert commands.stop(None) == ([], [])
-    assert place.exists()
-    assert other.poll() is None
+def test_a_pid_that_is_another_programs_by_now_ends_nothing(other):
+    process = other()
+    reused = psutil.Process(process.pid)
+    # psutil tells processes of the same pid apart by when they were started.
+    reused._create_time = reused.create_time() - 60
+    reused._ident = (process.pid, reused._create_time)
+    assert "is not running any more" in board.stop(board.Sidecar(reused, "127.0.0.1", 1, "/x"))
+    assert process.poll() is None
 
 
 @pytest.mark.parametrize("ends_with_me", [False, True])
@@ -169,7 +180,7 @@ def test_a_sidecar_that_cannot_start_is_a_reason_and_leaves_nothing(tmp_path, ow
         sidecar, words = board.start(tmp_path / "tb", port=free_port(), python=python, ends_with_me=ends_with_me)
         assert sidecar is None
         assert expected in words
-        assert not list((own_cache / "tensorboard").rglob("*.json"))
+        assert board.running() == []
     assert board.start(tmp_path / "tb", port=70000)[0] is None
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -235,7 +246,7 @@ def test_it_stops_with_the_run_unless_it_is_kept_or_was_there_before(tmp_path, f
         pass
     with board.beside(tmp_path / "tb", environment={}, **options) as reused:
         assert (reused.pid, reused.reused) == (kept.pid, True)
-    assert board._process_of(kept)
+    assert board.running() == [kept]
     assert "stopped" in board.stop(kept)
 
 
@@ -256,7 +267,7 @@ def test_one_that_crashes_on_the_way_does_not_disturb_the_run(tmp_path, fake, ca
         psutil.Process(sidecar.pid).kill()
         wait_for(lambda: not is_alive(sidecar.pid), within_s=END_S)
     assert "is not running any more" in caplog.text
-    assert not sidecar.record.exists()
+    assert board.running() == []
 
 
 def test_starts_at_the_same_time_leave_one_process_each_that_their_runs_end(tmp_path, fake):
@@ -287,7 +298,7 @@ def test_on_another_host_there_is_one_of_its_own_and_it_says_that_there_is_no_pa
         assert "TensorBoard listens on 0.0.0.0 and has no password" in warning.getMessage()
         assert f"ssh -L {second.port}:127.0.0.1:{second.port}" in warning.getMessage()
     assert not is_alive(second.pid)
-    assert board.recorded() == [first]
+    assert board.running() == [first]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +323,7 @@ def test_what_cannot_be_meant_is_one_warning_and_the_run_goes_on(tmp_path, fake,
 def test_a_host_that_is_none_leaves_the_sidecar_that_runs(tmp_path, fake):
     first, _ = board.start(tmp_path / "tb", port=0, python=fake)
     assert board.start(tmp_path / "tb", host="192.0.2.1", python=fake)[0] is None
-    assert board.recorded() == [first]
+    assert board.running() == [first]
     assert board.answers(first)
 
 
@@ -358,7 +369,7 @@ def test_it_ends_when_the_process_that_wanted_it_ends_by_a_signal(owner, number)
     process.send_signal(number)
     process.wait(END_S)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
-    assert board.recorded() == []
+    assert board.running() == []
 
 
 def test_a_terminals_ctrl_c_does_not_reach_the_sidecar(owner):
@@ -403,46 +414,52 @@ def several(tmp_path) -> Path:
     return base
 
 
-def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    asked = []
+@pytest.fixture
+def on(command, tmp_path, tiny_llama) -> Callable[..., tuple[int, str]]:
+    """Runs a command on an output folder: its exit code, and what it printed."""
+    path = uneven_run(tmp_path, tiny_llama)
+    return lambda name, base, *words: command(name, "--config", str(path), f"output.dir={base}", *words)
 
-    def agrees(what: str) -> bool:
-        asked.append(what)
-        return True
 
-    cleaned = commands.clean(several, None, agrees=agrees)
-    assert asked == ["2 event files, 2.0 KiB, of 1 finished run"]
-    assert f"{several}/finished/tb: 2 event files, 2.0 KiB" in caplog.text
-    assert f"kept: {several}/running is not finished (running)" in caplog.text
+def answer_in(printed: str) -> dict[str, Any]:
+    """The JSON that a command printed."""
+    return next(json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+
+
+def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several, tmp_path, on):
+    code, printed = on("tb-clean", several, "--yes", "--json")
+    assert code == 0
+    assert f"{several}/finished/tb: 2 event files, 2.0 KiB" in printed
+    assert "Removed 2 event files, 2.0 KiB" in printed
+    assert f"kept: {several}/stopped is not finished (stopped)" in printed
+    assert f"kept: {several}/running is not finished (failed)" in printed, "no process writes it: it was killed"
     assert events(several) == {"running", "stopped", "failed", "foreign"}
     assert events(tmp_path / "far") == {"away"}
     removed = [str(several / "finished" / "tb" / f"events.out.tfevents.{number}.host") for number in (0, 1)]
-    assert cleaned == {"removed": removed, "freed_bytes": 2000, "kept": 8}  # 2 x 3 unfinished, 2 behind links
+    answer = {"ok": True, "removed": removed, "freed_bytes": 2000, "kept": 8}  # 2 x 3 unfinished, 2 behind links
+    assert answer_in(printed) == answer
     assert (several / "finished" / "tb" / "notes.txt").exists()
+    assert "There are no event files of finished runs" in on("tb-clean", several)[1]  # and nothing to ask about
 
 
-def test_clean_without_a_yes_removes_nothing(several, caplog):
-    caplog.set_level(logging.INFO)
+def test_clean_of_a_run_that_may_go_on_or_is_somebody_elses_is_refused(several, on):
     before = events(several)
-    commands.clean(several, None, agrees=lambda _: False)
-    assert caplog.text.count("Nothing was removed") == 1
-    for name in ("running", "stopped"):
-        with pytest.raises(RunFolderError, match=f"is not finished .{name}.: its curves are kept"):
-            commands.clean(several, name, agrees=lambda _: True)
-    with pytest.raises(RunFolderError, match="has no manifest"):
-        commands.clean(several, "foreign", agrees=lambda _: True)
+    for name, status in (("running", "failed"), ("stopped", "stopped")):
+        code, printed = on("tb-clean", several, "--run", name, "--yes")
+        assert code == 2
+        assert f"{several}/{name} is not finished ({status})" in printed
+    code, printed = on("tb-clean", several, "--run", "foreign", "--yes")
+    assert code == 2
+    assert "has no manifest" in printed
+    assert "There are no event files" in on("tb-clean", several, "--run", "linked-tb", "--yes")[1]
     assert events(several) == before
-    commands.clean(several, None, agrees=lambda _: True)
-    assert "finished" not in events(several)
-    commands.clean(several, None, agrees=pytest.fail)  # there is nothing to ask about
-    assert "There are no event files of finished runs" in caplog.text
+    assert on("tb-clean", several, "--run", "finished", "--yes")[0] == 0
+    assert events(several) == before - {"finished"}
 
 
-def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, tmp_path, tiny_llama, command, monkeypatch):
-    words = ("tb-clean", "--config", str(uneven_run(tmp_path, tiny_llama)), f"output.dir={several}")
+def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, on, monkeypatch):
     before = events(several)
-    code, printed = command(*words)
+    code, printed = on("tb-clean", several)
     assert code == 2
     assert (
         "tb-clean would remove 2 event files, 2.0 KiB, of 1 finished run, and there is no terminal to ask on" in printed
@@ -451,16 +468,17 @@ def test_clean_asks_at_a_terminal_and_takes_only_a_yes(several, tmp_path, tiny_l
     asked: list[str] = []
     for answer in ("", "n", "no", "yess"):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: asked.append(question) or answer)
-        assert command(*words)[0] == 0
+        code, printed = on("tb-clean", several)
+        assert (code, printed.count("Nothing was removed")) == (0, 1)
     assert set(asked) == {"Remove 2 event files, 2.0 KiB, of 1 finished run? [y/N] "}
-    assert command(*words, "--json")[0] == 2
+    assert on("tb-clean", several, "--json")[0] == 2
     assert events(several) == before
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    assert command(*words)[0] == 0
+    assert on("tb-clean", several)[0] == 0
     assert events(several) == before - {"finished"}
 
 
-def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog):
+def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, monkeypatch):
     hold = (
         "import sys; from pathlib import Path; from sft_play import runs; "
         "held = runs.lock(runs.RunFolder(Path(sys.argv[1]))); print(1, flush=True); input()"
@@ -469,60 +487,86 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, caplog
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        commands.clean(several, None, agrees=lambda _: True)
+        assert "is being written" in on("tb-clean", several, "--yes")[1]
+        # One that begins to be written while the question is open is kept too.
+        monkeypatch.setattr("sft_play.finished.listing.lock_holder", lambda folder: None)
+        printed = on("tb-clean", several, "--yes")[1]
+        assert f"kept: {several}/finished is being written by another process (pid {holder.pid}" in printed
+        assert "Nothing was removed" in printed
         assert "finished" in events(several)
-        assert "is being written" in caplog.text
         holder.kill()
 
 
-def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, caplog):
-    caplog.set_level(logging.INFO)
+def test_stop_ends_those_of_a_folder_or_all(tmp_path, fake, on, command):
     base = tmp_path / "outputs"
     one, two = make_run(base, "one", "running"), make_run(base, "two", "running")
     away = tmp_path / "elsewhere"
     first, second, third, fourth = (
         board.start(place, port=0, python=fake)[0] for place in (one.tensorboard, two.tensorboard, base, away)
     )
-    assert {item.pid for item in board.recorded()} == {first.pid, second.pid, third.pid, fourth.pid}
-    assert commands.stop(base, "one") == ([first], [])
+    assert board.running() == [fourth, third, second, first]  # the newest first
+
+    def stopped(printed: str) -> list[int]:
+        return [item["pid"] for item in answer_in(printed)["stopped"]]
+
+    assert stopped(on("tb-stop", base, "--run", "one", "--json")[1]) == [first.pid]
     assert [is_alive(item.pid) for item in (first, second, third, fourth)] == [False, True, True, True]
-    assert commands.stop(base) == ([third, second], [])  # the newest first
+    assert stopped(on("tb-stop", base, "--json")[1]) == [third.pid, second.pid]
     assert [is_alive(item.pid) for item in (second, third, fourth)] == [False, False, True]
-    assert commands.stop(None) == ([fourth], [])
+    code, printed = command("tb-stop", "--json")
+    assert (code, stopped(printed), answer_in(printed)["running"]) == (0, [fourth.pid], [])
     assert not is_alive(fourth.pid)
-    caplog.clear()
-    assert commands.stop(None) == ([], [])
-    assert "No TensorBoard of this project is running" in caplog.text
+    assert "No TensorBoard of this project is running" in command("tb-stop")[1]
 
 
-def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+def test_one_that_does_not_end_is_said(tmp_path, fake, on, monkeypatch):
+    sidecar, _ = board.start(tmp_path / "outputs", port=0, python=fake)
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "_end", lambda process: False)
+        code, printed = on("tb-stop", tmp_path / "outputs", "--json")
+    assert code == 1
+    assert f"TensorBoard (pid {sidecar.pid}) does not end" in printed
+    answer = answer_in(printed)
+    assert (answer["ok"], answer["stopped"]) == (False, [])
+    assert [item["pid"] for item in answer["running"]] == [sidecar.pid]
+
+
+def test_open_shows_what_runs_in_a_browser_or_says_the_address(tmp_path, fake, on, monkeypatch):
     base = tmp_path / "outputs"
     of_run, _ = board.start(make_run(base, "one", "running").tensorboard, port=0, python=fake)
     opened: list[str] = []
     monkeypatch.setattr(commands.webbrowser, "open", lambda url: not opened.append(url))
-    commands.open_page(base, None, {"DISPLAY": ":0"})
-    assert opened == [of_run.page]  # nobody shows the whole folder, and this one is in it
-    of_all, _ = board.start(base, port=0, python=fake)
-    commands.open_page(base, None, {"WAYLAND_DISPLAY": "wayland-0"})
-    assert opened == [of_run.page, of_all.page]
     monkeypatch.setattr(commands.sys, "platform", "linux")
-    commands.open_page(base, "one", {"SSH_CONNECTION": "10.0.0.1 1 10.0.0.2 22"})
+    for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setenv("DISPLAY", ":0")
+        on("tb-open", base)
+        assert opened == [of_run.page]  # nobody shows the whole folder, and this one is in it
+    of_all, _ = board.start(base, port=0, python=fake)
+    with monkeypatch.context() as patch:
+        patch.setenv("WAYLAND_DISPLAY", "wayland-0")
+        assert answer_in(on("tb-open", base, "--json")[1])["opened"] is True
+        assert opened == [of_run.page, of_all.page]
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 1 10.0.0.2 22")
+    printed = on("tb-open", base, "--run", "one")[1]
     assert len(opened) == 2
-    assert f"open this address yourself: {of_run.page}" in caplog.text
-    assert f"ssh -L {of_run.port}:127.0.0.1:{of_run.port} {socket.gethostname()}" in caplog.text
-    with pytest.raises(RunFolderError, match=r"there is no run two in .*; the runs there: one"):
-        commands.open_page(base, "two", {})
+    assert f"open this address yourself: {of_run.page}" in printed
+    assert f"ssh -L {of_run.port}:127.0.0.1:{of_run.port} {socket.gethostname()}" in printed
+    code, printed = on("tb-open", base, "--run", "two")
+    assert code == 2
+    assert "there is no run two in" in printed
+    assert "the runs there: one" in printed
 
 
 def test_a_command_with_tensorboard_reports_to_it(tmp_path, tiny_llama, caplog):
     caplog.set_level(logging.INFO)
     path = uneven_run(tmp_path, tiny_llama)  # report_to: []
-    loaded = commands.with_curves(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
+    loaded = board.with_curves(load_config(path, overrides=["output.name=one", "train.report_to=[]"]))
     assert loaded.config.train.report_to == ("tensorboard",)
     assert loaded.config.output.name == "one"
     assert 'train.report_to=["tensorboard"], in place of []' in caplog.text
-    assert commands.with_curves(loaded) is loaded
+    assert board.with_curves(loaded) is loaded
 
 
 # --- real runs --------------------------------------------------------------------------------------------------------
@@ -598,11 +642,17 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def board_of(world: World, run: Path) -> dict[str, Any]:
-    """The record of a run's sidecar."""
-    found = [json.loads(path.read_text()) for path in board_of_all(world)]
-    record: dict[str, Any] = next(item for item in found if item["logdir"] == str(run / "tb"))
-    return record
+def boards_of(world: World) -> dict[str, dict[str, Any]]:
+    """The TensorBoards of a world by the folder that they show."""
+    owner = str(world.folder / "cache")
+    shown = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "tensorboard.main" in words and process.environ().get(board.MARK) == owner:
+                options = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
+                shown[options["logdir"]] = {**options, "port": int(options["port"]), "pid": process.pid}
+    return shown
 
 
 @dataclass(frozen=True)
@@ -630,7 +680,7 @@ def seen(tmp_path_factory, tiny_llama) -> Iterator[Seen]:
             said = trainings[-1]
             wait_for(lambda said=said: "TensorBoard: " in said.printed, said=lambda said=said: said.printed)
         curves = {one.run.name: until_curves(one, points=12) for one in trainings}
-        boards = {one.run.name: board_of(world, one.run) for one in trainings}
+        boards = {one.run.name: boards_of(world)[str(one.run / "tb")] for one in trainings}
         trainings[0].process.send_signal(signal.SIGINT)
         trainings[1].process.kill()
         for one in trainings:
@@ -790,8 +840,8 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
     logged = losses(training.run)
     assert {step: logged[step] for step in shown} == pytest.approx(shown, rel=1e-5)
     assert training.printed.count("TensorBoard: http") == 1
-    pid = board_of(world, training.run)["pid"]
-    assert len(board_of_all(world)) == 1
+    pid = boards_of(world)[str(training.run / "tb")]["pid"]
+    assert len(boards_of(world)) == 1
     training.process.send_signal(number)
     assert training.end() == (130 if number == signal.SIGTERM else -number)
     wait_for(lambda: not is_alive(pid), within_s=END_S)
@@ -800,10 +850,6 @@ def test_several_ranks_have_one_tensorboard_that_ends_with_their_command(world, 
     if number == signal.SIGTERM:
         printed = training.printed
         assert printed.index("stopped at step ") < printed.index(f"TensorBoard (pid {pid}) stopped")
-
-
-def board_of_all(world: World) -> list[Path]:
-    return list((world.folder / "cache" / "tensorboard").rglob("*.json"))
 
 
 @pytest.mark.slow

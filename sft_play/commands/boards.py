@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import sys
+import webbrowser
+from collections.abc import Mapping
+from pathlib import Path
 
+from sft_play import runs
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
-from sft_play.launch import board_commands
-from sft_play.launch.tensorboard import Sidecar, recorded
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.listing import CURVES, parts_of, remove
+from sft_play.launch import tensorboard
+from sft_play.launch.tensorboard import Sidecar
+from sft_play.units import size_of
+
+logger = logging.getLogger(__name__)
 
 HELP = {
     "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
@@ -25,27 +37,100 @@ def run(request: Request) -> Answer:
 
 
 def _show(request: Request) -> Answer:
-    return Answer({"ok": True, **_page(board_commands.show(output_dir_of(request), request.run, os.environ))})
+    return Answer({"ok": True, **_page(_shown(request))})
+
+
+def _shown(request: Request) -> Sidecar:
+    """A TensorBoard over the output folder or over RUN, that stays until it is stopped."""
+    base, logdir = output_dir_of(request), _logdir(request)
+    title = (logdir.parent if request.run else logdir).absolute().name
+    sidecar, words = tensorboard.start(logdir, title=title, **tensorboard.settings(os.environ))
+    if sidecar is None:
+        raise ConfigError(f"TensorBoard over {logdir} does not start: {words}")
+    tensorboard.log_started(sidecar, words)
+    if not any(logdir.rglob(CURVES) if request.run else base.glob(f"*/tb/{CURVES}")):
+        logger.info("There are no curves in %s yet", logdir)
+    elif not sidecar.is_of_run:
+        logger.info("It shows %s, and stays until make tb-stop", logdir)
+    return sidecar
 
 
 def _open(request: Request) -> Answer:
-    sidecar, opened = board_commands.open_page(output_dir_of(request), request.run, os.environ)
-    return Answer({"ok": True, "opened": opened, **_page(sidecar)})
+    """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
+    inside = sorted(filter(tensorboard.answers, _inside(_logdir(request))), key=lambda one: len(one.logdir))
+    sidecar = inside[0] if inside else _shown(request)
+    has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
+    is_open = has_display and webbrowser.open(sidecar.page)
+    if is_open:
+        logger.info("Opened %s in the browser", sidecar.page)
+    else:
+        logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
+        if os.environ.get("SSH_CONNECTION"):
+            logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then the same address",
+                        sidecar.port, sidecar.port, socket.gethostname())  # fmt: skip
+    return Answer({"ok": True, "opened": is_open, **_page(sidecar)})
 
 
 def _stop(request: Request) -> Answer:
-    is_named = request.config_given or request.run or request.overrides
-    stopped, left = board_commands.stop(output_dir_of(request) if is_named else None, request.run)
-    data = {"ok": not left, "stopped": [_page(one) for one in stopped], "running": [_page(one) for one in recorded()]}
-    return Answer(data, exit_code=1 if left else 0)
+    folder = _logdir(request) if request.config_given or request.run or request.overrides else None
+    chosen = tensorboard.running() if folder is None else _inside(folder)
+    if not chosen:
+        over = "" if folder is None else f" over {folder}"
+        logger.info("No TensorBoard of this project is running%s", over)
+    for one in chosen:
+        logger.info("%s: %s, over %s", tensorboard.stop(one), one.url, one.logdir)
+    running = tensorboard.running()
+    left = [one for one in chosen if one in running]
+    stopped = [_page(one) for one in chosen if one not in left]
+    return Answer({"ok": not left, "stopped": stopped, "running": list(map(_page, running))}, exit_code=bool(left))
 
 
 def _clean(request: Request) -> Answer:
-    def agrees(what: str) -> bool:
+    """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
+    output = output_dir_of(request)
+    if request.run:
+        every = [runs.run_named(output, request.run)]
+        chosen = {every[0]: parts_of(every[0], "curves")}
+    else:
+        every = list(runs.runs_in(output, replaced=True))
+        chosen = {}
+        for folder in every:
+            try:
+                chosen[folder] = parts_of(folder, "curves")
+            except RunFolderError as error:
+                logger.info("kept: %s", error)
+    chosen = {folder: files for folder, files in chosen.items() if files}
+    for folder, files in chosen.items():
+        logger.info("%s: %s", folder.tensorboard, _files(files))
+    removed: dict[Path, int] = {}
+    total = {path: size for files in chosen.values() for path, size in files.items()}
+    if not total:
+        logger.info("There are no event files of finished runs in %s", every[0].path if request.run else output)
+    else:
+        what = f"{_files(total)}, of {len(chosen)} finished run{'s' * (len(chosen) > 1)}"
         refusal = f"tb-clean would remove {what}, and there is no terminal to ask on: YES=1 removes them"
-        return agreed(request, f"Remove {what}?", refusal=refusal)
+        if agreed(request, f"Remove {what}?", refusal=refusal):
+            for folder, files in chosen.items():
+                removed |= remove(folder, files)
+        logger.info("%s", f"Removed {_files(removed)}" if removed else "Nothing was removed")
+    kept = sum(1 for folder in every for _ in folder.tensorboard.rglob(CURVES))
+    data = {"removed": list(map(str, removed)), "freed_bytes": sum(removed.values()), "kept": kept}
+    return Answer({"ok": True, **data})
 
-    return Answer({"ok": True, **board_commands.clean(output_dir_of(request), request.run, agrees=agrees)})
+
+def _files(files: Mapping[Path, int]) -> str:
+    return f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files.values()))}"
+
+
+def _logdir(request: Request) -> Path:
+    base = output_dir_of(request)
+    return runs.run_named(base, request.run).tensorboard if request.run else base
+
+
+def _inside(folder: Path) -> list[Sidecar]:
+    """The TensorBoards over a folder and over what is in it."""
+    place = folder.absolute().resolve()
+    return [one for one in tensorboard.running() if Path(one.logdir).is_relative_to(place)]
 
 
 def _page(sidecar: Sidecar) -> dict[str, object]:

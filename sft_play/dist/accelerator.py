@@ -21,6 +21,7 @@ from sft_play.launch.deepspeed_config import adam_obstacles
 from sft_play.launch.deepspeed_keys import AUTO_IS_A_VALUE
 from sft_play.launch.exported import drop_accelerate, is_of_accelerate, rank_variables, refuse_too_few
 from sft_play.log import one_line
+from sft_play.training.deepspeed_comm import init_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,7 @@ def _new_accelerator(wanted: Asked, *, on_cpu: bool) -> Any:
         **options,
     )
     if wanted.deepspeed is not None and on_cpu:
-        from deepspeed import comm
-
-        comm.init_distributed("gloo", auto_mpi_discovery=False)  # ZeRO-3 partitions weights while they are read
+        init_deepspeed(on_cpu=True)  # ZeRO-3 partitions weights while they are read
     return accelerator
 
 

@@ -6,8 +6,9 @@ Only folders with this toolkit's manifest are looked at or removed. A run that i
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,9 +22,13 @@ from sft_play.log import one_line
 from sft_play.runs import RunFolder
 from sft_play.units import size_of
 
+logger = logging.getLogger(__name__)
+
 Status = Literal["running", "finished", "stopped", "failed"]
-What = Literal["run", "checkpoints"]
-"""What of a run `prune` removes: all of it, or its checkpoints only."""
+What = Literal["run", "checkpoints", "curves"]
+"""What of a run is removed: all of it, its checkpoints, or TensorBoard's event files."""
+CURVES = "events.out.tfevents.*"
+"""The names of TensorBoard's event files."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +197,16 @@ class Pruned:
     output: Path
     removed: tuple[Path, ...]
     bytes: int
+    kept: tuple[Path, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """What is returned was removed."""
-        return True
+        """Whether all of it was."""
+        return not self.kept
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        return {"ok": True, "removed": [str(path) for path in self.removed], "freed_bytes": self.bytes}
+        return {"ok": self.ok, "removed": [str(path) for path in self.removed], "freed_bytes": self.bytes}
 
     def lines(self) -> list[str]:
         """In words."""
@@ -208,35 +214,70 @@ class Pruned:
 
 
 def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
-    """The folders that `prune` would remove for these runs, with their bytes.
+    """What `prune` would remove of these runs, with its bytes; raises RunFolderError as `parts_of` does."""
+    folders = [runs.run_at(output, runs.checked_name(name, key="RUNS")) for name in names]
+    return {path: size for folder in folders for path, size in parts_of(folder, what).items()}
+
+
+def parts_of(folder: RunFolder, what: What) -> dict[Path, int]:
+    """Files and folders of a run that would be removed, with their bytes. Event files behind a link are left out: they
+    may be another user's.
 
     Raises:
-        RunFolderError: a run is not there, is being written, or could still be resumed from the checkpoints that are
-            to go.
+        RunFolderError: the run is a link, is being written, or could still be resumed from what is to go.
     """
-    chosen: dict[Path, int] = {}
-    for name in names:
-        folder = runs.run_at(output, runs.checked_name(name, key="RUNS"))
-        listed = _listed(folder)
-        if listed.status == "running":
-            raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
-        if what == "run":
-            chosen[folder.path] = listed.bytes
-            continue
-        if listed.status != "finished":
-            raise RunFolderError(
-                f"{folder.path} is not finished ({listed.status}): without its checkpoints it could not be resumed; "
-                "remove the whole run, or finish it with make resume"
-            )
-        places = [place for place in sorted(folder.path.rglob("checkpoints")) if place.is_dir()]
-        chosen |= {place: _bytes(place) for place in places}
+    chosen = _parts(folder, what)
+    status = status_of(folder, folder.manifest())
+    if chosen and status == "running":
+        raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
+    if chosen and what != "run":
+        _require_finished(folder, status)
     return chosen
 
 
-def prune(output: Path, chosen: dict[Path, int]) -> Pruned:
-    """Remove these folders, each locked as a run first, so that none is removed that a process has begun to write."""
-    for path in chosen:
+def _parts(folder: RunFolder, what: What) -> dict[Path, int]:
+    if what == "curves":
+        is_link = folder.path.is_symlink() or folder.tensorboard.is_symlink()
+        files = [] if is_link else sorted(folder.tensorboard.rglob(CURVES))
+        return {path: path.stat().st_size for path in files if not path.is_symlink()}
+    if folder.path.is_symlink():
+        raise RunFolderError(
+            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the link"
+        )
+    if what == "run":
+        return {folder.path: _bytes(folder.path)}
+    return {place: _bytes(place) for place in sorted(folder.path.rglob("checkpoints")) if place.is_dir()}
+
+
+def _require_finished(folder: RunFolder, status: str) -> None:
+    if status != "finished":
+        raise RunFolderError(
+            f"{folder.path} is not finished ({status}): without its checkpoints and curves it could not be resumed; "
+            "remove the whole run, or finish it with make resume"
+        )
+
+
+def prune(output: Path, chosen: Mapping[Path, int]) -> Pruned:
+    """Remove what `to_prune` has listed; a run that cannot be locked or removed is kept, with a warning."""
+    removed: dict[Path, int] = {}
+    for path, size in chosen.items():
         folder = next(one for one in (path, *path.parents) if (one / runs.MANIFEST).is_file() and one.parent == output)
-        with runs.lock(RunFolder(folder)):
-            shutil.rmtree(path)
-    return Pruned(output, tuple(chosen), sum(chosen.values()))
+        removed |= remove(RunFolder(folder), {path: size})
+    return Pruned(
+        output, tuple(removed), sum(removed.values()), kept=tuple(path for path in chosen if path not in removed)
+    )
+
+
+def remove(folder: RunFolder, parts: Mapping[Path, int]) -> dict[Path, int]:
+    """Remove parts of a run with the run locked; what could not be removed is left out, with a warning."""
+    removed: dict[Path, int] = {}
+    try:
+        with runs.lock(folder):
+            if folder.path not in parts:  # it may have been resumed since it was listed
+                _require_finished(folder, str(folder.manifest().get("status")))
+            for path, size in parts.items():
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+                removed[path] = size
+    except (RunFolderError, OSError) as error:
+        logger.warning("kept: %s", error)
+    return removed

@@ -1,18 +1,18 @@
-"""TensorBoard beside a run: started, found again and stopped by its record, and never a reason for training to fail.
+"""TensorBoard beside a run: started, found again and stopped by its process, and never a reason for training to fail.
 
-A board is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Its record (a small
-JSON file) holds pid, start time and command line: only that very process is ever reused or stopped. One that belongs to
-a run is started through `sft_play.endings`, so that it ends after a kill -9 too. Flags and the route
-`/data/environment` are those of https://github.com/tensorflow/tensorboard: `tensorboard/program.py`,
-`tensorboard/plugins/core/core_plugin.py`.
+A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
+recorded on disk: a TensorBoard of this project carries `MARK` in its environment, which only its user can read, and
+the rest is in its command line. One that belongs to a run is started through `sft_play.endings`, so that it ends after
+a kill -9 too. Flags and the route `/data/environment` are those of https://github.com/tensorflow/tensorboard:
+`tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import http.client
+import importlib.util
 import ipaddress
 import json
 import logging
@@ -21,16 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from sft_play.cache import cache_dir, locked
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
@@ -38,6 +40,8 @@ from sft_play.log import one_line, redact
 
 logger = logging.getLogger(__name__)
 
+MARK = "SFT_PLAY_TENSORBOARD"
+"""In the environment of a TensorBoard of this project: the cache folder of whoever started it."""
 DEFAULT_PORT = 6006
 """TensorBoard's own."""
 PORTS_TRIED = 100
@@ -45,21 +49,18 @@ START_TIMEOUT_S = 60.0
 """TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_CLOCK_TOLERANCE_S = 2.0
-"""psutil derives a start time from the boot time, which moves when the system's clock is set."""
+_MODULE, _THROUGH = "tensorboard.main", "sft_play.endings"
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """A TensorBoard: its process (pid, start time, command line) and the folder that it shows.
+    """A TensorBoard: its process, where it listens, and the folder that it shows.
 
     `is_of_run`: it ends with the command that started it. `reused`: it was already running, and whoever started it
     stops it.
     """
 
-    pid: int
-    created: float
-    command: tuple[str, ...]
+    process: psutil.Process
     host: str
     port: int
     logdir: str
@@ -67,10 +68,14 @@ class Sidecar:
     reused: bool = False
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return int(self.process.pid)
+
+    @property
     def url(self) -> str:
         """The address of its server, from this machine."""
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{address}]:{self.port}/" if ":" in address else f"http://{address}:{self.port}/"
+        return _url(self.host, self.port)
 
     @property
     def page(self) -> str:
@@ -81,16 +86,21 @@ class Sidecar:
         """
         return f"{self.url}?smoothing=0#custom_scalars&_smoothingWeight=0"
 
-    @property
-    def record(self) -> Path:
-        """Where it is recorded, by folder and host."""
-        place = f"{self.host}:{self.logdir}".encode("utf-8", "surrogateescape")
-        return _records() / f"{hashlib.sha256(place).hexdigest()[:16]}.json"
+
+def _url(host: str, port: int) -> str:
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{address}]:{port}/" if ":" in address else f"http://{address}:{port}/"
 
 
-def _records() -> Path:
-    """In the cache, by machine: the cache may be on a disk that several share, and a pid belongs to one of them."""
-    return cache_dir() / "tensorboard" / socket.gethostname()
+def with_curves(loaded: LoadedConfig) -> LoadedConfig:
+    """The config with TensorBoard among its trackers, logged where it was added: the page would stay empty without."""
+    trackers = loaded.config.train.report_to
+    if "tensorboard" in trackers or importlib.util.find_spec("tensorboard") is None:
+        return loaded
+    asked = f"train.report_to={json.dumps(['tensorboard', *trackers])}"
+    logger.info("TensorBoard was asked for: %s, in place of %s", asked, json.dumps(list(trackers)))
+    kept = [word for word in loaded.overrides if not word.startswith("train.report_to=")]
+    return load_config(loaded.path, overrides=[*kept, asked])
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def beside(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> I
     if sidecar is None:
         logger.warning("no TensorBoard: %s; training continues without it", words)
     else:
-        say_started(sidecar, words)
+        log_started(sidecar, words)
     try:
         yield sidecar
     finally:
@@ -140,8 +150,8 @@ def beside(logdir: Path, *, environment: Mapping[str, str], **options: Any) -> I
             logger.info("%s", kept if keep else stop(sidecar))
 
 
-def say_started(sidecar: Sidecar, words: str) -> None:
-    """Log where a board is, and a warning where others can reach it."""
+def log_started(sidecar: Sidecar, words: str) -> None:
+    """Log where a TensorBoard is, and a warning where others can reach it."""
     logger.info("%s", words)
     warning = password_warning(sidecar.host, sidecar.port)
     if warning is not None:
@@ -171,20 +181,28 @@ def start(
         title: of the browser's window.
         ends_with_me: whether it ends when this process does (on Linux: when the thread does that called this).
     """
-    board = Sidecar(0, 0.0, (), host, port, str(logdir.absolute().resolve()), ends_with_me)
+    place = str(logdir.absolute().resolve())
     try:
-        _records().mkdir(parents=True, exist_ok=True)
-        with locked(_records() / "start.lock", waiting="Another command starts a TensorBoard; waiting for it"):
-            present = next((one for one in recorded() if one.record == board.record), None)
-            if present is not None and answers(present):
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        # Two that start at once would both find the same port free, and no TensorBoard over the folder.
+        with locked(cache_dir() / "tensorboard.lock", waiting="Another command starts a TensorBoard; waiting for it"):
+            present = next((one for one in running() if (one.logdir, one.host) == (place, host)), None)
+            if present is not None and _answers(present.url, place):
                 ends = "; it ends with its run" * (present.is_of_run and not ends_with_me)
                 return replace(present, reused=True), f"TensorBoard is already running: {present.page}{ends}"
             if present is not None:
                 stop(present)  # it hangs
-            board = replace(board, port=_free_port(host, port))
-            sidecar, words = _start_new(board, python, title or logdir.name, time.monotonic() + timeout_s)
-            moved = f" (port {port} is taken)" if sidecar is not None and port not in (0, sidecar.port) else ""
-            return sidecar, words + moved
+            free = _free_port(host, port)
+            options = (
+                f"--logdir={place}",
+                f"--host={host}",
+                f"--port={free}",
+                f"--window_title={title or logdir.name}",
+            )
+            process = _start_process(python, options, _url(host, free), place, ends_with_me, timeout_s)
+            sidecar = Sidecar(process, host, free, place, ends_with_me)
+            moved = "" if port in (0, free) else f" (port {port} is taken)"
+            return sidecar, f"TensorBoard: {sidecar.page}{moved}"
     except ConfigError as error:
         return None, str(error)
     except Exception as error:  # whatever it is, training continues without it
@@ -211,114 +229,91 @@ def _free_port(host: str, first: int) -> int:
     raise ConfigError(f"no port from {first} to {last} is free on {one_line(host)}")
 
 
-def _start_new(board: Sidecar, python: str, title: str, deadline: float) -> tuple[Sidecar | None, str]:
-    """Start it on its port and wait until it answers for its folder; one that does not answer is ended."""
-    log = board.record.with_suffix(".log")
-    options = [f"--logdir={board.logdir}", f"--host={board.host}", f"--port={board.port}", f"--window_title={title}"]
-    environment = ends_with_me(_environment(), number=signal.SIGTERM) if board.is_of_run else _environment()
-    through = ["sft_play.endings"] if board.is_of_run else []
-    with log.open("wb") as sink:
+def _start_process(
+    python: str, options: tuple[str, ...], url: str, logdir: str, is_of_run: bool, timeout_s: float
+) -> psutil.Process:
+    """A TensorBoard that answers for its folder; one that does not is ended, and ConfigError says what it printed."""
+    environment = _environment()
+    if is_of_run:
+        environment = ends_with_me(environment, number=signal.SIGTERM)
+    with tempfile.TemporaryFile() as output:
         started = subprocess.Popen(
-            [python, "-m", *through, "tensorboard.main", *options], cwd="/", env=environment,
-            stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C belongs to the training, which stops the board itself
+            [python, "-m", *([_THROUGH] if is_of_run else []), _MODULE, *options], cwd="/", env=environment,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
         )  # fmt: skip
-    process = psutil.Process(started.pid)
-    try:
-        while time.monotonic() < deadline and started.poll() is None:
-            if answers(board):
-                created, command = process.create_time(), tuple(process.cmdline())
-                sidecar = replace(board, pid=started.pid, created=created, command=command)
-                _write_record(sidecar)
-                _STARTED[sidecar.pid] = started
-                return sidecar, f"TensorBoard: {sidecar.page}"
-            time.sleep(_POLL_S)
-    except BaseException:
-        _end_process(process)
-        raise
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        process, deadline = psutil.Process(started.pid), time.monotonic() + timeout_s
+        is_ready = False
+        try:
+            while started.poll() is None and time.monotonic() < deadline:
+                if is_ready := _answers(url, logdir):
+                    return process
+                time.sleep(_POLL_S)
+        finally:
+            code = started.returncode
+            started.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
+            if not is_ready:
+                _end(process)
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
     last = one_line(redact(lines[-1]), limit=200) if lines else "no output"
-    if started.returncode is not None:
-        return None, f"it ended with exit code {started.returncode}: {last}"
-    _end_process(process)
-    started.wait(STOP_TIMEOUT_S)
-    return None, f"it did not answer in time ({last})"
-
-
-_STARTED: dict[int, subprocess.Popen[bytes]] = {}
-"""Boards that this process started, by pid: waited for once they are stopped, so that none stays a zombie."""
+    raise ConfigError(
+        f"it did not answer in time ({last})" if code is None else f"it ended with exit code {code}: {last}"
+    )
 
 
 def _environment() -> dict[str, str]:
-    """The board's environment: no GPU, and none of the variables that make a process a rank."""
-    return {**for_another_run(os.environ), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank."""
+    ours = {MARK: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**for_another_run(os.environ), **ours}
 
 
-def answers(board: Sidecar) -> bool:
-    """Whether a TensorBoard over this folder answers at its address (without a proxy)."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _owner() -> str:
+    return str(cache_dir().absolute())
+
+
+def answers(sidecar: Sidecar) -> bool:
+    """Whether it answers at its address for its folder."""
+    return _answers(sidecar.url, sidecar.logdir)
+
+
+def _answers(url: str, logdir: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # this machine's own: no proxy is asked
     try:
-        with opener.open(f"{board.url}data/environment", timeout=5) as answer:
-            return str(json.loads(answer.read(10**6)).get("data_location", "")) == board.logdir
+        with opener.open(f"{url}data/environment", timeout=5) as answer:
+            return str(json.loads(answer.read(10**6)).get("data_location", "")) == logdir
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return False
 
 
-# --- the record, and stop ---------------------------------------------------------------------------------------------
+# --- find, and stop ---------------------------------------------------------------------------------------------------
 
 
-def _write_record(sidecar: Sidecar) -> None:
-    aside = sidecar.record.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(asdict(sidecar), indent=2) + "\n", encoding="utf-8")
-    aside.replace(sidecar.record)
-
-
-def _read_record(record: Path) -> Sidecar | None:
-    try:
-        data = json.loads(record.read_text(encoding="utf-8"))
-        return Sidecar(**{**data, "command": tuple(data["command"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def recorded() -> list[Sidecar]:
-    """Every board of this project that is alive on this machine, whether it answers or not; the newest first."""
-    boards = [_read_record(path) for path in _records().glob("*.json")]
-    return sorted((one for one in boards if one is not None and _process_of(one)), key=lambda one: -one.created)
-
-
-def _process_of(sidecar: Sidecar) -> psutil.Process | None:
-    """The recorded process, if pid, start time and command line still agree; None where it is gone."""
-    try:
-        process = psutil.Process(sidecar.pid)
-        is_same = abs(process.create_time() - sidecar.created) <= _CLOCK_TOLERANCE_S
-        return process if is_same and tuple(process.cmdline()) == sidecar.command and _is_alive(process) else None
-    except psutil.Error:
-        return None
+def running() -> list[Sidecar]:
+    """This user's TensorBoards of this project on this machine, whether they answer or not; the newest first."""
+    found: dict[Sidecar, float] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile, or is another user's
+            words = process.cmdline()
+            if _MODULE in words and process.environ().get(MARK) == _owner():
+                options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+                where = options["host"], int(options["port"]), options["logdir"]
+                found[Sidecar(process, *where, is_of_run=_THROUGH in words)] = process.create_time()
+    return sorted(found, key=lambda one: -found[one])
 
 
 def stop(sidecar: Sidecar) -> str:
-    """End a board with its data server and remove its record; returns a line on what was done, and never raises.
+    """End a TensorBoard with its data server; returns a line on what was done, and never raises.
 
-    Where the process is gone, or its pid belongs to another program now, only the record is removed.
+    psutil's process objects know their start times: where the pid belongs to another program now, nothing is ended.
     """
-    name = f"TensorBoard (pid {sidecar.pid})"
-    process = _process_of(sidecar)
-    if process is not None and not _end_process(process):
-        return f"{name} does not end; see {sidecar.record}"
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        if _read_record(sidecar.record) == replace(sidecar, reused=False):  # else another start has replaced it
-            sidecar.record.unlink()
-        if sidecar.pid in _STARTED:
-            _STARTED.pop(sidecar.pid).wait(STOP_TIMEOUT_S)
-    return f"{name} stopped" if process is not None else f"{name} is not running any more"
+    was_alive, has_ended = _is_alive(sidecar.process), _end(sidecar.process)
+    done = "is not running any more" if not was_alive else "stopped" if has_ended else "does not end"
+    return f"TensorBoard (pid {sidecar.pid}) {done}"
 
 
-def _end_process(process: psutil.Process) -> bool:
-    """SIGTERM to a process and its children, then SIGKILL to those that stay; returns whether all are gone.
-
-    psutil's process objects know their start times: a pid that was reused in the meantime is not hit.
-    """
+def _end(process: psutil.Process) -> bool:
+    """SIGTERM to a process and its children, then SIGKILL to those that stay; returns whether all are gone."""
     family = [process]
     with contextlib.suppress(psutil.Error):
         family += process.children(recursive=True)
@@ -329,6 +324,8 @@ def _end_process(process: psutil.Process) -> bool:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while (family := [member for member in family if _is_alive(member)]) and time.monotonic() < deadline:
             time.sleep(_POLL_S / 4)
+    with contextlib.suppress(psutil.Error):
+        process.wait(0)  # a child of this process would stay a zombie
     return not family
 
 

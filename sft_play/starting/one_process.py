@@ -12,11 +12,11 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.launch.board_commands import with_curves
 from sft_play.launch.device import hide_gpus, machine_for
 from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import one_gpu
 from sft_play.launch.resolve_options import log_choices, take_choices
+from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import Stopped

@@ -12,7 +12,6 @@ from sft_play import endings, runs
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.hardware import detect
 from sft_play.heap import importing
-from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import timeout_of
 from sft_play.launch.device import hide_gpus, machine_for
 from sft_play.launch.exported import meeting_variables, rank_variables
@@ -23,6 +22,7 @@ from sft_play.launch.machine import check_gpu, spread_over
 from sft_play.launch.node_rendezvous import choose_interface
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
+from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
 from sft_play.runs import RunFolder, first_day
 from sft_play.starting.before import (

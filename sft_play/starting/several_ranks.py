@@ -14,7 +14,6 @@ from sft_play.config.schema import RunConfig
 from sft_play.environment import THREADS_VARIABLE
 from sft_play.errors import Interrupted
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.launch.board_commands import with_curves
 from sft_play.launch.command import Launch, timeout_of, torchrun, visible_only
 from sft_play.launch.device import hide_gpus, machine_for
 from sft_play.launch.handed import write_launch
@@ -25,6 +24,7 @@ from sft_play.launch.node_rendezvous import card_of, meet, refuse_lone_node
 from sft_play.launch.ranks import RESUMED_VARIABLE
 from sft_play.launch.resolve_options import as_accelerate_says, as_the_mesh_says, log_choices, with_mesh_of
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
+from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision

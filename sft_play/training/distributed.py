@@ -29,6 +29,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT, DtypeName
 from sft_play.training import checkpoints, sharded_checkpoints
+from sft_play.training.deepspeed_comm import init_deepspeed
 from sft_play.training.full_state_dict import gathered_by_zero3, tied_names
 from sft_play.units import GIB, MIB
 
@@ -499,11 +500,7 @@ def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> A
         backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     if deepspeed:
-        if plan.hardware.device == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        from deepspeed import comm
-
-        comm.init_distributed("gloo" if plan.hardware.device == "cpu" else "nccl", auto_mpi_discovery=False)
+        init_deepspeed(on_cpu=plan.hardware.device == "cpu")
     try:
         yield
     finally:
