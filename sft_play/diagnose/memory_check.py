@@ -251,7 +251,7 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         for use in gpus:
             if use.ranks or use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
-        # every rank holds its part, and one of them at a time writes a checkpoint
+        # every rank holds as much, and one of them alone needs more, to write a checkpoint
         wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
         if wanted > ram.free_bytes + ram.run_bytes:
             yield (
