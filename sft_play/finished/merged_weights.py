@@ -57,7 +57,7 @@ class MergedWeights:
         """The most bytes that the files can have: as if everything that was trained whole came on top."""
         numbers = sum(math.prod(shape) for _, shape, _ in self._tensors.values())
         numbers += sum(tensor.numel() for tensor in self._adapted.whole.values())
-        return numbers * int(self.dtype.itemsize)
+        return int(numbers * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
         """Write the weights into a folder."""
