@@ -68,7 +68,7 @@ help: ## Show this help
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
-setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, whose pins exclude those of .venv
+setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, which has pins of its own
 	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
 lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
 	@$(call ANY_PYTHON,scripts/lock.py)
@@ -84,7 +84,7 @@ render: setup ## Write the text that the model will see, one row per example, wi
 	@$(PROGRAM) render
 preview: setup ## Show the tokens of examples, the trained part in colour, here and as a page (N=5, ROW=12, OUT=FILE)
 	@$(PROGRAM) preview
-check: setup ## Check config, model, template, data, masks, disk and memory before training; the exit code tells
+check: setup ## Check config, model, template, data, masks, disk and memory before training; exit code 2 if a run would stop
 	@$(PROGRAM) check
 full-pipeline: setup ## process, style where asked (STYLE="…"), render and check
 	@$(PROGRAM) full-pipeline
@@ -94,28 +94,28 @@ mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TO
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
 	@$(SCRIPT)/train.py
-train-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+train-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
 	@$(SCRIPT)/train.py --tensorboard
-train-and-watch: train-tb ## Another name of train-tb
+train-and-watch: train-tb ## Another name for train-tb
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
 	@$(SCRIPT)/resume.py
 
 ##@ Many GPUs
 train-distributed: setup ## Fine-tune over all GPUs, or CPU ranks (STRATEGY=ddp|fsdp|zero2|zero3 NPROC=2 GPUS=0,1)
 	@$(SCRIPT)/train_distributed.py
-train-distributed-tb: setup ## The same with TensorBoard beside it (TB_PORT, TB_HOST, TB_KEEP=1)
+train-distributed-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
 	@$(SCRIPT)/train_distributed.py --tensorboard
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
 	@$(SCRIPT)/train_deepspeed.py
-train-deepspeed-tb: setup ## DeepSpeed with TensorBoard beside it
+train-deepspeed-tb: setup ## The same with DeepSpeed, with TensorBoard running
 	@$(SCRIPT)/train_deepspeed.py --tensorboard
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
 	@$(SCRIPT)/launch_command.py
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 	@$(PROGRAM) setup-accelerate
-run-notebook: setup ## Run a notebook of yours over ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
+run-notebook: setup ## Run your notebook on several ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
 	@$(SCRIPT)/run_notebook.py
-doctor: setup ## Look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank
+doctor: setup ## Look for problems before a run: versions, drivers, limits, disk, an all-reduce over every rank
 	@$(PROGRAM) doctor
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
 	@$(PROGRAM) consolidate
@@ -125,15 +125,15 @@ verify-layouts: setup ## Train the same run under every layout and compare with 
 ##@ After training (RUN=NAME, the newest finished run without it)
 chat: setup ## Talk to RUN in the terminal (SYSTEM='You are terse.', TEMPERATURE=0.7; /base switches the adapter off)
 	@$(PROGRAM) chat
-infer: setup ## Answer every prompt of INPUT=FILE with RUN into OUTPUT=FILE, resumed where it stopped
+infer: setup ## Answer every prompt of INPUT=FILE with RUN, into OUTPUT=FILE; continues where it stopped
 	@$(PROGRAM) infer
-serve: setup ## Answer as RUN over HTTP, as OpenAI's API does (PORT=8000, HOST=127.0.0.1, ENGINE=vllm), until Ctrl-C
+serve: setup ## Serve RUN over HTTP with OpenAI's API until Ctrl-C (PORT=8000, HOST=127.0.0.1, ENGINE=vllm)
 	@$(PROGRAM) serve
-eval: setup ## Figures of RUN and its base on held-out rows (SPLIT=val, DATA=FILE, LIMIT=, METRICS=, TASKS=, OUT=FILE)
+eval: setup ## Evaluate RUN and its base on held-out rows (SPLIT=val, DATA=FILE, LIMIT=, METRICS=, TASKS=, OUT=FILE)
 	@$(PROGRAM) eval
-ship: setup ## Ship RUN or not: better at its task, nothing else lost, merge equal; exit code 0 or 2 (REPLAY=FILE, LIMIT=300)
+ship: setup ## Decide whether to ship RUN: better at its task, nothing else lost, merge equal; exit code 0 or 2 (REPLAY=FILE, LIMIT=300)
 	@$(PROGRAM) ship
-merge: setup ## Merge RUN's adapter into the weights of its base (DTYPE=bf16, of QLoRA BASE=original, OUT=FOLDER)
+merge: setup ## Merge RUN's adapter into the weights of its base (DTYPE=bf16, OUT=FOLDER, for QLoRA BASE=original)
 	@$(PROGRAM) merge
 merge-test: setup ## Compare RUN's merged model with its adapter on rows of its data (LIMIT=16, OUT=FOLDER)
 	@$(PROGRAM) merge-test
@@ -147,7 +147,7 @@ report: setup ## Write one page about RUN: curves, predicted and measured, answe
 	@$(PROGRAM) report
 compare: setup ## Write one page about several runs: what differs, results, curves (RUNS='first second', OUT=FILE)
 	@$(PROGRAM) compare
-reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit (FORCE=1: by this code)
+reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit (FORCE=1: with this code)
 	@$(PROGRAM) reproduce
 runs: setup ## List all runs: status, last step, best held-out figure, size, age
 	@$(PROGRAM) runs
@@ -157,9 +157,9 @@ prune: setup ## Remove runs, after asking (RUNS='first second', CHECKPOINTS=1 on
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
 	@$(PROGRAM) gpu-info
-gpu-selftest: setup ## Try this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes (OUT=FILE)
+gpu-selftest: setup ## Test this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes (OUT=FILE)
 	@$(SCRIPT)/gpu_selftest.py
-memory-check: setup ## Show what a run holds of each GPU beside what was predicted (WATCH=1, RUN=NAME)
+memory-check: setup ## Show how much memory of each GPU a run uses, and how much was predicted (WATCH=1, RUN=NAME)
 	@$(PROGRAM) memory-check
 tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop
 	@$(PROGRAM) tensorboard
@@ -198,17 +198,17 @@ benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a
 	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
 benchmark-engines: setup ## Predicted against real peaks of each engine with one rank (OUT=FILE; SMALL=1 on a CPU)
 	@$(PATHS) && exec "$(PY)" benchmarks/engines.py
-benchmark-logging: setup ## What logging costs: steps with it and without, in turns (OUT=FILE)
+benchmark-logging: setup ## What logging costs: steps with and without it, in turns (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" benchmarks/logging_cost.py
-benchmark-threads: setup ## How OpenMP's threads should wait: training alone and beside busy processes (OUT=FILE)
+benchmark-threads: setup ## How OpenMP's threads should wait: training alone and next to busy processes (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.threads
 benchmark-starter: setup ## Exact match of the starter over seeds and threads, and the worst (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.starter
-bench-data: setup ## Rows per second and memory of data preparation beside TRL's (OUT=FILE ROWS=10000,1000000)
+bench-data: setup ## Rows per second and memory of data preparation, compared with TRL's (OUT=FILE ROWS=10000,1000000)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.data
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.speed
-mutation-score: setup ## How many changed decisions the tests find (MUTANTS=200 SEED=0 OUT=FILE)
+mutation-score: setup ## The share of injected faults that the tests find (MUTANTS=200 SEED=0 OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.mutation_score
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info .coverage .coverage.*
@@ -218,55 +218,55 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: CONFIG=FILE              the run YAML
 #: SET='a.b=1 c.d=[x, y]'   settings that replace those of CONFIG
 #: HARDWARE=2xH200          plan, gpu-info, check, full-pipeline: plan for this machine instead of the present one
-#: RUN=NAME                 name of a run, or its folder (resume, consolidate and what looks at runs); last: the newest finished one
+#: RUN=NAME                 name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one
 #: JSON=1                   print one JSON object on standard output, and nothing else there
 #: OUT=FILE                 write the answer to this file too
 #: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
 #: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)
 #: PRICE=2.5                plan, gpu-info: money per GPU-hour
-#: BUDGET=20                plan: money for the run in USD: the cheapest and the fastest machine within it, by a dated price list
+#: BUDGET=20                plan: money for the run in USD: finds the cheapest and the fastest machine within it, by a dated price list
 #: PEAKS=FILE               memory-model-score, benchmark-speed: CSV of measured peaks
 #: LAYOUTS=ddp,fsdp         verify-layouts: the layouts to compare
 #: MODES=lora               verify-layouts: full, lora, qlora
 #: STEPS=4                  verify-layouts, bench: optimizer steps of each run
 #: WARMUP=3                 bench: steps before those that are measured
 #: ROUNDS=3                 bench: how often each side runs, in turns
-#: PEER=trl                 bench: what it is compared with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory
+#: PEER=trl                 bench: what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory
 #: PEER_PYTHON=PATH         bench: the Python that has the peer's package
 #: FULL=1                   gpu-info: start torch too and ask it what it sees
 #: WATCH=1                  memory-check: refresh until Ctrl-C
 #: RUNS='first second'      compare, prune: names of the runs to compare or to remove
 #: CHECKPOINTS=1            prune: remove only the checkpoints of finished runs
 #: YES=1                    tb-clean, prune, push: remove or upload without asking
-#: FORCE=1                  overwrite what was edited by hand or is there (commands on data, setup-accelerate, merge, export); reproduce: train by the present code where the run's cannot be had
+#: FORCE=1                  overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); reproduce: train with the present code if the run's own cannot be found
 #: STYLE='You are terse.'   style, full-pipeline: the system prompt
 #: N=5                      preview: how many examples
 #: ROW=12                   preview: this row of the training file
 #: TEMPLATES=FOLDER         mask-score: folder of chat templates
 #: TOKENIZER=FOLDER         mask-score, bench-data: folder or hub id of a tokenizer
-#: NOTEBOOK=FILE            run-notebook: the notebook (.ipynb) to run over ranks, from its own folder
-#: INPUT=FILE               infer: prompts: one a line (.txt), or rows as training reads them
+#: NOTEBOOK=FILE            run-notebook: the notebook (.ipynb) to run on several ranks, from its own folder
+#: INPUT=FILE               infer: prompts: one per line (.txt), or rows as training reads them
 #: OUTPUT=FILE              infer: where the answers go, as JSONL
 #: MAX_NEW_TOKENS=512       chat, infer, eval: longest answer
-#: TEMPERATURE=0.7          chat: of sampling; 0 takes the likeliest token
+#: TEMPERATURE=0.7          chat: temperature of sampling; 0 always takes the likeliest token
 #: SYSTEM='You are terse.'  chat: the system prompt
 #: ENGINE=vllm              serve: what serves: transformers (default), or vllm where it is installed
 #: HOST=0.0.0.0             serve: the address to listen on; others than 127.0.0.1 are open to the network
 #: PORT=8000                serve: the port; 0 takes any free one
 #: DTYPE=bf16               merge: dtype of the merged weights: bf16, fp16, fp32
-#: BASE=original            merge: of a QLoRA run, the weights to merge into: dequantized, original
+#: BASE=original            merge: for a QLoRA run, the weights to merge into: dequantized, original
 #: LIMIT=16                 eval, export-test, merge-test, ship: how many rows, evenly spaced
 #: SPLIT=val                eval: which held-out rows: val, test
 #: DATA=FILE                eval: rows of this file instead, in any format that training reads
-#: METRICS=rouge_l          eval: of answers: exact_match, rouge_l, chrf, your module:function, or none
-#: TASKS=gsm8k,mmlu         eval: tasks of lm-evaluation-harness too
-#: TOLERANCE=0.3            ship: nats a token by which the loss on general text and chats may rise
+#: METRICS=rouge_l          eval: metrics of answers: exact_match, rouge_l, chrf, your module:function, or none
+#: TASKS=gsm8k,mmlu         eval: tasks of lm-evaluation-harness, in addition
+#: TOLERANCE=0.3            ship: nats per token by which the loss on general text and chats may rise
 #: REPLAY=FILE              ship: compute the verdict of this ship.json again, without the model
 #: SERVE=vllm,sglang        check: engines that are to load the result: vllm, sglang, llama.cpp
 #: FORMAT=gguf              export: what to export for: gguf, ollama, vllm
 #: QUANT=q8_0               export: how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)
-#: LLAMA_CPP=FOLDER         export, export-test: a checkout of llama.cpp, in place of the fetched converter
+#: LLAMA_CPP=FOLDER         export, export-test: a checkout of llama.cpp, in place of the downloaded converter
 #: REPO=user/name           push: the repository on the Hugging Face hub
 #: MERGED=1                 push: upload the merged model in place of the adapter
 #: PUBLIC=1                 push: make the repository public; a new one is private without it
@@ -296,7 +296,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TORCH=BUILD              lock, setup, setup-unsloth: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z
 #: PYTHON=PATH              the Python (3.11 to 3.14) that .venv is built with
 #: VENV=PATH                use this environment of yours; it is never built or changed
-#: UNSLOTH_VENV=PATH        the environment that has Unsloth, where it is not .venv-unsloth
+#: UNSLOTH_VENV=PATH        the environment that has Unsloth, if it is not .venv-unsloth
 
 ##@ Examples
 #: make train

@@ -185,7 +185,7 @@ def _tokenizer(job: Job) -> dict[str, Any]:
     spent, tokens = Clock.zero(), 0
     with Path(job.file).open(encoding="utf-8") as file:
         while lines := list(itertools.islice(file, BATCH_ROWS)):
-            texts = [turns.rendered(json.loads(line)["messages"]) for line in lines]
+            texts = [turns.template.rendered(json.loads(line)["messages"]) for line in lines]
             clock = Clock()
             encoded = tokenizer(texts, add_special_tokens=False)
             spent = {name: spent[name] + more for name, more in clock.spent().items()}

@@ -1,4 +1,4 @@
-"""Fine-tune with a loop of your own: sft_play.dist for the ranks, sft_play's loss masks for the data.
+"""Fine-tune with your own training loop: sft_play.dist for the ranks, sft_play's loss masks for the data.
 
     python examples/train_with_accelerator.py
     torchrun --standalone --nproc-per-node 2 examples/train_with_accelerator.py
@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # where sft_play is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # needed only if sft_play is not installed
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -50,7 +50,7 @@ def arguments():
 
 
 def load(args):
-    """Tokenizer and model, with an adapter unless every weight is trained. The seed makes all ranks' weights equal."""
+    """Tokenizer and model, with an adapter unless every weight is trained. The seed makes all ranks start equal."""
     torch.manual_seed(0)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -100,7 +100,7 @@ def collate(pad):
 
 
 def loss_of(accelerator, model, batch):
-    """The loss over all ranks' trained tokens, each counted alike: gradients are averaged over ranks, so the factor."""
+    """The mean loss over the trained tokens of all ranks. Gradients are averaged over ranks, hence the factor."""
     labels = batch.pop("labels")[:, 1:]
     logits = model(**batch).logits[:, :-1]
     total = torch.nn.functional.cross_entropy(
@@ -142,8 +142,8 @@ def main():
     folder = save_sharded(accelerator, model, args.save, tokenizer=tokenizer)
     accelerator.print(f"saved: {folder}")
     accelerator.wait_for_everyone()
-    # DDP's model is freed before the process group ends: the last to hold the group ends gloo's threads, and DDP would
-    # do that while it holds the GIL, for which a thread that frees its last gather may wait.
+    # Free DDP's model before the process group ends: whoever releases the group last ends gloo's threads. DDP would do
+    # so while it holds the GIL, for which one of those threads may be waiting to free its last gather.
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 

@@ -100,7 +100,7 @@ VARIABLES: Dict[str, Variable] = {
     ),
     "RUN": Variable(
         ("resume", "consolidate", "memory-check", *_BOARDS, *_FINISHED),
-        "name of a run, or its folder (resume, consolidate and what looks at runs); last: the newest finished one",
+        "name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one",
         "NAME",
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", kind="switch"),
@@ -116,7 +116,7 @@ VARIABLES: Dict[str, Variable] = {
     "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", kind="number", of="the money of a GPU-hour"),
     "BUDGET": Variable(
         ("plan",),
-        "money for the run in USD: the cheapest and the fastest machine within it, by a dated price list",
+        "money for the run in USD: finds the cheapest and the fastest machine within it, by a dated price list",
         "20",
         kind="number",
         of="an amount of money",
@@ -131,7 +131,7 @@ VARIABLES: Dict[str, Variable] = {
     "ROUNDS": Variable(("bench",), "how often each side runs, in turns", "3", kind="count", of="rounds"),
     "PEER": Variable(
         ("bench",),
-        "what it is compared with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory",
+        "what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory",
         "trl",
     ),
     "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH", kind="path"),
@@ -145,8 +145,8 @@ VARIABLES: Dict[str, Variable] = {
             *("process", "style", "dapt-docx", "render", "preview", "full-pipeline", "setup-accelerate", "merge"),
             *("export", "reproduce"),
         ),
-        "overwrite what was edited by hand or is there (commands on data, setup-accelerate, merge, export); reproduce: "
-        "train by the present code where the run's cannot be had",
+        "overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); "
+        "reproduce: train with the present code if the run's own cannot be found",
         "1",
         kind="switch",
     ),
@@ -156,32 +156,39 @@ VARIABLES: Dict[str, Variable] = {
     "TEMPLATES": Variable(("mask-score",), "folder of chat templates", "FOLDER", kind="path"),
     "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer", "FOLDER"),
     "NOTEBOOK": Variable(
-        ("run-notebook",), "the notebook (.ipynb) to run over ranks, from its own folder", "FILE", kind="path"
+        ("run-notebook",), "the notebook (.ipynb) to run on several ranks, from its own folder", "FILE", kind="path"
     ),
-    "INPUT": Variable(("infer",), "prompts: one a line (.txt), or rows as training reads them", "FILE", kind="path"),
+    "INPUT": Variable(("infer",), "prompts: one per line (.txt), or rows as training reads them", "FILE", kind="path"),
     "OUTPUT": Variable(("infer",), "where the answers go, as JSONL", "FILE", kind="path", has_flag=False),
     "MAX_NEW_TOKENS": Variable(("chat", "infer", "eval"), "longest answer", "512", kind="count", of="tokens"),
     "TEMPERATURE": Variable(
-        ("chat",), "of sampling; 0 takes the likeliest token", "0.7", kind="number", of="a temperature"
+        ("chat",),
+        "temperature of sampling; 0 always takes the likeliest token",
+        "0.7",
+        kind="number",
+        of="a temperature",
     ),
     "SYSTEM": Variable(("chat",), "the system prompt", "'You are terse.'"),
     "ENGINE": Variable(("serve",), "what serves: transformers (default), or vllm where it is installed", "vllm"),
     "HOST": Variable(("serve",), "the address to listen on; others than 127.0.0.1 are open to the network", "0.0.0.0"),
     "PORT": Variable(("serve",), "the port; 0 takes any free one", "8000"),
     "DTYPE": Variable(("merge",), "dtype of the merged weights: bf16, fp16, fp32", "bf16"),
-    "BASE": Variable(("merge",), "of a QLoRA run, the weights to merge into: dequantized, original", "original"),
+    "BASE": Variable(("merge",), "for a QLoRA run, the weights to merge into: dequantized, original", "original"),
     "LIMIT": Variable(
         ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", kind="count", of="rows"
     ),
     "SPLIT": Variable(("eval",), "which held-out rows: val, test", "val"),
     "DATA": Variable(("eval",), "rows of this file instead, in any format that training reads", "FILE"),
     "METRICS": Variable(
-        ("eval",), "of answers: exact_match, rouge_l, chrf, your module:function, or none", "rouge_l", kind="names"
+        ("eval",),
+        "metrics of answers: exact_match, rouge_l, chrf, your module:function, or none",
+        "rouge_l",
+        kind="names",
     ),
-    "TASKS": Variable(("eval",), "tasks of lm-evaluation-harness too", "gsm8k,mmlu", kind="names"),
+    "TASKS": Variable(("eval",), "tasks of lm-evaluation-harness, in addition", "gsm8k,mmlu", kind="names"),
     "TOLERANCE": Variable(
         ("ship",),
-        "nats a token by which the loss on general text and chats may rise",
+        "nats per token by which the loss on general text and chats may rise",
         "0.3",
         kind="number",
         of="nats a token",
@@ -195,7 +202,10 @@ VARIABLES: Dict[str, Variable] = {
     "FORMAT": Variable(("export",), "what to export for: gguf, ollama, vllm", "gguf"),
     "QUANT": Variable(("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)", "q8_0"),
     "LLAMA_CPP": Variable(
-        ("export", "export-test"), "a checkout of llama.cpp, in place of the fetched converter", "FOLDER", kind="path"
+        ("export", "export-test"),
+        "a checkout of llama.cpp, in place of the downloaded converter",
+        "FOLDER",
+        kind="path",
     ),
     "REPO": Variable(("push",), "the repository on the Hugging Face hub", "user/name"),
     "MERGED": Variable(("push",), "upload the merged model in place of the adapter", "1", kind="switch"),
@@ -242,7 +252,7 @@ VARIABLES: Dict[str, Variable] = {
     "PYTHON": Variable(_ANYWHERE, "the Python (3.11 to 3.14) that .venv is built with", "PATH", has_flag=False),
     "VENV": Variable(_ANYWHERE, "use this environment of yours; it is never built or changed", "PATH", has_flag=False),
     "UNSLOTH_VENV": Variable(
-        _ANYWHERE, "the environment that has Unsloth, where it is not .venv-unsloth", "PATH", has_flag=False
+        _ANYWHERE, "the environment that has Unsloth, if it is not .venv-unsloth", "PATH", has_flag=False
     ),
 }
 """Every variable of make that the toolkit reads."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.process import ProcessReport, process
+from sft_play.data.process import process
+from sft_play.data.process_report import ProcessReport
 from sft_play.data.sources import formats
 from sft_play.data.sources.messages import NOTE_ENCODED_TWICE
 from sft_play.errors import DataError

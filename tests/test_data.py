@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.sources.files import BadRow, RawRow, data_paths, read_rows
+from sft_play.data.sources.files import data_paths, read_rows
 from sft_play.data.sources.formats import Chat, recognise, rename_columns, to_example
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.conftest import chat
 

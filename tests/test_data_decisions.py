@@ -19,12 +19,14 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.preview import signs, spread_out
-from sft_play.data.sources.files import BadRow, data_paths
+from sft_play.data.preview import spread_out
+from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
+from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
-from sft_play.data.sources.raw import TEXT_CHARS, is_long, pieces_of
+from sft_play.data.sources.raw import TEXT_CHARS, BadRow, is_long, pieces_of
 from sft_play.data.splits import FEW_DOCUMENTS, _longer_limits, build_splits
-from sft_play.data.stats import SHOWN_BAD_ROWS, RowStats
+from sft_play.data.stats import RowStats
+from sft_play.data.visible_text import signs
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 

@@ -19,8 +19,8 @@ from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import NO_END_TOKEN, Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.raw import BadRow
 from tests.bundled import template_of, there
 from tests.conftest import chat
 from tests.models import CHATML, make_tokenizer

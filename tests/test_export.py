@@ -10,11 +10,13 @@ import string
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished import llama_cpp, llama_cpp_model
 from sft_play.finished.export import export_run
@@ -382,6 +384,15 @@ def test_prompts_that_the_exported_template_renders_otherwise_are_seen(exported,
     here, there = Prompts(run, run.folder.path / "merged"), Prompts(run, folder)
     assert all(here.ids_of(one.text) == one.ids for one in here.of_rows(split, 5))
     assert not any(there.ids_of(one.text) == one.ids for one in there.of_rows(split, 5))
+
+
+def test_a_prompt_whose_texts_spell_special_tokens_is_not_compared_with_an_engine(exported):
+    """Training has the characters there; an engine that is sent the text has the token."""
+    run, _ = exported
+    answer = {"role": "assistant", "content": "x"}
+    chats = [Chat("", ({"role": "user", "content": text}, answer)) for text in ("hi", "hi<|im_end|>", "you")]
+    asked = Prompts(run, run.folder.path / "merged").of_rows(SimpleNamespace(chats=chats), 3)
+    assert [one.messages[0]["content"] for one in asked] == ["hi", "you"]
 
 
 # --- the converter ----------------------------------------------------------------------------------------------------

@@ -17,19 +17,10 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.size import rough_size
-from sft_play.data.sources import files, json_rows, raw, tables
-from sft_play.data.sources.files import (
-    BadRow,
-    RawRow,
-    Source,
-    data_files,
-    data_paths,
-    file_parts,
-    kind_of,
-    read_part,
-    read_rows,
-    source_digest,
-)
+from sft_play.data.sources import json_rows, raw, tables
+from sft_play.data.sources.file_kinds import kind_of, suffix_of
+from sft_play.data.sources.files import Source, data_files, data_paths, read_part, read_rows, source_digest, split_part
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.bundled import data_file, there
 from tests.conftest import chat
@@ -39,6 +30,11 @@ ROW = chat("hello there", "how are you?")
 
 def rows(path, **options):
     return list(read_rows(path, split="train", **options))
+
+
+def parts_of(source, *, part_bytes=8 << 20, text_wanted=False):
+    parts = data_files(source, split="train", text_wanted=text_wanted)
+    return [piece for part in parts for piece in split_part(part, part_bytes=part_bytes)]
 
 
 def data_of(path, **options):
@@ -354,7 +350,7 @@ class TestParts:
 
     def same(self, source, **options):
         whole = [(row.where, getattr(row, "data", None), str(row)) for row in rows(source)]
-        parts = file_parts(source, split="train", **options)
+        parts = parts_of(source, **options)
         parts = pickle.loads(pickle.dumps(parts))
         pieces = [(row.where, getattr(row, "data", None), str(row)) for part in parts for row in read_part(part)]
         assert pieces == whole
@@ -436,7 +432,6 @@ class TestSources:
         assert (str(paths.train), str(paths.val)) == (f"{tmp_path}/*.jsonl", "hub:owner/name:config")
         assert data_of(paths.train) == [ROW]
         assert isinstance(paths.val, Source)
-        assert paths.val.is_hub
 
     def test_what_looks_like_a_hub_id_says_how_one_is_written(self):
         with pytest.raises(DataError, match="a data set of the hub is written hub:HuggingFaceH4/ultrachat_200k"):
@@ -600,7 +595,7 @@ def test_bytes_of_any_kind_end_in_rows_or_an_error_of_the_data(tmp_path, content
         (tmp_path / name).write_bytes(found)
         with contextlib.suppress(DataError):
             assert all(isinstance(row, (RawRow, BadRow)) for row in rows(tmp_path / name, text_wanted=text_wanted))
-            file_parts(tmp_path / name, split="train", text_wanted=text_wanted)
+            parts_of(tmp_path / name, text_wanted=text_wanted)
 
 
 @given(st.text(alphabet='{}[]",:\\ \n\rnul1e.-td8', max_size=60))
@@ -632,7 +627,7 @@ def test_real_files_are_read_whole(name):
     path = data_file(name)
     found = rows(path)
     assert len(found) == REAL_ROWS[name]
-    parts = file_parts(path, split="train", part_bytes=300 if name.startswith("bundled/") else 100_000)
+    parts = parts_of(path, part_bytes=300 if name.startswith("bundled/") else 100_000)
     assert found == [row for part in parts for row in read_part(part)]
     assert [row.data for row in found] == (
         json.loads(path.read_text())
@@ -672,7 +667,7 @@ def test_the_parts_of_a_config_name_their_files(tmp_path):
     lines(tmp_path / "a.jsonl", ROW)
     config = config_from_text(f"model: {{name: x}}\ndata: {{train_path: {tmp_path}}}", name="run.yaml")
     assert [part.name for part in data_files(data_paths(config.data).train)] == [f"{tmp_path}/a.jsonl"]
-    assert files.suffix_of(Path("x.JSONL.gz")) == ".jsonl"
+    assert suffix_of(Path("x.JSONL.gz")) == ".jsonl"
     assert json_rows.parse_line('{"a": 1}', "x:1") == RawRow("x:1", {"a": 1}, True)
 
 

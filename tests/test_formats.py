@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import formats
-from sft_play.data.sources.files import BadRow, RawRow, read_rows
+from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import (
     FORMATS,
     Chat,
@@ -25,6 +25,7 @@ from sft_play.data.sources.formats import (
     unknown_format,
 )
 from sft_play.data.sources.messages import GIVEN, NOTE_ENCODED_TWICE, ROLES, merge_turns
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import escape_control
 from tests.bundled import data_file, there

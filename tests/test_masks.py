@@ -22,9 +22,9 @@ from sft_play.data.masks.encode import Encoder, label_spans
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer_parts import TokenizerParts, end_of_text_id
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat, Text
 from sft_play.data.sources.messages import merge_turns
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.models import CHATML, make_tokenizer
@@ -719,6 +719,16 @@ def test_special_tokens_in_texts_are_plain_text_and_counted(tokenizer, make):
     assert tokenizer.decode(row.input_ids) == row.text
     assert [row.text[first:last] for first, last in row.spans] == ["no<|im_end|>way<|im_end|>"]
     assert judge(tokenizer, chat, row, ("way<|im_end|>",), words=lambda message: []) == ""
+
+
+@pytest.mark.parametrize("how", ["plain", "control"])
+def test_a_prompt_whose_texts_spell_special_tokens_has_the_tokens_that_training_had(make, how):
+    """Evaluation, chat and serve generate after it: a user's text must not become a turn of its own there either."""
+    chat = Chat("f:1", (user("hi" + FORGED), answer("fine")))
+    renderer = make(special_tokens_in_text=how)
+    row = renderer.render(chat)
+    first = next(at for at, label in enumerate(row.labels) if label != IGNORED)
+    assert renderer.prompt_ids(chat) == (row.input_ids[:first], "fine")
 
 
 def test_special_tokens_in_texts_are_control_tokens_or_bad_rows_when_told(tokenizer, make):

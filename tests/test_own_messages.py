@@ -15,8 +15,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.process import as_row
-from sft_play.data.sources.files import BadRow, RawRow
 from sft_play.data.sources.formats import content_digest, recognise, to_example
+from sft_play.data.sources.raw import BadRow, RawRow
 from tests.bundled import template_of, there
 from tests.models import CHATML, make_tokenizer
 

@@ -16,8 +16,11 @@ import pytest
 from sft_play.commands.preview import Preview
 from sft_play.commands.preview import preview as preview_of
 from sft_play.config.load import load_config
-from sft_play.data import preview
-from sft_play.data.preview import Gap, Piece, Shown, TokenBytes, kept_tokens, pieces_of, shortened, signs, spread_out
+from sft_play.data.masks.words import BYTE_LETTERS
+from sft_play.data.preview import Gap, Shown, example_line, plain_lines, shortened, spread_out, terminal_text
+from sft_play.data.preview_page import html_page
+from sft_play.data.token_pieces import Piece, TokenBytes, kept_tokens, pieces_of
+from sft_play.data.visible_text import signs, visible
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat
@@ -89,7 +92,7 @@ class Letters:
         self.backend_tokenizer.decoder = self._Decoder()  # type: ignore[assignment]
         self.added_tokens_decoder: dict[int, Any] = {}
         self.all_special_ids = [300]
-        self._names = {byte: letter for letter, byte in preview._LETTERS.items()}
+        self._names = BYTE_LETTERS
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return ["<|end|>" if number == 300 else self._names[number] for number in ids]
@@ -194,9 +197,9 @@ def test_what_is_not_seen_is_shown():
 
 
 def test_accents_stay_on_their_letter_unless_they_have_none_or_are_many():
-    assert preview.visible("e\u0301") == "e\u0301"
-    assert preview.visible("\u0301") == "⟨U+0301⟩"
-    assert preview.visible("e" + "\u0301" * 6) == "e" + "\u0301" * 4 + "⟨U+0301⟩" * 2
+    assert visible("e\u0301") == "e\u0301"
+    assert visible("\u0301") == "⟨U+0301⟩"
+    assert visible("e" + "\u0301" * 6) == "e" + "\u0301" * 4 + "⟨U+0301⟩" * 2
 
 
 # --- terminal ---------------------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
         cut=1,
         lost=1,
     )
-    assert preview.plain_lines(row) == [
+    assert plain_lines(row) == [
         "Row 1 (a.jsonl:1): 3 tokens; 2 trained (67%); max_seq_len cuts 1 tokens, 1 of them trained",
         "  hi[[·yes]]",
         "  --- max_seq_len cuts 1 tokens, 1 of them trained ---",
@@ -223,14 +226,14 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
 
 
 def test_texts_cannot_write_our_marks():
-    lines = preview.plain_lines(shown([Piece("a[[b]]~~", (1,)), Piece("[", (2,)), Piece("[", (3,))]))
+    lines = plain_lines(shown([Piece("a[[b]]~~", (1,)), Piece("[", (2,)), Piece("[", (3,))]))
     assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
-    assert "[[" not in preview.example_line(shown([Piece("[", (2,)), Piece("[", (3,))]))
+    assert "[[" not in example_line(shown([Piece("[", (2,)), Piece("[", (3,))]))
 
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
     row = shown([Piece(NASTY, (1,), trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
-    text = preview.terminal_text(row).plain + "".join(preview.plain_lines(row))
+    text = terminal_text(row).plain + "".join(plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
 
@@ -262,7 +265,7 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 def test_the_page_holds_nothing_of_the_data_but_text():
     row = shown([Piece(NASTY, (1,), trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
-    text = preview.page([row], title=NASTY, about=[NASTY])
+    text = html_page([row], title=NASTY, about=[NASTY])
     page = Page(text)
     assert {tag for tag, _ in page.tags} == {
         *("html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "ul", "li", "section", "div"),
@@ -275,7 +278,7 @@ def test_the_page_holds_nothing_of_the_data_but_text():
 
 
 def test_the_page_allows_its_own_style_and_nothing_else():
-    text = preview.page([], title="t", about=[])
+    text = html_page([], title="t", about=[])
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
     assert style is not None
     digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()

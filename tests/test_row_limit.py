@@ -22,12 +22,14 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data import survey
-from sft_play.data.process import SplitReport, _Lengths, process
+from sft_play.data.process import process
+from sft_play.data.process_report import SplitReport
+from sft_play.data.row_lengths import RowLengths
 from sft_play.data.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
-from sft_play.data.sources.files import BadRow, RawRow, read_rows
+from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
-from sft_play.data.sources.raw import LongLine, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.data.survey import row_outcomes
 from sft_play.data.workers import BATCH_CHARS
 from sft_play.errors import DataError
@@ -262,7 +264,7 @@ def test_lengths_are_counted_a_few_characters_at_a_time():
         return [len(text.split()) for text in texts]
 
     counts = SplitReport()
-    lengths = _Lengths(count, max_seq_len=1_000)
+    lengths = RowLengths(count, max_seq_len=1_000)
     sizes = [3, 400_000, 10, 100_000, 5]
     for number, words in enumerate(sizes):
         lengths.add(Text("f", "word " * words), bytes([number] * 32), counts)

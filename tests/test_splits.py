@@ -15,11 +15,13 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.data import build as build_module
 from sft_play.data import workers as workers_module
+from sft_play.data.arrow_rows import RowWriter
 from sft_play.data.build import KEPT, Recipe, build
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import RawRow, data_paths
+from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, content_share, recognise, to_example
+from sft_play.data.sources.raw import RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, tokenizer_folder
@@ -318,7 +320,7 @@ class TestCache:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(build_module._Writer, "write", breaks)
+            patch.setattr(RowWriter, "write", breaks)
             with pytest.raises(KeyboardInterrupt):
                 build(path, recipe, split="train")
         assert made

@@ -12,13 +12,14 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks import message_forms, turns
+from sft_play.data.masks import inexact, message_forms
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import BadRow, RawRow, data_paths
+from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import recognise, to_example
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
 from sft_play.training.tokenizer import load_tokenizer
@@ -404,7 +405,7 @@ def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how
     made = rendered(renderer, row(call(ODD)))
     if name in COMMAND_R:
         assert isinstance(made, BadRow)
-        assert made.reason == turns.OTHER_PROMPT
+        assert made.reason == inexact.OTHER_PROMPT
     else:
         assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
@@ -416,7 +417,7 @@ def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(smal
     assert isinstance(made, TokenRow), made
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
-    assert bad.reason == turns.REFUSED
+    assert bad.reason == inexact.REFUSED
 
 
 def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_path):

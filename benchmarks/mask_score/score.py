@@ -19,8 +19,8 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.files import BadRow
 from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, TokenizerError
 from sft_play.log import one_line
 
@@ -269,7 +269,7 @@ def _read(file: Path) -> str:
 
 
 def _judged(name: str, case: Case, renderer: Renderer, tokenizer: Any) -> Row:
-    renderings = Renderings(case, tokenizer, renderer.turns().template)
+    renderings = Renderings(case, tokenizer, renderer.turns().template.jinja)
     found = renderer.render(Chat(f"{name}:{case.name}", case.messages, case.tools))
     if not renderings.written:
         return Row(name, case.name, "", "cannot_render", renderings.why)

@@ -11,10 +11,13 @@ from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.request import Request
 from sft_play.commands.rows import first_stage, refuse_source
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.data import preview as show
 from sft_play.data.picked import row_numbered, rows_spread, shown_rows
+from sft_play.data.preview import TERMINAL_PIECES, Shown, plain_lines, terminal_text
+from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import data_paths
+from sft_play.data.token_pieces import TokenBytes
+from sft_play.data.visible_text import visible
 from sft_play.data.written import OutputFolder
 from sft_play.diagnose.row_tools import prepare_hub, tools_of
 
@@ -38,17 +41,17 @@ class Preview:
 
     source: str
     rows: int
-    examples: tuple[show.Shown, ...]
+    examples: tuple[Shown, ...]
     notes: tuple[str, ...]
     page: Path
-    most: int = show.TERMINAL_PIECES
+    most: int = TERMINAL_PIECES
 
     ok: bool = True
 
     def lines(self) -> list[str]:
         """The examples as plain text, trained parts in [[ ]]."""
         head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
-        body = [line for shown in self.examples for line in ["", *show.plain_lines(shown, most=self.most)]]
+        body = [line for shown in self.examples for line in ["", *plain_lines(shown, most=self.most)]]
         return [head, *self.notes, *body, "", f"Page: {self.page}"]
 
     def as_json(self) -> dict[str, Any]:
@@ -63,15 +66,13 @@ class Preview:
         console = Console(file=stream, highlight=False, markup=False, emoji=False)
         if not console.is_terminal or console.no_color or console.color_system is None:
             return False
-        console.print(
-            f"{len(self.examples):,} of {self.rows:,} rows of {show.visible(self.source)}; trained parts green"
-        )
+        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {visible(self.source)}; trained parts green")
         for note in self.notes:
-            console.print(show.visible(note))
+            console.print(visible(note))
         for shown in self.examples:
             console.print()
-            console.print(show.terminal_text(shown, most=self.most))
-        console.print(f"Page: {show.visible(str(self.page))}")
+            console.print(terminal_text(shown, most=self.most))
+        console.print(f"Page: {visible(str(self.page))}")
         return True
 
 
@@ -95,7 +96,7 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     reader = ExampleReader(path, config.data, split="train", text_wanted=config.task_mode == "cpt")
     chosen = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
     tools = tools_of(config)
-    names = show.TokenBytes(tools.tokenizer)
+    names = TokenBytes(tools.tokenizer)
     examples = tuple(one for number, raw in chosen for one in shown_rows(number, raw, reader, tools.maker, names))
     target = page or DEFAULT_PAGE
     refuse_source(target, [("train", path)])
@@ -114,6 +115,6 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     if config.task_mode == "cpt":
         about.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
     with OutputFolder(target.parent, (target.name,), force=force, command="preview") as folder:
-        folder.open(target.name).write(show.page(examples, title=f"Preview of {Path(str(path)).name}", about=about))
-    most = show.PAGE_PIECES if row is not None else show.TERMINAL_PIECES
+        folder.open(target.name).write(html_page(examples, title=f"Preview of {Path(str(path)).name}", about=about))
+    most = PAGE_PIECES if row is not None else TERMINAL_PIECES
     return Preview(str(path), reader.rows, examples, notes, target, most)

@@ -69,12 +69,13 @@ class ModelConfig(Section):
     attn_implementation: (
         Literal["auto", "sdpa", "eager", "flash_attention_2"] | Annotated[str, Field(pattern=HUB_KERNEL)]
     ) = leaf("auto", owner="training.attention")
-    """Attention implementation; auto uses sdpa if the model has it, for packs by their boundaries where that is exact.
-    `kernels-community/flash-attn2@` and a commit: that kernel of the hub, by the package kernels."""
+    """Attention implementation. auto uses sdpa if the model has it, and attends to packs by their boundaries if that is
+    exact for the model. `kernels-community/flash-attn2@` and a commit: that kernel of the hub, through the package
+    kernels."""
 
     experts_implementation: Literal["auto", "grouped_mm", "eager"] = leaf("auto", owner="planner.experts")
-    """How a mixture's experts are multiplied: grouped_mm: all of a block at once; eager: one after another, several
-    times slower. auto uses grouped_mm if the model's class and widths allow it."""
+    """How a mixture of experts is computed. grouped_mm: all experts of a block at once; eager: one after another,
+    several times slower. auto uses grouped_mm if the model's class and sizes allow it."""
 
     mesh_shape: int | tuple[int, ...] | tuple[tuple[int, ...], tuple[str, ...]] | None = leaf(
         None, owner="planner.plan"
@@ -96,7 +97,7 @@ class LoraConfig(Section):
     """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with rsLoRA)."""
 
     dropout: float = leaf(0.0, owner="training.model", ge=0.0, lt=1.0)
-    """Dropout before the adapter; costs memory per target."""
+    """Dropout before the adapter; costs memory for every target module."""
 
     target_modules: Literal["auto"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
         "auto", owner="training.model"
@@ -278,7 +279,7 @@ class DataConfig(Section):
     """Share of the training rows held out for validation, by content hash, if there is no val_path."""
 
     columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
-    """Your column names for the known ones, such as `{prompt: question, completion: reply}`."""
+    """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`."""
 
     chat_template: Name | None = leaf(None, owner="training.tokenizer")
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template; `training` uses TRL's
@@ -291,7 +292,7 @@ class DataConfig(Section):
     """Date for templates that write one (YYYY-MM-DD); null uses the day when the run starts."""
 
     loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.masks.render")
-    """assistant: every assistant turn; completion: the last one; all: every token."""
+    """What the loss is computed on. assistant: every assistant turn; completion: the last one; all: every token."""
 
     multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.masks.render")
     """whole: a conversation is one row; split: every assistant turn ends its own row and is rendered as the last turn,
@@ -305,14 +306,14 @@ class DataConfig(Section):
     anyway."""
 
     special_tokens_in_text: Literal["plain", "control", "fail"] = leaf("plain", owner="data.masks.render")
-    """Special tokens of the tokenizer inside texts of the data: tokenise them as plain text, as the control tokens that
-    they spell, or make the row a bad row."""
+    """What to do with special tokens of the tokenizer that occur in the data's texts. plain: tokenise them as plain
+    text; control: tokenise them as special tokens; fail: the row is a bad row."""
 
     system_into_user: bool = leaf(False, owner="data.masks.render")
     """Put the system prompt before the first user turn if the template does not support one."""
 
     turns_without_roles: Literal["fail", "alternate"] = leaf("fail", owner="data.sources.formats")
-    """A list of texts without roles: a bad row, or user and assistant in turn."""
+    """How to read a list of texts without roles: as a bad row, or as user and assistant in turn."""
 
     merge_consecutive: bool = leaf(False, owner="data.sources.formats")
     """Join consecutive turns of the same role, with a blank line between them."""
@@ -332,7 +333,7 @@ class DataConfig(Section):
     would keep how much."""
 
     packing: Literal["none", "best_fit"] = leaf("none", owner="data.packing")
-    """best_fit: pack several chats into one row of max_seq_len; none is cut, and none sees another."""
+    """best_fit: pack several chats into one row of max_seq_len tokens; no chat is cut, and none sees another."""
 
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.splits")
     """Processes that render and tokenise; auto uses one per core, up to 16, if there is enough to do."""
@@ -384,7 +385,8 @@ class TrainConfig(Section):
     """Optimizer steps of the whole run, including its schedule; null follows epochs."""
 
     stop_after_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.run")
-    """Stop with a checkpoint after this many steps of this start, as if its time had run out; resume continues."""
+    """Stop with a checkpoint after this many steps, counted from this start, as at a time limit; make resume
+    continues."""
 
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = leaf("auto", owner="training.trainer")
     """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
@@ -392,7 +394,7 @@ class TrainConfig(Section):
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
         leaf("cosine", owner="training.trainer")
     )
-    """Learning rate schedule."""
+    """Learning rate schedule, by its name in transformers."""
 
     warmup_steps: float = leaf(0.03, owner="training.trainer", ge=0.0)
     """Warm-up steps; a value below 1 is a share of all steps."""
@@ -431,18 +433,18 @@ class TrainConfig(Section):
     gradient_checkpointing: Literal["auto", "offload"] | bool | Annotated[int, Field(ge=1)] = leaf(
         "auto", owner="planner.candidates"
     )
-    """Recompute activations in the backward pass: less memory, about a third more time. A number does so for that many
-    layers, from the first on. offload does so for all layers and keeps what recomputation needs in RAM, for very long
-    rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
+    """Recompute activations in the backward pass: less memory, about a third more time. true: in all layers. A number:
+    in that many layers, from the first on. offload: in all layers, with what recomputation needs kept in RAM, for very
+    long rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
 
     kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.kernels")
-    """Kernels of norms, gated activations and rotations. liger: those of the package liger-kernel, on a CUDA GPU, if a
-    measurement before the first step shows that they compute the same; else the plain ones, with a warning. auto: the
-    same where the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger, and
-    for auto the memory of the plain ones, which take more."""
+    """Kernels of norms, gated activations and rotary embeddings. liger: those of the package liger-kernel, on a CUDA
+    GPU, if a comparison before the first step shows that they compute the same; else the plain ones, with a warning.
+    auto: the same if the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger;
+    for auto it counts the memory of the plain ones, which take more."""
 
     compile: bool = leaf(False, owner="training.compiling")
-    """Compile each block of the model by torch.compile, for training passes of any length, if a measurement before the
+    """Compile each block of the model with torch.compile, for training passes of any length, if a comparison before the
     first step shows that it computes the same; else the plain code runs, with a warning. Evaluation and generation run
     the plain code. Compiling takes a minute or two at every start, which the plan counts. Not with DeepSpeed, tensor
     or context parallelism, train.kernels, Unsloth, or train.gradient_checkpointing=offload."""
@@ -481,9 +483,9 @@ class TrainConfig(Section):
     """Within each optimizer step, put rows of similar length into the same micro-batch: less padding, same rows."""
 
     batch_by: Literal["auto", "rows", "tokens"] = leaf("auto", owner="planner.candidates")
-    """How the rows of a step become micro-batches. tokens: as many rows as take no more tokens than `batch_size` rows
-    of full length; rows: exactly `batch_size`. auto is tokens where batch_size and grad_accum are auto. Packs, blocks
-    of text and rows in random order (`group_by_length: false`) are divided by rows."""
+    """How the rows of a step are divided into micro-batches. tokens: as many rows as have no more tokens than
+    `batch_size` rows of full length; rows: exactly `batch_size`. auto is tokens if batch_size and grad_accum are auto.
+    Packs, blocks of text and rows in random order (`group_by_length: false`) are divided by rows."""
 
     dataloader_num_workers: int = leaf(0, owner="training.trainer", ge=0)
     """Processes that prepare batches; 0 prepares them in the training process."""
@@ -516,7 +518,8 @@ class EvalConfig(Section):
     """Sequences per GPU in evaluation; auto uses as many as need no more memory than a training step, at most 64."""
 
     generate_rows: int = leaf(0, owner="training.exact_match", ge=0)
-    """Number of held-out rows whose answers are generated and compared word for word; 0 for none."""
+    """Number of held-out rows for which an answer is generated and compared with the row's (exact match); 0 for
+    none."""
 
     max_new_tokens: int = leaf(128, owner="training.load_trainer", ge=1)
     """Maximum length of a generated answer in tokens."""
@@ -568,7 +571,7 @@ class DistributedConfig(Section):
     )
     """When ranks reduce their gradients: at the end of an optimizer step, or after every micro-batch. auto: step for
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A
-    number of micro-batches may be 1 or train.grad_accum."""
+    number of micro-batches can only be 1 or train.grad_accum."""
 
     find_unused_parameters: bool = leaf(False, owner="training.distributed")
     """Under DDP, look after each forward pass for parameters that the loss does not use. Needed for models that skip
@@ -579,8 +582,8 @@ class DistributedConfig(Section):
 
     profile_communication: bool | Annotated[int, Field(ge=1, le=100)] = leaf(False, owner="training.profile")
     """Measure communication between ranks for this many steps, from the third on (true: 3): counts, bytes and time of
-    each kind of collective, waiting ranks, and the plan's bytes beside them. Written to profile/communication.json in
-    the run folder, with rank 0's trace."""
+    each kind of collective, the waiting time of ranks, and the bytes that the plan predicts. Written to
+    profile/communication.json in the run folder, with rank 0's trace."""
 
 
 class OutputConfig(Section):

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import itertools
 import json
 import os
 import pickle
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,16 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
 
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
+from sft_play.data.arrow_rows import RowWriter, write_blocks
+from sft_play.data.file_digests import digest_of
 from sft_play.data.masks.render import Draft, Renderer
-from sft_play.data.masks.token_row import CHAT, TokenRow
+from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
-from sft_play.data.sources.files import AnySource, BadRow, Part, data_files, read_part, source_digest
-from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format
+from sft_play.data.sources.files import AnySource, Part, data_files, read_part
+from sft_play.data.sources.formats import Example, Format, Text, content_share, first_format
+from sft_play.data.sources.raw import BadRow
 from sft_play.data.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError
@@ -43,8 +43,6 @@ from sft_play.heap import give_back
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""
 
-_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
-_SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
 _NOT_IN_KEY = frozenset(
     {
         *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
@@ -121,7 +119,6 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     import tokenizers
 
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
-    writes_date = any("strftime_now" in text for _, text in recipe.tokenizer.templates)
     # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
     code = hashlib.sha256(tokenizers.__version__.encode())
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -131,7 +128,7 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
         "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
         "options": options,
         "limit": recipe.max_seq_len,
-        "date": str(recipe.today) if writes_date and not recipe.data.template_date else "",
+        "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
         "kind": [split, recipe.documents, recipe.held_share, recipe.keeps_chats],
         "source": str(source),
         "content": [[part.name, part.kind, _content(part)] for part in parts],
@@ -152,47 +149,19 @@ def _content(part: Part) -> str:
     return hashlib.sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
 
 
-def content_digest_of(source: AnySource) -> str:
-    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own."""
-    path = Path(str(source)).expanduser()
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            return digest_of(path)
-    return source_digest(source)
-
-
-def digest_of(file: Path) -> str:
-    """SHA-256 of a file's content, remembered until its size, times, inode or path change."""
-    state = file.stat()
-    identity = [str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
-    note = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    with contextlib.suppress(OSError, ValueError):
-        digest = note.read_text(encoding="ascii")
-        if len(digest) == 64:  # else half-written
-            return digest
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if time.time() - state.st_mtime > 2:  # a file that is being written may change within the clock's tick
-        with contextlib.suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            aside = note.with_name(f"{note.name}.{os.getpid()}")
-            aside.write_text(digest, encoding="ascii")
-            aside.replace(note)
-    return digest
-
-
 # The cache.
 
 
 _META = "meta.pickle"
 _DIGESTS = "{}.digests.npy"
-_WAITING = "Data: another process prepares the same rows; waiting for it"
+_WAITING = "Data: another process is preparing the same rows; waiting for it"
 
 
 def _load(folder: Path) -> Built | None:
     """The cache where it is complete; otherwise None, and what is left of it is removed."""
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         files, stats = pickle.loads((folder / _META).read_bytes())
+        # the folder was renamed when it was whole; a user may have removed files since
         if all((folder / file).is_file() for names in files.values() for file in names):
             return Built(folder, files, stats)
     shutil.rmtree(folder, ignore_errors=True)
@@ -208,7 +177,11 @@ def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, worke
     try:
         files, stats = _rows_of(aside, parts, recipe, split, workers)
         if recipe.documents:
-            files = {name: _blocks(aside, name, documents, recipe, split) for name, documents in files.items()}
+            for name, documents in files.items():
+                blocks, held_out = f"{name}.blocks.arrow", split != "train" or name == HELD
+                paths = [aside / file for file in documents]
+                write_blocks(aside / blocks, paths, recipe.max_seq_len, keeps_short=held_out)
+                files[name] = (blocks,)
         (aside / _META).write_bytes(pickle.dumps((files, stats)))
         aside.rename(folder)
     finally:
@@ -249,7 +222,7 @@ def _rows_of(
     formats = ", ".join(name for name, _ in stats[KEPT].formats.most_common())
     for name, side in stats.items():
         every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
-        distinct = np.unique(every)
+        distinct = np.unique(every)  # each once, as `splits.py` compares them
         side.format = formats or side.format
         side.repeated = len(every) - len(distinct)
         np.save(folder / _DIGESTS.format(name), distinct)
@@ -294,7 +267,8 @@ class _Maker:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())
             writers = {
-                name: stack.enter_context(_Writer(Path(job.folder), f"{job.number:06d}.{name}.arrow", self._recipe))
+                # a file for each job and side: no process waits for another, and the order is that of the jobs
+                name: stack.enter_context(self._writer(job, name))
                 for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
             }
             for batch in self._batches(job, stats):
@@ -304,14 +278,21 @@ class _Maker:
                 if news is not None:
                     news.add(len(batch.examples))
         return _Result(
-            {name: writer.name for name, writer in writers.items()},
+            {name: writer.path.name for name, writer in writers.items()},
             stats,
             {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
         )
 
+    def _writer(self, job: _Job, name: str) -> RowWriter:
+        recipe = self._recipe
+        is_held_out = name == HELD or not recipe.held_share  # a recipe of held-out rows alone splits none off
+        keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
+        return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
+
     def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
         """The piece's examples in batches: one is tokenised while the next is read and rendered."""
         before: _Batch | None = None
+        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
         with ThreadPoolExecutor(1) as tokenizer:
             for examples in _in_batches(self._examples(job, stats[KEPT])):
                 for name, share in self._by_side(examples).items():
@@ -357,7 +338,7 @@ class _Maker:
             sides[HELD if content_share(example) < share else KEPT].append(example)
         return sides
 
-    def _write(self, batch: _Batch, stats: RowStats, writer: _Writer) -> None:
+    def _write(self, batch: _Batch, stats: RowStats, writer: RowWriter) -> None:
         """Wait for a batch's tokens; count and write its rows."""
         tokens = batch.tokens.result()
         if self._recipe.documents:
@@ -372,6 +353,7 @@ class _Maker:
             if isinstance(whole, BadRow):
                 stats.count_bad(whole)
                 continue
+            # rows that fit keep all at any limit that could be proposed: only the others are worth counting
             if len(whole.labels) > self._recipe.max_seq_len:
                 stats.cost.add(len(whole.labels), trained_runs(whole.labels))
             row = self._renderer.cut(whole)
@@ -420,112 +402,3 @@ def _garbage_collection_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def row_digest(input_ids: Sequence[int]) -> int:
-    """The eight bytes that stand for a row's tokens in `Built.digests`."""
-    return int(
-        np.frombuffer(hashlib.blake2b(np.array(input_ids, np.int32).tobytes(), digest_size=8).digest(), np.uint64)[0]
-    )
-
-
-class _Writer:
-    """An Arrow stream file of token rows."""
-
-    def __init__(self, folder: Path, name: str, recipe: Recipe) -> None:
-        self.name = name
-        self.digests = bytearray()
-        """Eight bytes for the tokens of each row."""
-        self._path = folder / name
-        is_held_out = not recipe.held_share or f".{HELD}." in name
-        self._keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
-        self._schema = _SCHEMA_WITH_CHATS if self._keeps_chats else _SCHEMA
-
-    def __enter__(self) -> _Writer:
-        self._file = pa.OSFile(str(self._path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, self._schema)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-        self._file.close()
-
-    def write(self, rows: Sequence[TokenRow], examples: Sequence[Example]) -> None:
-        """A batch of rows with the examples they are made of."""
-        if not rows:
-            return
-        offsets, ids = _joined([row.input_ids for row in rows])
-        label_offsets, labels = _joined([row.labels for row in rows])
-        sources = np.array([row.source != CHAT for row in rows], np.int8)
-        tokens = memoryview(ids).cast("B")
-        for begin, end in itertools.pairwise((offsets * ids.itemsize).tolist()):
-            self.digests += hashlib.blake2b(tokens[begin:end], digest_size=8).digest()
-        columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
-        if self._keeps_chats:
-            columns.append(pa.array([_as_json(example) for example in examples], pa.string()))
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-
-
-def _joined(values: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-    """Lists of tokens joined: int32 of shape [lists + 1], where each begins, and of shape [tokens]."""
-    lengths = np.fromiter(map(len, values), np.int32, len(values))
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets, np.fromiter(itertools.chain.from_iterable(values), np.int32, int(offsets[-1]))
-
-
-def _arrow(values: Any) -> Any:
-    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes 0.5 s."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def _lists(offsets: Any, tokens: Any) -> Any:
-    """Joined lists as an Arrow column, without an object for each token."""
-    return pa.ListArray.from_arrays(_arrow(offsets), _arrow(tokens))
-
-
-def _as_json(example: Example) -> str | None:
-    if not isinstance(example, Chat):
-        return None
-    return json.dumps([example.where, example.messages, example.tools], ensure_ascii=False)
-
-
-def chat_of(text: str) -> Chat:
-    """A conversation as it was kept beside its tokens."""
-    where, messages, tools = json.loads(text)
-    return Chat(where, tuple(messages), tuple(tools))
-
-
-# Blocks of text.
-
-
-def _blocks(folder: Path, name: str, files: Sequence[str], recipe: Recipe, split: str) -> tuple[str, ...]:
-    """Documents joined and cut into blocks of exactly max_seq_len tokens, in a file of their own.
-
-    The rest that fills no block is left over; a held-out text shorter than one block is a block by itself.
-    """
-    size = recipe.max_seq_len
-    blocks = f"{name}.blocks.arrow"
-    carry = np.zeros(0, np.int32)
-    wrote = False
-    with pa.OSFile(str(folder / blocks), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
-        for file in files:
-            with pa.memory_map(str(folder / file)) as source, pa.ipc.open_stream(source) as documents:
-                for batch in documents:
-                    ids = batch.column(0)
-                    carry = np.concatenate([carry, ids.flatten().to_numpy()])
-                    whole = len(carry) // size * size
-                    if whole:  # written at once: a corpus of any size is never held in memory
-                        stream.write_batch(_block_batch(carry[:whole], size))
-                        carry, wrote = carry[whole:].copy(), True
-            (folder / file).unlink()
-        if not wrote and len(carry) and (split != "train" or name == HELD):
-            stream.write_batch(_block_batch(carry, len(carry)))
-    return (blocks,)
-
-
-def _block_batch(tokens: Any, size: int) -> Any:
-    """Full blocks as a batch: every token is trained."""
-    column = _lists(np.arange(0, len(tokens) + 1, size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
-    sources = _arrow(np.ones(len(tokens) // size, np.int8))
-    return pa.record_batch([column, column, sources], schema=_SCHEMA)

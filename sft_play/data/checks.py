@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import METHODS
-from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.messages import roles_said
-from sft_play.data.stats import bad_row_lines, rows_text
+from sft_play.data.sources.raw import BadRow
+from sft_play.data.stats import rows_text
 from sft_play.data.survey import Survey
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
@@ -19,7 +20,7 @@ LIMIT_STEP = 64
 """`model.max_seq_len` is proposed in multiples of this."""
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Finding]:
@@ -56,7 +57,7 @@ def _bad(
     lines = "\n".join([*bad_row_lines(among, bad, first), *also])
     if data.on_bad_row == "skip":
         return warned(name, lines, "they are left out (data.on_bad_row=skip); fix them to use them")
-    return failed(name, lines, "fix them, or leave them out, counted, with data.on_bad_row=skip")
+    return failed(name, lines, FIX_OR_SKIP)
 
 
 def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
@@ -83,6 +84,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
     for one, other in pairs:
         shared = one.digests.keys() & other.digests.keys()
         if shared:
+            # the earliest row's, so that the message is the same each time
             digest = min(shared, key=one.digests.__getitem__)
             rows = f"row {one.digests[digest]:,} of {one.source} and row {other.digests[digest]:,} of {other.source}"
             leaks.append(
@@ -99,7 +101,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
     return [*findings, *leaks]
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
+# Masks
 
 
 def judge_masks(survey: Survey, data: DataConfig) -> list[Finding]:
@@ -172,13 +174,13 @@ def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
     return findings
 
 
-# --- length -----------------------------------------------------------------------------------------------------------
+# Length
 
 
 def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
     """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
 
-    `positions`: the most that the model has; None where it has no limit.
+    `positions`: how many the model has; None where it has no limit.
     """
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
@@ -205,6 +207,7 @@ def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int 
     """The limits that would keep enough, and everything, within the model's positions."""
     cost, longer = survey.cost, []
     enough = 1 - data.max_lost_fraction
+    # rounded up, since kernels are at their best with multiples of 64
     limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
     for limit in sorted(limits):
         if limit > max_seq_len and (positions is None or limit <= positions):

@@ -38,6 +38,7 @@ def drawn(count: int, most: int | None, *, seed: int) -> Indices | None:
     """The rows of a source that `max_rows` keeps, in their order; None where it keeps all."""
     if most is None or most >= count:
         return None
+    # in the file's order, so that memory-mapped rows are read forwards
     return np.sort(np.random.default_rng([seed, count, most]).permutation(count)[:most])
 
 
@@ -71,7 +72,7 @@ class Mix:
         size, count = self.sizes[place], self.per_epoch[place]
         if not count:
             return np.zeros(0, dtype=np.int64)
-        first, end = epoch * count, (epoch + 1) * count
+        first, end = epoch * count, (epoch + 1) * count  # places in the endless row of passes
         passes = [self._pass(place, number) for number in range(first // size, -(-end // size))]
         skipped = first - first // size * size
         return np.concatenate(passes)[skipped : skipped + count]
@@ -86,6 +87,8 @@ class Mix:
             if (place, current) in self._passes:
                 continue
             order = np.random.default_rng([self.seed, place, current]).permutation(size)
+            # This pass begins in epoch (current * size) // count. That epoch's first row is `skipped` rows into pass
+            # `begun`: the rows of `begun` after those are what the epoch already had.
             begun, skipped = divmod(current * size // count * count, size)
             if skipped and begun != current:
                 is_had = np.isin(order, self._passes[place, begun][skipped:])

@@ -1,4 +1,4 @@
-"""Which rows share a row: best-fit packing without a cut, rows of like length together, and what padding each costs.
+"""Which rows are packed into one (best-fit, without a cut), rows of like length together, and what padding each costs.
 
 All of it is arithmetic on lengths: no row is read or copied here. Lengths are tokens, indices those of the data set.
 """
@@ -59,7 +59,7 @@ def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.min() < 1 or sizes.max() > capacity):
         raise ValueError(f"rows of {sizes.min()} to {sizes.max()} tokens; a pack takes rows of 1 to {capacity}")
-    order = np.argsort(-sizes, kind="stable")
+    order = np.argsort(-sizes, kind="stable")  # stable: rows of one length stay in the data set's order
     pack_of = np.empty(len(sizes), dtype=np.int64)
     pack_of[order] = _dealt(sizes[order], capacity)
     count = int(pack_of.max()) + 1 if len(sizes) else 0
@@ -88,8 +88,8 @@ def _dealt(falling: Indices, capacity: int) -> list[int]:
     for length, left in zip((-values).tolist(), counts.tolist(), strict=True):
         while left:
             space = spaces.at_least(length)
-            if space is None:  # as many new packs as this length fills
-                new = -(-left // (capacity // length))
+            if space is None:  # no open pack has room: as many new ones as this length fills
+                new = -(-left // (capacity // length))  # rounded up
                 space, open_packs[capacity] = capacity, list(range(opened + new - 1, opened - 1, -1))
                 spaces.add(capacity)
                 opened += new
@@ -102,7 +102,7 @@ def _fill(
 ) -> int:
     """Put rows of one length into the packs that have `space` left, each filled before the next; how many went in."""
     waiting = open_packs[space]
-    each = space // length
+    each = space // length  # rows of this length that one of these packs takes
     whole = min(len(waiting), rows // each)
     taken = [waiting.pop() for _ in range(whole)]
     packs += taken if each == 1 else [pack for pack in taken for _ in range(each)]

@@ -1,161 +1,24 @@
-"""The tokens of examples, made visible: what is trained, what is cut, and characters that are not seen.
+"""Rows to look at: their tokens, what is trained, what is cut; as text and for the terminal.
 
-A token is shown as the bytes that it stands for, never as the text that it was made from. Tokens that are no whole
-character are shown together. What would not be seen (spaces, line breaks, controls, marks of writing direction) is
-shown by a sign or by its number, so that no text of the data can change how the page or the terminal reads.
+`preview_page.py` makes the page of them.
 """
 
 from __future__ import annotations
 
-import base64
-import codecs
-import hashlib
-import html
-import io
 import itertools
 import json
-import re
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, METHODS
+from sft_play.data.token_pieces import Piece
+from sft_play.data.visible_text import signs, visible
 from sft_play.log import one_line
 
-PAGE_PIECES = 20_000
-"""Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
 TERMINAL_PIECES = 1_500
 RAW_CHARACTERS = 1_500
 """Characters that are shown of a row that cannot be used, as it is in the file."""
-
-
-# --- what a token is --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token, or several that only together are whole characters.
-
-    `text` holds a byte that is no part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false
-    for what max_seq_len cuts away.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    trained: bool = False
-    special: bool = False
-    kept: bool = True
-
-
-class TokenBytes:
-    """What each token of a tokenizer stands for: bytes, or the name of a special token."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._tokenizer = tokenizer
-        self._added = {number: str(token) for number, token in added.items()}
-        self._special = set(getattr(tokenizer, "all_special_ids", ()))
-        for number, token in added.items():
-            name = str(token)
-            # Templates add marks such as <tool_call> as plain tokens; runs of spaces are added tokens too, and no mark.
-            is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
-            if is_mark or getattr(token, "special", False):
-                self._special.add(number)
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        state = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
-        self._is_byte_level = '"ByteLevel"' in state
-        self._is_word_piece = '"WordPiece"' in state
-        self._is_sentence_piece = "\u2581" in state or '"ByteFallback"' in state
-
-    def is_special(self, number: int) -> bool:
-        """Whether a token is one of the tokenizer's marks, which no plain text becomes."""
-        return number in self._special
-
-    def of(self, ids: Sequence[int]) -> list[bytes]:
-        """The bytes of each token; a special token's are those of its name."""
-        words = self._tokenizer.convert_ids_to_tokens(list(ids))
-        return [
-            (self._added.get(number) or str(word)).encode("utf-8", "replace")
-            if number in self._added or number in self._special
-            else self._decoded(str(word))
-            for number, word in zip(ids, words, strict=True)
-        ]
-
-    def _decoded(self, word: str) -> bytes:
-        """The bytes of a token by its name, as the tokenizer's own decoder reads it."""
-        if self._is_byte_level:
-            return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode("utf-8", "replace") for c in word)
-        if self._is_word_piece:
-            word = word[2:] if word.startswith("##") else f" {word}"
-        elif self._is_sentence_piece:
-            if byte := _BYTE_NAME.fullmatch(word):
-                return bytes([int(byte[1], 16)])
-            word = word.replace("\u2581", " ")
-        return word.encode("utf-8", "replace")
-
-
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}
-"""The letters in which byte-level vocabularies write bytes: printable ones as they are, the others from U+0100."""
-_BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, kept: Sequence[bool]) -> list[Piece]:
-    """The tokens of a row as pieces: each by itself, or with those that complete its last character."""
-    pieces: list[Piece] = []
-    waiting: list[int] = []
-    state: tuple[bool, bool] | None = None
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    text = ""
-
-    def end() -> None:
-        nonlocal text
-        if waiting:
-            assert state is not None
-            pieces.append(Piece(text + decoder.decode(b"", True), tuple(waiting), trained=state[0], kept=state[1]))
-            decoder.reset()
-            waiting.clear()
-            text = ""
-
-    for number, label, is_kept, raw in zip(ids, labels, kept, names.of(ids), strict=True):
-        here = (label != IGNORED, is_kept)
-        if names.is_special(number):
-            end()
-            pieces.append(Piece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
-            continue
-        if here != state:
-            end()
-        state = here
-        waiting.append(number)
-        text += decoder.decode(raw)
-        if not decoder.getstate()[0]:
-            end()
-    end()
-    return pieces
-
-
-def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool] | None:
-    """Which tokens of a whole row are in the cut one: its beginning, its end, or a beginning and an end.
-
-    None where the cut row is no such part of the whole one.
-    """
-    size, left = len(whole), len(cut)
-    if left > size:
-        return None
-    if list(whole[:left]) == list(cut):
-        return [n < left for n in range(size)]
-    if list(whole[size - left :]) == list(cut):
-        return [n >= size - left for n in range(size)]
-    head = next((n for n in range(left) if whole[n] != cut[n]), left)
-    tail = left - head
-    if list(whole[size - tail :]) != list(cut[head:]):
-        return None
-    return [n < head or n >= size - tail for n in range(size)]
-
-
-# --- an example to look at --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -220,64 +83,16 @@ def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
     if count == 1:
         return [0]
     even = [round(n * (rows - 1) / (count - 1)) for n in range(count)]
-    if count > 2 and longest not in even:
+    if count > 2 and longest not in even:  # in the place of the nearest; the first and the last stay
         nearest = min(even[1:-1], key=lambda n: abs(n - longest))
         even[even.index(nearest)] = longest
     return sorted(even)
 
 
-# --- signs for what is not seen ---------------------------------------------------------------------------------------
-
-Kind = Literal["text", "space", "newline", "mark"]
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
-_BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5")
-"""Letters and marks without a shape."""
-MOST_ACCENTS = 4
-"""Combining marks on one letter; the languages that people write need no more."""
-NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
-
-
-def signs(text: str) -> Iterator[tuple[Kind, str]]:
-    """The text in runs of one kind: as it is, or as signs for what would not be seen.
-
-    A line break is one `newline`, a space one `·`, everything else a mark such as ⟨U+202E⟩; accents without a letter
-    before them, or too many of them, are marks too.
-    """
-    plain: list[str] = []
-    accents = 0
-    for number, character in enumerate(text):
-        kind, sign = _sign(character)
-        accents = accents + 1 if unicodedata.category(character) in ("Mn", "Me") else 0
-        if accents > MOST_ACCENTS or (accents and number == 0):  # towers of them cover the lines above
-            kind, sign = "mark", f"⟨U+{ord(character):04X}⟩"
-        if kind == "text":
-            plain.append(character)
-            continue
-        if plain:
-            yield "text", "".join(plain)
-            plain.clear()
-        yield kind, sign
-    if plain:
-        yield "text", "".join(plain)
-
-
-def _sign(character: str) -> tuple[Kind, str]:
-    if character == " ":
-        return "space", SPACE
-    if character == "\n":
-        return "newline", NEWLINE
-    if character == "\t":
-        return "mark", TAB
-    if "\udc80" <= character <= "\udcff":
-        return "mark", f"⟨0x{ord(character) - 0xDC00:02X}⟩"
-    if unicodedata.category(character) in _HIDDEN or character in _BLANK:
-        return "mark", f"⟨U+{ord(character):04X}⟩"
-    return "text", character
-
-
-def visible(text: str) -> str:
-    """Text that is safe to show, on one line: spaces as they are, everything else that is not seen by its sign."""
-    return "".join(" " if kind == "space" else sign for kind, sign in signs(text))
+def raw_text(data: Any) -> str:
+    """How a row that cannot be tokenised begins in its file."""
+    text = json.dumps(data, ensure_ascii=False, default=str)
+    return text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"
 
 
 @dataclass(frozen=True)
@@ -322,9 +137,6 @@ def _room(sizes: Sequence[int], most: int) -> int:
             return share
         left -= size
     return sizes[-1] if sizes else most
-
-
-# --- in the terminal --------------------------------------------------------------------------------------------------
 
 
 def heading(shown: Shown) -> str:
@@ -424,137 +236,3 @@ def terminal_text(shown: Shown, *, most: int = TERMINAL_PIECES) -> Any:
     for line in _trouble(shown):
         body.append(line + "\n", style="bold red")
     return body
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;
-  --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4; --special: #2557a7; --bad: #a3262a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ec; --soft: #9aa4b2; --page: #15181d; --line: #363c46;
-  --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f; --special: #8fb8f6; --bad: #ff8f8f; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 4rem; max-width: 78rem; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.3rem; margin: 0 0 .25rem; }
-h2 { font-size: 1.05rem; margin: 0 0 .25rem; }
-p { margin: .25rem 0; }
-.soft { color: var(--soft); }
-.bad { color: var(--bad); font-weight: 600; }
-section { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-ul.facts, ul.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; list-style: none; margin: .25rem 0 .75rem;
-  padding: 0; }
-ul.facts { color: var(--soft); }
-.tokens { font: 14px/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-.t { background: var(--a); border-radius: 3px; padding: .08em 0; unicode-bidi: isolate; }
-.t.b { background: var(--b); }
-.t.y { background: var(--ta); }
-.t.y.b { background: var(--tb); }
-.t.s { color: var(--special); font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
-.t.x { text-decoration: line-through; opacity: .6; }
-.t i { font-style: normal; color: var(--soft); }
-.t i.m { font-size: .85em; color: var(--bad); }
-.cut { display: block; margin: .4rem 0; padding: .1rem .5rem; border-left: 4px solid var(--bad); color: var(--bad);
-  font: 600 14px/1.5 system-ui, sans-serif; }
-.gap { color: var(--soft); font-style: italic; }
-pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; padding: .5rem; font-size: 13px; }
-""".strip()
-
-
-def page(examples: Sequence[Shown], *, title: str, about: Iterable[str], most: int = PAGE_PIECES) -> str:
-    """One HTML page without network, script or anything outside itself; `about` are lines below the title."""
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    out = io.StringIO()
-    out.write('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n')
-    out.write(f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n')
-    out.write('<meta name="viewport" content="width=device-width, initial-scale=1">\n')
-    out.write('<meta name="referrer" content="no-referrer">\n')
-    out.write(f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n")
-    out.write(f"<h1>{_escaped(title)}</h1>\n")
-    for line in about:
-        out.write(f'<p class="soft">{_escaped(line)}</p>\n')
-    out.write(_legend(examples))
-    for shown in examples:
-        out.write(_section(shown, most))
-    out.write("</main>\n</body>\n</html>\n")
-    return out.getvalue()
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text), quote=True)
-
-
-def _legend(examples: Sequence[Shown]) -> str:
-    every = [piece for shown in examples for piece in shown.pieces]
-
-    def tokens(want: Callable[[Piece], bool]) -> str:
-        return f"{sum(len(piece.ids) for piece in every if want(piece)):,}"
-
-    items = [
-        ('<span class="t">not</span><span class="t b"> trained</span>', tokens(lambda p: not p.trained)),
-        ('<span class="t y">tra</span><span class="t y b">ined</span>', tokens(lambda p: p.trained)),
-        ('<span class="t s">special token</span>', tokens(lambda p: p.special)),
-        ('<span class="t x">cut by max_seq_len</span>', tokens(lambda p: not p.kept)),
-    ]
-    shown = "".join(f"<li>{sample} {count}</li>" for sample, count in items)
-    hint = (
-        f'<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen, '
-        "⟨0xF0⟩ a byte that is no character; point at a token for its id</li>"
-    )
-    return f'<ul class="legend">{shown}{hint}</ul>\n'
-
-
-def _section(shown: Shown, most: int) -> str:
-    head = f"<h2>Row {shown.number:,}</h2>\n"
-    out = [f'<section>\n{head}<p class="soft">{_escaped(shown.where)}</p>\n']
-    if shown.reason:
-        out.append(f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n')
-    facts = "".join(f"<li>{_escaped(fact)}</li>" for fact in shown.facts())
-    if facts:
-        out.append(f'<ul class="facts">{facts}</ul>\n')
-    if shown.pieces:
-        out.append(f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n')
-    if shown.raw:
-        out.append(f"<pre>{_escaped(shown.raw)}</pre>\n")
-    return "".join([*out, "</section>\n"])
-
-
-def _spans(shown: Shown, most: int) -> Iterator[str]:
-    position, kept = 0, True
-    for number, item in enumerate(shortened(shown.pieces, most)):
-        if isinstance(item, Gap):
-            position += item.tokens
-            yield f'<span class="gap">{html.escape(str(item))}</span>'
-            continue
-        if kept and not item.kept:
-            yield f'<span class="cut">{shown.cut_text}</span>'
-        elif item.kept and not kept:
-            yield '<span class="cut">kept from here</span>'
-        kept = item.kept
-        yield _span(item, position, odd=bool(number % 2))
-        position += len(item.ids)
-
-
-def _span(piece: Piece, position: int, *, odd: bool) -> str:
-    marks = [("t", True), ("b", odd), ("y", piece.trained), ("s", piece.special), ("x", not piece.kept)]
-    classes = " ".join(name for name, wanted in marks if wanted)
-    word = "id" if len(piece.ids) == 1 else "ids"
-    title = f"{word} {', '.join(map(str, piece.ids))} at {position}{', trained' if piece.trained else ''}"
-    return f'<span class="{classes}" title="{title}">{"".join(map(_html_sign, signs(piece.text)))}</span>'
-
-
-def _html_sign(run: tuple[Kind, str]) -> str:
-    kind, sign = run
-    if kind == "text":
-        return html.escape(sign, quote=True)
-    if kind == "mark":
-        return f'<i class="m">{html.escape(sign, quote=True)}</i>'
-    return f"<i>{sign}</i>\n" if kind == "newline" else f"<i>{sign}</i><wbr>"
-
-
-def raw_text(data: Any) -> str:
-    """How a row that cannot be tokenised begins in its file."""
-    text = json.dumps(data, ensure_ascii=False, default=str)
-    return text if len(text) <= RAW_CHARACTERS else f"{text[:RAW_CHARACTERS]}…"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.examples import ExampleReader
-from sft_play.data.sources.files import AnySource, BadRow
-from sft_play.data.stats import RowStats, bad_row_lines
+from sft_play.data.sources.files import AnySource
+from sft_play.data.sources.raw import BadRow
+from sft_play.data.stats import RowStats
 from sft_play.data.survey import RowMaker, row_outcomes
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -107,7 +109,7 @@ def refuse_bad(files: Sequence[RenderedFile], data: DataConfig) -> None:
     bad = [file for file in files if file.stats.bad]
     if bad and data.on_bad_row == "fail":
         lines = [line for file in bad for line in file.bad_lines()]
-        raise DataError("\n".join([*lines, "fix them, or leave them out, counted, with data.on_bad_row=skip"]))
+        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
     for file in files:
         if not file.stats.kept:
             lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]

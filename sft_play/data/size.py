@@ -9,8 +9,9 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.mixing import exact_shares
-from sft_play.data.sources.files import BadRow, Part, data_files, find_source, kind_of, read_part
-from sft_play.data.sources.raw import blocks, is_gzipped
+from sft_play.data.sources.file_kinds import kind_of
+from sft_play.data.sources.files import Part, data_files, find_source, read_part
+from sft_play.data.sources.raw import BadRow, blocks, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -21,7 +22,7 @@ SAMPLE_CHARACTERS = 32 << 20
 """Characters that are read of each file at most."""
 _SAMPLE_KEPT = 1_000
 SAMPLE_FILES = 20
-"""Of many files so many are read; the others are taken to have the same rows per byte."""
+"""Files that are read at most; the others are taken to have as many rows per byte."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _of_file(part: Part) -> RoughSize | None:
                 sample.append(row.data)
         if taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS:
             break
-    else:
+    else:  # the whole file was read: its figures are exact
         return RoughSize(rows, characters) if rows else None
     count = _rows(part, sample, at_least=rows) if sample else rows
     return RoughSize(count, int(count * characters / rows)) if rows else None

@@ -19,15 +19,18 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build import HELD, KEPT, Built, Recipe, build, chat_of
+from sft_play.data.arrow_rows import chat_of
+from sft_play.data.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.sources.files import AnySource, BadRow, DataPaths, data_files, read_part
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
+from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
-from sft_play.data.stats import RowStats, bad_row_lines
+from sft_play.data.sources.raw import BadRow
+from sft_play.data.stats import RowStats
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]
@@ -117,8 +120,8 @@ def build_splits(
 ) -> Splits:
     """Every split of a run as token rows.
 
-    `positions`: the most that the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date
-    that templates are given.
+    `positions`: how many the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date that
+    templates are given.
 
     Raises:
         DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
@@ -144,11 +147,12 @@ class _Builder:
             return self._of_sources(paths)
         val = self._held_out(paths.val, "val")
         share = self._config.data.val_fraction
+        # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
             self._notes.append(
                 f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
             )
-        share = share if val is None else 0.0
+        share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
         self._judge(train, "train")
@@ -181,7 +185,7 @@ class _Builder:
         """The rows of a source, and those split off it."""
         if documents and held_share and (few := self._few_documents(source, split)) is not None:
             return self._ends_split_off(few, source, held_share)
-        keeps = split != "train" or held_share > 0
+        keeps = split != "train" or held_share > 0  # conversations are needed where answers are generated
         recipe = self._recipe(documents=documents, held_share=held_share, keeps_chats=keeps)
         built = build(source, recipe, split=split, workers=self._config.data.workers)
         kept = _of_cache(built, KEPT, str(source))
@@ -190,6 +194,7 @@ class _Builder:
         if not held_share:
             return kept, None
         held = _of_cache(built, HELD, f"{held_share:g} of {source} by content hash")
+        # the build counts every row it reads for the kept side: those that are split off are taken out again
         held.report.rows = held.report.kept + held.report.too_long + held.report.bad.total()
         kept.report.rows -= held.report.rows
         return kept, held if held.rows is not None else None
@@ -220,9 +225,10 @@ class _Builder:
         weights = tuple(source.weight for source in self._config.data.sources)
         sources = Sources(names, weights, tuple(len(split.rows) for split in used))
         mix = sources.mix(seed=self._config.train.seed)
+        # packed rows are mixed by packs, whose table the trainer logs once they are made
         if self._config.data.packing == "none" or self._is_text:
             self._notes += [f"Data train: {line}" for line in mix_table(mix)]
-        numbered = held.items() if common is None else [(-1, common)]
+        numbered = held.items() if common is None else [(-1, common)]  # -1: of no source
         held_out = [_marked(self._finished(split), at) for at, split in numbered]
         tested = _marked(self._finished(test), -1) if test else None
         notes = (*paths.notes, *self._notes)
@@ -308,6 +314,7 @@ class _Builder:
                 f"of max_seq_len {block}; lower model.max_seq_len or give more text"
             )
         count = len(split.rows)
+        # a single block may be shorter: a held-out text of less than one (`arrow_rows.write_blocks`)
         tokens = count * block if count > 1 or len(split.rows[0]["input_ids"]) == block else stats.tokens
         left = stats.tokens - tokens
         self._notes.append(
@@ -342,6 +349,7 @@ class _Builder:
                 f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
                 f"{text.report.source} has {blocks}: more than {MAX_PASSES} passes over it; lower it"
             )
+        # rows are numbered with the chats first; text is taken in passes over all its blocks
         order = [*range(count), *(count + index % blocks for index in range(wanted))]
         random.Random(self._config.train.seed).shuffle(order)
         rows = _joined([chats.rows, text.rows]).select(order)
@@ -399,6 +407,7 @@ class _Builder:
         features = Features(
             {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
         )
+        # every token is trained, and 1 is the number of text
         columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
         return Split(Dataset.from_dict(columns, features=features) if blocks else None, stats)
 
@@ -457,7 +466,7 @@ def _joined(datasets: Sequence[Any]) -> Any:
 def _bad_rows_message(stats: RowStats, source: str) -> str:
     lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.bad, stats.first_bad)
     lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
-    return "\n".join([*lines, "fix them, or leave them out, counted, with data.on_bad_row=skip"])
+    return "\n".join([*lines, FIX_OR_SKIP])
 
 
 def _nothing_left_message(stats: RowStats, source: str, max_seq_len: int, positions: int | None) -> str:

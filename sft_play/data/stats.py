@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
-from sft_play.data.sources.files import BadRow
+from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.formats import Chat, Example, Text
+from sft_play.data.sources.raw import BadRow
 from sft_play.log import one_line
-
-SHOWN_BAD_ROWS = 20
-"""Bad rows of a source that are listed; the others are counted."""
 
 
 def rows_text(count: int) -> str:
@@ -25,19 +23,12 @@ def rows_text(count: int) -> str:
     return f"{count:,} row{'s' * (count != 1)}"
 
 
-def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> list[str]:
-    """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
-    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in bad.most_common(6))
-    rows = [f"  {one_line(str(row), limit=600)}" for row in first]
-    more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
-    return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
-
-
-# --- what a limit costs -----------------------------------------------------------------------------------------------
+# What a limit costs
 
 
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     """The runs [start, end) of trained tokens; labels of shape [T]."""
+    # with an untrained token put before and after, so that each run has two edges
     is_trained = np.zeros(len(labels) + 2, dtype=np.int8)
     is_trained[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORED
     edges = np.flatnonzero(np.diff(is_trained)).tolist()
@@ -61,12 +52,14 @@ class LimitCost:
         self.longest = max(self.longest, size)
         if size + 2 > len(self._steps):
             self._steps.extend([0] * (size + 2 - len(self._steps)))
+        # With the end cut, a limit of n keeps max(0, min(n, end) - begin) tokens of a run: the count grows by one for
+        # each n from begin + 1 to end, so its second difference is 1 at begin + 1 and -1 at end + 1.
         for begin, end in runs:
             begin = max(begin, 1)
             if end <= begin:
                 continue
             self.trained += end - begin
-            if self.truncate == "drop":
+            if self.truncate == "drop":  # all at once, where the whole row fits
                 self._steps[size] += end - begin
                 self._steps[size + 1] -= end - begin
             elif self.truncate == "prompt":  # a token is kept where the limit reaches back to it
@@ -92,6 +85,7 @@ class LimitCost:
 
     def kept_share(self, limit: int) -> float:
         """The share of the trained tokens that a limit keeps."""
+        # the last of those there are: beyond the longest row every limit keeps all
         return list(itertools.islice(self._kept(), limit + 1))[-1] / (self.trained or 1)
 
     def limit_for(self, share: float) -> int:
@@ -99,7 +93,7 @@ class LimitCost:
         return next((limit for limit, kept in enumerate(self._kept()) if kept >= share * self.trained), self.longest)
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 @dataclass
@@ -248,6 +242,7 @@ class RowStats:
         """Both sources together; each note keeps the first row of each source."""
         both = RowStats()
         for one in (self, other):
+            # the places of first notes go into their text, where both sources keep theirs
             add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
         both.shared = dict(Counter(self.shared) + Counter(other.shared))
         both.source = f"{self.source} + {other.source}"

@@ -117,9 +117,10 @@ class _Styler:
         if prompt is None or not prompt.strip():
             return row, "left"
         first = messages[0]
-        if first.get("role") not in ("system", "developer"):
+        if first.get("role") not in ("system", "developer"):  # processed rows keep their authors' names of roles
             return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
         present = first.get("content")
+        # content in parts is its author's own form, which a prompt of ours would not fit into
         if self._how == "keep" or not isinstance(present, str):
             return row, "left"
         done, content = "replaced", prompt

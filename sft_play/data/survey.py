@@ -19,11 +19,13 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.examples import ExampleReader, characters, example_of
-from sft_play.data.sources.files import AnySource, BadRow, Part, data_files, read_part
+from sft_play.data.sources.files import AnySource, Part, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, check_columns, content_digest, first_format
 from sft_play.data.sources.messages import TEXT_KEYS
-from sft_play.data.stats import SHOWN_BAD_ROWS, LimitCost, RowStats, add_up, trained_runs
+from sft_play.data.sources.raw import BadRow
+from sft_play.data.stats import LimitCost, RowStats, add_up, trained_runs
 from sft_play.data.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.heap import give_back
 
@@ -34,7 +36,7 @@ TEMPLATE = "template"
 """Counts tokens that are in no message's text."""
 
 
-# --- tokens by role ---------------------------------------------------------------------------------------------------
+# Tokens by role
 
 
 def tokens_by_role(
@@ -49,6 +51,7 @@ def tokens_by_role(
     for message in chat.messages:
         for part in map(message.get, TEXT_KEYS):
             content = str(part or "").strip()
+            # from the end of the one before: the same words may stand in several messages
             begin = text.find(content, position) if content else -1
             if begin >= 0:
                 position = begin + len(content)
@@ -65,7 +68,7 @@ def tokens_by_role(
     return counts
 
 
-# --- the whole file ---------------------------------------------------------------------------------------------------
+# The whole file
 
 
 @dataclass
@@ -108,6 +111,7 @@ class Survey(RowStats):
 
     def count_content(self, example: Example, number: int) -> None:
         """Count an example, and whether an earlier row has the same content."""
+        # 16 of 32 bytes: a million rows are 16 MB, and no two contents share them by chance
         first = self.digests.setdefault(content_digest(example)[:16], number)
         if first != number:
             self.duplicates += 1
@@ -134,6 +138,7 @@ class Survey(RowStats):
             if first != number + before:
                 self.duplicates += 1
                 repeats.append((first, number + before))
+        # pieces are added in the order of the file, so the earliest repeat may be of this piece or across the two
         self.first_duplicate = min(repeats, key=lambda repeat: repeat[1], default=None)
         if self.first is None and other.first is not None:
             number, whole = other.first
@@ -201,6 +206,7 @@ def row_outcomes(
     chars = longest = 0
     for number, example in rows:
         size = 0 if isinstance(example, BadRow) else characters(example)
+        # a bad row flushes too, so that outcomes keep the order of the file
         if len(waiting) == BATCH_ROWS or chars + size > BATCH_CHARS or isinstance(example, BadRow):
             yield from maker.of(waiting, document=document)
             give_back(longest)
@@ -225,14 +231,14 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Marks:
-        """Those of a transformers tokenizer."""
+        """The special tokens of a transformers tokenizer."""
         special = frozenset(getattr(tokenizer, "added_tokens_decoder", {})) | frozenset(tokenizer.all_special_ids)
         return cls(tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, special)
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """What a survey needs to count rows, in a form that another process can be sent.
+    """What a survey needs to count rows, in a form that can be sent to another process.
 
     Without `marks` there is no tokenizer, and rows are only read. `document`: the plain text of `task_mode: cpt_mixed`.
     Tokens are counted by role in about `role_rows` rows.
@@ -290,6 +296,7 @@ class Surveyor:
             return False
         pieces: list[_Piece] = []
         for part in parts:
+            # by the file's first rows, which a process that is given a later piece does not see
             shape = first_format(read_part(part), self._data)[1]
             pieces += [_Piece(piece, shape) for piece in pieces_of(part, count=count, total_bytes=total)]
         count = min(count, len(pieces))
@@ -377,7 +384,7 @@ class _Counting:
         marks = self._inquiry.marks
         assert marks is not None
         survey.with_bos += marks.bos is not None and bool(whole.input_ids) and whole.input_ids[0] == marks.bos
-        if marks.pad is not None and marks.pad != marks.eos:
+        if marks.pad is not None and marks.pad != marks.eos:  # a tokenizer without a pad token of its own pads with eos
             survey.pad_trained += marks.pad in row.labels
         self._count_ends(survey, whole, runs)
         if isinstance(outcome.example, Chat):
@@ -389,7 +396,7 @@ class _Counting:
         ends = self._inquiry.marks.special
         is_open = False
         for begin, end in runs:
-            last = reversed(whole.labels[max(begin, end - 2) : end])
+            last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
             special = next((number for number in last if number in ends), None)
             if special is None:
                 is_open = True

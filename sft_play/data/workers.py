@@ -49,7 +49,7 @@ def cores() -> int:
 
 
 def how_many(asked: int | str, total_bytes: int) -> int:
-    """Processes for so many bytes of data: data.workers, or with `auto` one for every core where that is faster."""
+    """How many processes to use: data.workers, or with `auto` one for every core where that is faster."""
     if isinstance(asked, int):
         return asked
     return 1 if total_bytes < FEW_BYTES else min(cores(), MOST_WORKERS)
@@ -87,6 +87,7 @@ def together(
     following = 0
     try:
         waiting = iter(enumerate(jobs))
+        # two jobs for each: one to work on and one that waits for it, so that none is idle while this one works
         running = _submitted(pool, itertools.islice(waiting, 2 * (count - 1)))
         work = begin(recipe)
         while following < len(jobs):
@@ -94,6 +95,7 @@ def together(
             if mine is not None:
                 results[mine[0]] = work(mine[1])
                 done(results[mine[0]])
+            # while there are jobs left this process does not wait for the others: it takes the next one
             finished, running = wait(running, timeout=None if mine is None else 0, return_when=FIRST_COMPLETED)
             for future in finished:
                 number, result = future.result()
@@ -126,14 +128,14 @@ def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> se
 
 
 class News:
-    """Logs now and then how far it is: `Data train: 20,000 rows prepared, 5,000 a second`."""
+    """Logs progress now and then: `Data train: 20,000 rows prepared, 5,000 a second`."""
 
     def __init__(self, subject: str, done: str) -> None:
         self._subject, self._done = subject, done
         self._began, self._logged, self._rows = time.monotonic(), time.monotonic(), 0
 
     def add(self, rows: int) -> None:
-        """So many more rows are done."""
+        """Count that many more rows as done."""
         self._rows += rows
         now = time.monotonic()
         if now - self._logged >= SECONDS_BETWEEN_NEWS:
@@ -150,8 +152,8 @@ def _start_worker(sent: bytes, parent: int) -> None:
     """Start of a worker: it ends with its parent, leaves Ctrl-C to it, and tokenises in one thread."""
     global _do_job
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_with(parent, signal.SIGKILL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    leave_with(parent, signal.SIGKILL)  # a parent that is killed cannot end its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process for each core: threads would only compete
     begin, recipe = pickle.loads(sent)
     _do_job = begin(recipe)
 

@@ -24,7 +24,7 @@ RECORD = ".sft_play_written.json"
 
 
 class CannotWrite(DataError):
-    """What was to be written could not be: a full disk, a limit."""
+    """Output could not be written: the disk is full, or a limit was reached."""
 
 
 class OutputFolder:
@@ -126,7 +126,7 @@ class _Output(io.TextIOWrapper):
     def keep(self) -> None:
         """Write everything out, give the file its name, and close it; raises OSError."""
         self.flush()
-        if self._is_unnamed:
+        if self._is_unnamed:  # O_TMPFILE: Linux alone, and not on every file system
             # Python calls linkat, which can follow the link in /proc to the unnamed file, only where it is given a
             # src_dir_fd; the path is absolute, so that any one does.
             number = self.fileno()

@@ -16,9 +16,10 @@ from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data import checks, marks
-from sft_play.data import preview as show
+from sft_play.data.preview import Shown, example_line
 from sft_play.data.sources.files import AnySource, data_paths, find_source
 from sft_play.data.survey import RowMaker, Survey, Surveyor
+from sft_play.data.token_pieces import TokenBytes, pieces_of
 from sft_play.diagnose import doctor, engines
 from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
@@ -220,11 +221,11 @@ class _Checks:
         if survey.first is None:
             return
         number, whole = survey.first
-        names = show.TokenBytes(self._tokenizer)
-        pieces = show.pieces_of(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
-        shown = show.Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
+        names = TokenBytes(self._tokenizer)
+        pieces = pieces_of(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
+        shown = Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
         yield passed("example", f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):\n"
-                            f"{show.example_line(shown)}")  # fmt: skip
+                            f"{example_line(shown)}")  # fmt: skip
 
     def _memory(self) -> Iterator[Finding]:
         from sft_play.planner.show import choice_line, memory_line

@@ -121,16 +121,16 @@ class DocumentsReport:
             f"{_many(len(self.files.documents), 'document')} found, {read} read, {len(self.unreadable)} not",
             *_listed("not read", self.reasons()),
             *self._others(),
-            *_listed("to know", self._notes()),
+            *_listed("notes", self._notes()),
             *_listed("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
-            *_listed("nothing of their own", [f"{name}: all of it is in earlier documents" for name in self.emptied]),
+            *_listed("nothing left to write", [f"{name}: all of it is in earlier documents" for name in self.emptied]),
             *_tally("left out", self.left_out),
             *_tally("repeated or boilerplate, kept (data.documents.drop_repeated=false)", self.kept),
             *self._written(),
         ]
 
     def reasons(self) -> list[str]:
-        """Why each document that was not read was not."""
+        """Each document that was not read, with the reason."""
         return [f"{name}: {reason}" for name, reason in self.unreadable.items()]
 
     def _notes(self) -> list[str]:
@@ -216,6 +216,7 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
         DataError: the packages of the documents extra are not installed; there are no documents, none can be read, or
             the folder holds files that were edited.
     """
+    # before any document is read, so that a folder of .docx does not fail at its first web page
     missing = [package for package, module in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise DataError(
@@ -274,6 +275,7 @@ class _Repeats:
     def take(self, name: str, blocks: list[Block]) -> list[Block]:
         """The blocks to write; repeats are counted, and left out where `drop` is set."""
         text = join(blocks)
+        # a copy is left out whole, headings and code too, which as single paragraphs never are
         first = self._documents.setdefault(_digest(text), name)
         if first != name:
             self._report.copies[name] = first
@@ -287,12 +289,12 @@ class _Repeats:
                 self._count(reason, len(block.text))
             if not reason or not self._drop:
                 kept.append(block)
-        self._paragraphs |= here
+        self._paragraphs |= here  # only now: within one document a repeat has a reason of its own
         return kept
 
     def _repeated(self, block: Block, here: set[bytes]) -> str:
         """Why a block counts as repeated; empty where it does not."""
-        words = " ".join(block.text.split())
+        words = " ".join(block.text.split())  # the same paragraph may be wrapped otherwise
         if block.kind not in REPEATED_BYTES or len(words.encode("utf-8")) < REPEATED_BYTES[block.kind]:
             return ""
         digest = _digest(words)[:16]
@@ -323,7 +325,7 @@ class _Writer:
         elif TRAIN in self._files:
             self._rows(VAL, name, blocks)
         else:
-            self._waiting.append((name, blocks))
+            self._waiting.append((name, blocks))  # until a document goes to training: then they may be validation
 
     def finish(self) -> None:
         """Where every document's hash is in the validation share, all of them go to training."""
@@ -353,6 +355,7 @@ class _Writer:
 
 def read_all(wanted: list[Document], options: ReadOptions) -> Iterator[tuple[Document, Extract | Unreadable]]:
     """Each document with its text, in the order given; read by several processes, few in memory at a time."""
+    # threads wait for processes here, so one for each process is enough
     count = max(1, min(cores(), _MAX_PROCESSES, len(wanted) // _DOCUMENTS_PER_PROCESS))
     started, logged = time.monotonic(), time.monotonic()
     with _Readers(options, count) as readers:
@@ -376,6 +379,7 @@ class _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # first no new work, then the processes, which the threads wait for, then the threads
         self._pool.shutdown(wait=False, cancel_futures=True)
         for reader in self._all:
             reader.close()
@@ -386,7 +390,7 @@ class _Readers:
         running: deque[tuple[Document, Future[Extract | Unreadable]]] = deque()
         for document in wanted:
             running.append((document, self._pool.submit(self._read, document)))
-            if len(running) > 2 * self._count:
+            if len(running) > 2 * self._count:  # texts wait in memory only while the next in order is not done
                 first, future = running.popleft()
                 yield first, future.result()
         for first, future in running:

@@ -37,6 +37,7 @@ def linear(element: Any, text_of: Callable[[Any], str]) -> str:
             degree = part("m:deg")
             return f"√{f'[{degree}]' if degree else ''}({part('m:e')})"
         case "m:nary":
+            # what Word leaves out of the file is its default: the integral, round brackets, a bar between
             sign = _setting(element, "m:naryPr", "m:chr", "∫")
             lower, upper = part("m:sub"), part("m:sup")
             return f"{sign}{f'_{{{lower}}}' if lower else ''}{f'^{{{upper}}}' if upper else ''} {part('m:e')}"
@@ -53,7 +54,7 @@ def linear(element: Any, text_of: Callable[[Any], str]) -> str:
             return f"{part('m:e')}^{{{part('m:lim')}}}"
         case "m:m" | "m:eqArr":
             return "; ".join(_row(item, inner) for item in children(element) if name(item) in ("m:mr", "m:e"))
-        case label if label.startswith("m:"):
+        case label if label.startswith("m:"):  # boxes, accents, phantoms: their text; properties (…Pr) have none
             return "" if label.endswith("Pr") else inner(element)
     return text_of(element)
 

@@ -67,6 +67,7 @@ class Numbering:
                 links[key] = attribute(child(item, "w:numStyleLink"), "w:val")
             elif name(item) == "w:num":
                 self._lists[attribute(item, "w:numId") or ""] = _list(item)
+        # a list may only refer to a numbering style, which another one defines
         for key, style in links.items():
             if style is not None and not self._abstract[key] and style in by_style:
                 self._abstract[key] = self._abstract[by_style[style]]
@@ -103,11 +104,13 @@ class Numbering:
     def _count(self, number: str, used: _List, levels: dict[int, _Level], index: int) -> None:
         """Count one item; lists of one abstract list share its counts, as in Word."""
         counts = self._counts.setdefault(used.abstract, {})
+        # w:startOverride holds for the first item of a list alone
         if index in used.starts and (number, index) not in self._used:
             counts[index] = used.starts[index]
         else:
             counts[index] = counts[index] + 1 if index in counts else levels[index].start
         self._used.add((number, index))
+        # deeper levels start again, unless w:lvlRestart says from which level on (0: never)
         for other in [deeper for deeper in counts if deeper > index]:
             restart = levels.get(other, _Level()).restart
             if restart is None or (restart and index < restart):
@@ -150,6 +153,7 @@ def formatted(number: int, form: str) -> str:
     if form in ("lowerRoman", "upperRoman"):
         return roman(number) if form == "lowerRoman" else roman(number).upper()
     if form in ("lowerLetter", "upperLetter") and 0 < number <= 780:
+        # Word goes on with aa, bb, …, not with aa, ab as spreadsheets do
         letters = chr(ord("a") + (number - 1) % 26) * ((number - 1) // 26 + 1)
         return letters if form == "lowerLetter" else letters.upper()
     return f"{number:02d}" if form == "decimalZero" else str(number)

@@ -79,7 +79,7 @@ def attribute(element: Any, wanted: str) -> str | None:
 
 
 def is_on(element: Any) -> bool | None:
-    """A switch of Word: absent None, present on unless its value says off."""
+    """A toggle property of Word: None where it is absent, else on unless its value says off."""
     return None if element is None else attribute(element, "w:val") not in ("0", "false", "off", "none")
 
 
@@ -106,6 +106,7 @@ class Package:
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, EOFError, OSError) as error:
             raise Unreadable(f"the archive is broken or cut off ({one_line(str(error))})") from None
         infos = self._zip.infolist()
+        # names in a package are compared without case, and some programs write backslashes
         self._names = {info.filename.replace("\\", "/").lstrip("/").lower(): info for info in infos}
         declared = sum(info.file_size for info in infos)
         packed = sum(info.compress_size for info in infos)
@@ -136,7 +137,7 @@ class Package:
         relations = {}
         for item in children(root) if root is not None else ():
             target = unquote(item.get("Target") or "")
-            if item.get("TargetMode") != "External" and target:
+            if item.get("TargetMode") != "External" and target:  # nothing outside the archive is ever opened
                 kind = (item.get("Type") or "").rpartition("/")[2]
                 absolute = target.lstrip("/") if target.startswith("/") else posixpath.join(folder, target)
                 relations[item.get("Id") or ""] = Relation(kind, posixpath.normpath(absolute))
@@ -157,7 +158,7 @@ class Package:
         pieces, size = [], 0
         try:
             with self._zip.open(info) as file:
-                while piece := file.read(MIB):
+                while piece := file.read(MIB):  # counted, since the size that the archive declares may be a lie
                     size += len(piece)
                     if size > limit:
                         raise _too_large(label, f"unpacks from {_size(info.compress_size)} to more than {_size(limit)}")
@@ -190,6 +191,6 @@ def _parse(data: bytes, part: str) -> Any:
         root = etree.fromstring(data, parser)
     except (etree.XMLSyntaxError, ValueError) as error:
         raise Unreadable(f"{label} is not well-formed XML ({one_line(str(error))})") from None
-    if root.getroottree().docinfo.doctype:
+    if root.getroottree().docinfo.doctype:  # in another encoding than the three above
         raise Unreadable(f"{label} declares XML entities (a DOCTYPE), which Word never writes: not opened")
     return root

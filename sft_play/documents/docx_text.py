@@ -14,7 +14,7 @@ from typing import Any
 from sft_play.documents.docx_formula import linear
 from sft_play.documents.docx_numbering import BULLET, Numbering, roman
 from sft_play.documents.docx_package import Package, attribute, child, children, is_on, name
-from sft_play.documents.text import Block, Extract, Kind, ReadOptions, Unreadable
+from sft_play.documents.text import MAX_CELL_CHARS, Block, Extract, Kind, ReadOptions, Unreadable
 
 DELETIONS = "tracked deletions (.docx)"
 HIDDEN = "hidden text (.docx)"
@@ -28,8 +28,6 @@ _PROPERTIES = frozenset(
 ) | {"w:numberingChange", "w:customXmlPr", "w:smartTagPr", "w:rubyPr"}
 _DELETED = frozenset({"w:del", "w:moveFrom", "w:customXmlDelRangeStart"})
 _BLOCK_PARENTS = frozenset({"w:sdt", "w:sdtContent", "w:customXml", "w:smartTag", "w:ins", "w:moveTo"})
-_MAX_CELL_CHARS = 400
-"""A table with longer cells is the layout of a page: its cells are paragraphs, not columns of a line."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class _Styles:
         number, level = _numbered(paragraph)
         outline = _outline(paragraph)
         label = (attribute(child(item, "w:name"), "w:val") or "").lower()
+        # by the style's built-in name, which is English in every language of Word
         if outline is None and (label.startswith("heading ") or label == "title"):
             outline = 0
         return _Style(
@@ -88,7 +87,7 @@ class _Styles:
 
     def find(self, key: str | None, label: str) -> Any:
         """The first value of a field along the chain of styles."""
-        seen: set[str] = set()
+        seen: set[str] = set()  # a broken file's styles may be based on each other in a circle
         while key is not None and key in self._styles and key not in seen:
             value = getattr(self._styles[key], label)
             if value is not None:
@@ -165,6 +164,7 @@ class _Reader:
         paragraph = pending or _Paragraph()
         self._hidden_by_style = bool(self._styles.find(style, "hidden"))
         self._inline_all(item, paragraph)
+        # `w:rPr` here belongs to the paragraph's mark: where that was deleted, the next paragraph continues this one
         mark = child(properties, "w:rPr")
         if child(mark, "w:del") is not None or child(mark, "w:moveFrom") is not None:
             return paragraph
@@ -183,18 +183,18 @@ class _Reader:
         """Label, kind and indent of a paragraph; an empty one is not counted, since Word shows no number for it."""
         outline = _outline(properties)
         outline = self._styles.find(style, "outline") if outline is None else outline
-        is_heading = outline is not None and outline < 9
+        is_heading = outline is not None and outline < 9  # level 9 is body text
         number, level = _numbered(properties)
         if number is None:
             number = self._styles.find(style, "number")
             level = self._styles.find(style, "level") if level is None else level
             if level is None and number is not None:
                 level = self._numbering.level_of_style(number, style)
-        if number is None or number == "0" or is_empty:
+        if number is None or number == "0" or is_empty:  # 0 takes a paragraph out of its style's list
             return "", "heading" if is_heading else "text", ""
         label = self._numbering.label(number, level or 0)
         if is_heading:
-            return "" if label in (None, BULLET) else label or "", "heading", ""
+            return "" if label in (None, BULLET) else label or "", "heading", ""  # a heading keeps its number only
         return label or "", "text" if label is None else "list", "  " * (level or 0)
 
     # Inside a paragraph
@@ -213,6 +213,7 @@ class _Reader:
             paragraph.pieces.append(_SIGNS[kind])
         elif kind == "w:r":
             properties = child(item, "w:rPr")
+            # the run's own setting goes before its character style, and that before the paragraph's style
             is_hidden = is_on(child(properties, "w:vanish"))
             if is_hidden is None:
                 is_hidden = self._styles.find(attribute(child(properties, "w:rStyle"), "w:val"), "hidden")
@@ -264,7 +265,7 @@ class _Reader:
 
     def _mark(self, kind: str, number: str) -> str:
         key = (kind, number)
-        if key not in self._marks:
+        if key not in self._marks:  # numbered as Word shows them: in the order of the references, not of the ids
             count = sum(earlier == kind for earlier, _ in self._marks) + 1
             self._marks[key] = f"[{count if kind == 'w:footnoteReference' else roman(count)}]"
         return self._marks[key]
@@ -274,6 +275,7 @@ class _Reader:
             code = int(attribute(item, "w:char") or "", 16)
         except ValueError:
             code = 0xF000
+        # Wingdings and Symbol live in the private-use area U+F000 to U+F0FF
         if 0xE000 <= code < 0xF900 or not 0x20 <= code < 0x110000:  # an index into the font, not a character
             self._extract.left_out.add(PICTURE_SIGNS, 1)
             return ""
@@ -295,7 +297,7 @@ class _Reader:
             if name(row) == "w:tr" and child(child(row, "w:trPr"), "w:del") is not None:
                 self._count(row, DELETIONS)
                 continue
-            cells = [self.blocks(cell) for cell in self._cells(row)]
+            cells = [self.blocks(cell) for cell in self._cells(row)]  # a cell holds paragraphs and tables
             line = _line(cells)
             if line is not None:
                 lines.append(line)
@@ -322,6 +324,7 @@ class _Reader:
         blocks: list[Block] = []
         for label, part in (("w:footnoteReference", "footnotes"), ("w:endnoteReference", "endnotes")):
             root = self._linked(part)
+            # separators and notes that nothing refers to are in the part too, and in no mark
             texts = {attribute(item, "w:id"): item for item in children(root)} if root is not None else {}
             for (kind, number), mark in list(self._marks.items()):
                 if kind == label and number in texts:
@@ -372,7 +375,7 @@ def _line(cells: list[list[Block]]) -> str | None:
     if len(cells) < 2 or any(block.kind == "table" for cell in cells for block in cell):
         return None
     texts = [" ".join(" ".join(block.text.split()) for block in cell if block.text.strip()) for cell in cells]
-    if any(len(text) > _MAX_CELL_CHARS for text in texts):
+    if any(len(text) > MAX_CELL_CHARS for text in texts):
         return None
     while texts and not texts[-1]:
         texts.pop()
@@ -414,7 +417,7 @@ def read_docx(data: bytes, options: ReadOptions) -> Extract:
         raise Unreadable("the archive lacks the part that holds the document")
     body = child(reader.root, "w:body")
     extract.blocks = reader.blocks(reader.root if body is None else body)
-    extract.blocks += reader.notes()
+    extract.blocks += reader.notes()  # after the text, whose references number them
     if options.headers:
         above = [block for root in reader.headers("w:headerReference") for block in reader.blocks(root)]
         below = [block for root in reader.headers("w:footerReference") for block in reader.blocks(root)]

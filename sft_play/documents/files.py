@@ -44,7 +44,7 @@ def find_documents(paths: tuple[str, ...], *, suffixes: Iterable[str], written: 
     """
     known, own = frozenset(suffixes), {_real(path) for path in written}
     files = DocumentFiles()
-    seen: dict[Path, Document] = {}
+    seen: dict[Path, Document] = {}  # by real path: a document is read once, whatever leads to it
     for given in paths:
         for root, path in _files(given, files):
             name = _shown(path, root)
@@ -81,6 +81,7 @@ def _real(path: Path) -> Path:
 
 def _shown(path: Path, root: Path) -> str:
     relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
+    # a name that is not UTF-8 holds surrogates in Python, which JSON and terminals cannot take
     return os.fsencode(relative.as_posix()).decode("utf-8", "replace")
 
 
@@ -94,6 +95,7 @@ def _named(documents: list[Document]) -> list[Document]:
         if len(group) == 1:
             named += group
             continue
+        # from the end: a/x.docx and b/x.docx, named with as few folders as needed
         paths = [document.path.absolute().parts for document in group]
         length = len(Path(name).parts)
         while length < max(map(len, paths)) and len({parts[-length:] for parts in paths}) < len(group):
@@ -161,7 +163,7 @@ def _walk(folder: Path, files: DocumentFiles, above: set[tuple[int, int]]) -> It
         items = sorted(folder.iterdir())
     except OSError as error:
         raise DataError(f"{one_line(str(folder))} cannot be listed: {error.strerror}") from None
-    key = (status.st_dev, status.st_ino)
+    key = (status.st_dev, status.st_ino)  # of the folder that a link leads to
     if key in above:
         files.twice += 1
         return

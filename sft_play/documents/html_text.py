@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator
 from typing import Any
 
-from sft_play.documents.text import Block, Extract, Kind, ReadOptions, Unreadable
+from sft_play.documents.text import MAX_CELL_CHARS, Block, Extract, Kind, ReadOptions, Unreadable
 from sft_play.log import one_line
 
 PAGE_PARTS = "parts of web pages around the main text (.html)"
@@ -49,7 +49,7 @@ def decode_html(data: bytes) -> str:
     if encoding in ("iso8859-1", "ascii"):  # browsers read both as Windows' encoding, a superset
         try:
             return data.decode("cp1252")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # cp1252 leaves five bytes without a character
             return data.decode("latin-1")
     return _decode(data, encoding, "the encoding that it declares")
 
@@ -80,12 +80,14 @@ def html_blocks(text: str, options: ReadOptions) -> Extract:
     """The blocks of a web page's source."""
     extract = Extract()
     soup = _soup(text)
+    # Three readings, from all to least: everything, without menus and footers, and trafilatura's main part.
     everything = list(_visible(soup, around=True))
     inner = list(_visible(soup, around=False)) or everything
     chosen = inner
     main, problem = _main_part(str(soup))
     if problem:
         extract.notes.append(problem)
+    # trafilatura may take a page's teaser for its text: then the visible text is the better one
     elif _size(main) and _size(main) >= _LEAST_SHARE * _size(list(_visible(soup, around=False, links=False))):
         chosen = _with_title(main, inner)
     lost = _size(everything) - _size(chosen)
@@ -114,7 +116,7 @@ def _soup(text: str) -> Any:
 
     soup = BeautifulSoup(text, "lxml")
     for item in soup.find_all(is_never_seen):
-        if not item.decomposed:  # with an element around it
+        if not item.decomposed:  # not gone already, with an element around it
             item.decompose()
     return soup
 
@@ -189,6 +191,7 @@ class _Walker:
             self._label = _item_label(item)
         self._kind = "heading" if kind in _HEADINGS else "list" if kind in ("li", "dt", "dd") else "text"
         self.walk(item)
+        # the label waits for the first text, which may stand in a paragraph inside the item
         if self._label and self._kind == "text" and "".join(self._pieces).strip():
             self._kind = "list"
         self.end_block()
@@ -197,7 +200,7 @@ class _Walker:
 
 def _item_label(item: Any) -> str:
     parents = [parent.name for parent in item.parents]
-    depth = sum(name in ("ul", "ol") for name in parents) - 1
+    depth = sum(name in ("ul", "ol") for name in parents) - 1  # the item's own list is level 0
     indent = "  " * max(depth, 0)
     if item.parent is not None and item.parent.name == "ol":
         place = sum(1 for other in item.find_previous_siblings("li")) + 1
@@ -209,7 +212,7 @@ def _is_data(table: Any) -> bool:
     """Whether a table has short cells, and is not the layout of a page."""
     if table.find(["table", "p", "div", "ul", "ol", "pre", "h1", "h2", "h3"]):
         return False
-    return all(len(cell.get_text()) <= 400 for cell in table.find_all(["td", "th"]))
+    return all(len(cell.get_text()) <= MAX_CELL_CHARS for cell in table.find_all(["td", "th"]))
 
 
 def _rows(table: Any) -> Iterator[str]:
@@ -238,7 +241,7 @@ def _main_part(text: str) -> tuple[list[Block], str]:
             include_comments=False,
             include_tables=True,
             include_formatting=True,
-            favor_recall=True,
+            favor_recall=True,  # rather a sentence too many than a paragraph lost
             with_metadata=False,
         )
     except (MemoryError, RecursionError):

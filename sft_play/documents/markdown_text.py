@@ -10,6 +10,7 @@ from sft_play.documents.text import Block, Extract, Kind, ReadOptions, Unreadabl
 FRONT_MATTER = "front matter (.md)"
 COMMENTS = "comments and scripts in HTML (.md)"
 
+# YAML between lines of ---, TOML between lines of +++, at the very beginning
 _FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(?:.*\n)*?\1[ \t]*(?:\n|\Z)")
 _FRONT_LINE = re.compile(r"\s*$|\s*#|\s*-(\s|$)|\s*[\w.\"'-]+\s*[:=]|\s+\S")
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)

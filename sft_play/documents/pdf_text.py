@@ -64,6 +64,7 @@ def _pages(data: bytes) -> list[str]:
 
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
+        # many PDFs are encrypted with an empty password, only to forbid printing or copying
         if reader.is_encrypted and not reader.decrypt(""):
             raise Unreadable("locked with a password; save it without one")
         count = len(reader.pages)
@@ -85,6 +86,7 @@ def _page(page: Any) -> str:
     """A page's text, with a blank line where the next line is further below than lines of a paragraph are."""
     pieces: list[tuple[str, float]] = []
 
+    # pypdf gives the current and the text matrix: the height on the page is the y of the text's origin in both
     def visit(text: str, around: list[float], matrix: list[float], font: object, size: float) -> None:
         pieces.append((text, matrix[4] * around[1] + matrix[5] * around[3] + around[5]))
 
@@ -94,6 +96,7 @@ def _page(page: Any) -> str:
         return text  # the pieces are not the whole text: better no gaps than lost words
     heights = [height for line, height in lines if line.strip()]
     steps = sorted(above - below for above, below in pairwise(heights) if above > below)
+    # the lower quartile: lines of one paragraph are nearer than lines of two
     usual = steps[(len(steps) - 1) // 4] if steps else 0.0
     spaced: list[str] = []
     before: float | None = None
@@ -127,6 +130,7 @@ def _lines(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
 def _running(pages: list[list[str]]) -> set[tuple[int, int]]:
     """Page and line of running lines: the same text at the same edge of many pages, but for the page's number."""
     running: set[tuple[int, int]] = set()
+    # from the edge inwards: a line is looked at only where all lines outside of it run over pages
     for from_top in (True, False):
         for _ in range(_EDGE_LINES):
             outer = {
@@ -152,6 +156,7 @@ def _same(pages: list[list[str]], outer: dict[int, int]) -> set[tuple[int, int]]
     for page, line in outer.items():
         text = " ".join(pages[page][line].split())
         exact.setdefault(text, []).append(page)
+        # a page's number is what grows with the page: the difference is the same on all of them
         numbers = [int(number) for number in _NUMBER.findall(text) if len(number) < 10]
         form = _NUMBER.sub("#", text)
         for place, number in enumerate(numbers):
@@ -172,6 +177,7 @@ def _paragraphs(pages: list[list[str]]) -> Iterator[str]:
     for page in pages:
         width = _width(page)
         for place, line in enumerate(line.strip() for line in _trimmed(page)):
+            # over the end of a page only where no sentence ends: the next page may begin with a paragraph of its own
             may_continue = place > 0 or not (current and current[-1].endswith(_SENTENCE_ENDS))
             if current and line and may_continue and _is_wrapped(current[-1], line, max(width, width_before)):
                 current += _glue(current.pop(), line, words)
@@ -199,7 +205,7 @@ def _width(page: list[str]) -> int:
 def _is_wrapped(line: str, after: str, width: int) -> bool:
     if _ITEM.match(after):
         return False
-    if line.endswith("-") and line[-2:-1].isalpha() and after[0].islower():
+    if line.endswith("-") and line[-2:-1].isalpha() and after[0].islower():  # a word divided at the line's end
         return True
     is_end = line.endswith(_SENTENCE_ENDS) and not after[0].islower()
     return len(line) >= (_FULL_LINE_WITH_END if is_end else _FULL_LINE) * width

@@ -115,8 +115,9 @@ def _kind(data: bytes, expected: str) -> str:
         raise Unreadable(
             "an old Office file (.doc before Word 2007); save it as .docx: soffice --headless --convert-to docx FILE"
         )
-    if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):  # any zip archive; an empty one begins with the second
         return "docx"
+    # Acrobat takes a header anywhere in the first 1,024 bytes (PDF Reference 1.7, appendix H)
     if b"%PDF-" in data[:1024] and (expected == "pdf" or data.startswith(b"%PDF-")):
         return "pdf"
     for start, description in _BINARY.items():
@@ -194,6 +195,7 @@ def _extract(kind: str, data: bytes, options: ReadOptions) -> Extract:
 def serve() -> None:
     """Read the documents that standard input names, a line of JSON each, and answer on standard output."""
     leave_with_starter()
+    # answers go to a copy of standard output, whose number then means standard error
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints must not be read as an answer
     logging.disable(logging.CRITICAL)
@@ -206,7 +208,7 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     for line in sys.stdin:
         asked = json.loads(line)
-        _end_after(asked["seconds"] + 30)
+        _end_after(asked["seconds"] + 30)  # later than the parent would, which says why
         answers.write(json.dumps(_answer(asked)) + "\n")
         answers.flush()
         _end_after(0)
@@ -281,7 +283,7 @@ class ReaderProcess:
             env={
                 **ends_with_me(os.environ),
                 "PYTHONIOENCODING": "utf-8",
-                "PYTHONHASHSEED": "0",
+                "PYTHONHASHSEED": "0",  # the order of sets, and so the text, must not differ from process to process
                 "OMP_NUM_THREADS": "1",
             },
         )
@@ -305,6 +307,7 @@ def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> tuple[str
     assert process.stdin is not None
     assert process.stdout is not None
     started = time.monotonic()
+    # readline() has no timeout: the process is killed, which ends the line
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()

@@ -77,6 +77,7 @@ class _Walker:
             yield from self._block(item, indent)
 
     def _block(self, item: Any, indent: str) -> Iterator[Block]:
+        # docutils' own visitors find their methods by the name of a node's class too
         kind = item.__class__.__name__
         handler = getattr(self, f"_{kind}", None)
         if handler is not None:
@@ -96,7 +97,7 @@ class _Walker:
 
     def _comment(self, item: Any, indent: str) -> Iterator[Block]:
         self._extract.left_out.add(COMMENTS, len(item.astext()))
-        yield from ()
+        yield from ()  # a generator, as the other handlers
 
     def _image(self, item: Any, indent: str) -> Iterator[Block]:
         yield Block(item.get("alt", ""))
@@ -186,6 +187,7 @@ class _Walker:
     def _system_message(self, item: Any, indent: str) -> Iterator[Block]:
         """The text that a message is about, where it is nowhere else in the tree."""
         message = " ".join(part.astext() for part in item.children if part.__class__.__name__ == "paragraph")
+        # unknown directives and roles come as messages, with their source in a literal block
         if message.startswith(_TOO_SHORT):  # the title itself is in the tree
             return
         for part in item.children:

@@ -23,6 +23,9 @@ _PARAGRAPH_ENDS = re.compile("[\x0c\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
+MAX_CELL_CHARS = 400
+"""A table with longer cells is the layout of a page: its cells are paragraphs, not columns of a line."""
+
 CONTROL_CHARACTERS = "control characters"
 SOFT_HYPHENS = "soft hyphens and byte order marks"
 
@@ -102,7 +105,9 @@ class Extract:
 def clean(text: str, left_out: Tally) -> str:
     """Text in its clean form (see the module), line breaks and indents kept."""
     text = _counted(_SOFT, _counted(_CONTROL, text, CONTROL_CHARACTERS, left_out), SOFT_HYPHENS, left_out)
+    # form feeds and paragraph separators end paragraphs; other line ends become plain ones
     text = _SPACES.sub(" ", _PARAGRAPH_ENDS.sub("\n\n", _LINE_ENDS.sub("\n", text)))
+    # last: what was removed may have stood between a letter and its accent
     return unicodedata.normalize("NFC", "\n".join(line.rstrip(" \t") for line in text.split("\n")))
 
 
@@ -164,6 +169,7 @@ def chunks(blocks: list[Block], *, limit: int) -> list[str]:
             start = len(current)
             while start and current[start - 1].kind == "heading":
                 start -= 1
+            # the headings at the end go to the next chunk, if there is text before them and room there
             if start == 0 or len(join([*current[start:], block])) > limit:  # a chunk of headings alone is not moved
                 start = len(current)
             texts.append(join(current[:start]))
@@ -195,6 +201,7 @@ def _pieces(block: Block, limit: int) -> list[Block]:
 
 def _cut(text: str, start: int, end: int, enders: Sequence[Callable[[str, int, int], int]]) -> int:
     """Where to cut at `end` or before it: at the last good place of the second half, else at any, else right there."""
+    # the best kind of place first (sentence, line, word), but rather a word in the second half than a tiny piece
     for floor in (start + (end - start) // 2, start):
         for ender in enders:
             place = ender(text, floor, end)

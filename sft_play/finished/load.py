@@ -13,7 +13,7 @@ import torch
 
 from sft_play import runs
 from sft_play.config.schema import RunConfig
-from sft_play.data.build import digest_of
+from sft_play.data.file_digests import digest_of
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import Split, Splits, build_splits

@@ -134,9 +134,10 @@ class Prompts:
         return Asked(list(self._trained(text)["input_ids"]), text)
 
     def _of_chat(self, chat: Chat) -> Asked | None:
-        """None where training would not take it as a prompt either."""
+        """None where training would not take it as a prompt either, or an engine cannot."""
         prompt = self._renderer.prompt_ids(chat)
-        if prompt is None:
+        # an engine is sent text, in which the name of a special token is the token
+        if prompt is None or self._renderer.hides(chat.messages[:-1]):
             return None
         # what a client would send: without the answer, and without keys that only training reads
         messages = [{key: value for key, value in turn.items() if key not in _UNSENT} for turn in chat.messages[:-1]]

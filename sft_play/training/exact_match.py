@@ -70,7 +70,7 @@ def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Con
     """
     stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     added = tokenizer.added_tokens_decoder
-    for end in () if task_mode == "cpt" else renderer.turns().habits.markers:
+    for end in () if task_mode == "cpt" else renderer.turns().ends.markers:
         ids = tokenizer(end, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
             stops.add(ids[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build import content_digest_of
+from sft_play.data.file_digests import content_digest_of
 from sft_play.data.marks import first_lines
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.masks.turns import PROBE_TOOLS
+from sft_play.data.masks.probe_conversations import PROBE_TOOLS
 from sft_play.errors import TokenizerError
 from sft_play.facts.architecture import local_folder
 from sft_play.heap import importing

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template_limits import Span
-from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.token_row import IGNORED, Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.words import Words, words_of
 from sft_play.log import one_line
@@ -44,6 +43,7 @@ class Encoder:
             return None
         ids, trained = by_words
         self._texts += 1
+        # our words against the tokenizer's own ids: a difference would train other tokens than are generated
         if self._texts <= ALL_COMPARED or self._texts % ONE_COMPARED_OF == 0:
             expected = self.backend.encode(text, add_special_tokens=False).ids
             assert ids == expected, f"the words of {one_line(text)!r} have other tokens than the text"
@@ -84,6 +84,7 @@ def masked_of(encoding: Any, text: str, spans: Sequence[Span], added: frozenset[
             offsets = encoding.offsets
             edges_inside = sum(begin < edge < stop for begin, stop in offsets for span in spans for edge in span)
             return Masked(ids, label_spans(ids, offsets, spans), edges_inside)
+        # A token that crosses an edge is counted and not trained; the caller splits it there if the tokenizer can.
         if encoding.token_to_chars(first)[0] < start:
             inside, at, first = inside + 1, first, first + 1
         beyond = text[end : encoding.token_to_chars(last)[1]]
@@ -104,7 +105,7 @@ class Splitting:
     never sees that token; it sees the tokens of the prompt and adds its own.
     """
 
-    _EDGE = "\U0010e002"
+    _EDGE = "\U0010e002"  # a private-use character: as an added token it cuts the text, and no text has it
 
     def __init__(self, backend: Any) -> None:
         from tokenizers import AddedToken, Tokenizer
@@ -127,8 +128,10 @@ class Splitting:
                 part += 1
                 continue
             ids.append(token)
-            labels.append(token if part % 2 else IGNORED)
+            labels.append(token if part % 2 else IGNORED)  # edges alternate: odd parts are spans
         whole = self._backend.encode(text, add_special_tokens=False).ids
+        # A tokenizer that marks the beginning of a text (SentencePiece's ▁) may write it again after a split: then the
+        # tokens spell another text.
         same = self._backend.decode(ids, skip_special_tokens=False) == self._backend.decode(
             whole, skip_special_tokens=False
         )

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sft_play.data.masks.message_forms import Kind
-from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.token_row import Span
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"
 _SENTINEL = re.compile(SALT + r"(\d{5})([be])")
 OTHER_SALT = "Kw7V"
 _OTHER_SENTINEL = re.compile(OTHER_SALT + r"([ghjkmnprst]{5})([du])")
+# letter for letter, so that the sentinels of both copies are equally long
 _TO_OTHER, _FROM_OTHER = str.maketrans("0123456789be", "ghjkmnprstdu"), str.maketrans("ghjkmnprstdu", "0123456789be")
 SENTINEL_CHARS = len(SALT) + 6
 _CLOSES = re.compile(r"/|end|suffix|close|stop|^<\w+\|>$", re.IGNORECASE)
@@ -150,6 +151,7 @@ def _is_think(text: str, before: str, after: str) -> bool:
     stands after an opening mark, and a closing one follows. A text between two closing ones is part of the answer."""
     if not _CLOSES.search(after) or _CLOSES.search(before):
         return False
+    # `</think>` → `<think>`, `[END_THINK]` → `[START_THINK]`; a closing mark without such a twin always closes
     opening = after.replace("/", "", 1).replace("END", "START").replace("end", "start")
     return opening == after or opening not in text[1:]
 
@@ -164,10 +166,10 @@ def take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tupl
     open_number, open_end = -1, 0
     for match in _SENTINEL.finditer(text):
         number, side = int(match.group(1)), match.group(2)
-        if number >= len(pieces):
+        if number >= len(pieces):  # not a sentinel of ours
             continue
         if side == "b":
-            if open_number >= 0:
+            if open_number >= 0:  # its end was cut off, or another piece was moved into it
                 broken.add(open_number)
             gaps.append(text[at : match.start()])
             open_number, open_end = number, match.end()
@@ -180,7 +182,7 @@ def take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tupl
         form = next((name for name, form in forms.items() if form(pieces[number].text) == inner), None)
         if form is None:
             broken.add(number)
-        order.append((number, form or "plain"))
+        order.append((number, form or "plain"))  # a template may write a piece several times
         at, open_number = match.end(), -1
     if open_number >= 0:
         broken.add(open_number)
@@ -212,6 +214,7 @@ class Places:
 
     def place(self, position: int) -> Place | None:
         """The gap that holds the position; None inside a piece."""
+        # the last gap that begins at or before the position; an empty gap counts, so the second number is above any end
         gap = bisect.bisect_right(self._bounds, (position, len(self.text) + 1)) - 1
         begin, end = self._bounds[gap]
         return Place(gap, position - begin) if begin <= position <= end else None
@@ -251,6 +254,7 @@ class Places:
         for number, begin, stop in self._parts:
             piece = self._pieces[number]
             if piece.message == message:
+                # the name of a function that was called may be written once more with its result
                 repeats_a_name = piece.kind == "name" and number in inside
                 if not (start <= begin and stop <= end) and not repeats_a_name:
                     return "the chat template writes a part of a turn outside of it"
@@ -261,6 +265,7 @@ class Places:
 
 def text_after(other: str, text: str, after: int) -> str | None:
     """What `other` has after the piece that ends at `after` in `text`; None where it does not write that piece."""
+    # from the beginning of the piece's last sentinel, whose number makes it unique
     last = text.rfind(SALT, 0, after)
     if last < 0 or text[last:after] not in other:
         return None

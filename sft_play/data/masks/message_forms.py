@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.template import Message
-from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS
+from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS, Message
 
 Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
 """`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
@@ -35,8 +34,8 @@ OBJECT_FOR_TEXT = (
 
 @dataclass(frozen=True)
 class CallForm:
-    """What is changed in a row with calls, beside the form of the arguments, where the template refuses the row or
-    drops its calls as they are written."""
+    """What is changed in a row with tool calls, besides the form of their arguments, where the template refuses the row
+    or drops its calls as they are."""
 
     content: Literal["own", "absent", "empty"] = "own"
     """In a turn that only calls."""
@@ -49,7 +48,7 @@ class CallForm:
 CALL_FORMS = tuple(
     CallForm(content, typed, short_ids)
     for content in ("own", "empty", "absent")
-    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))
+    for typed, short_ids in ((False, False), (True, False), (False, True), (True, True))  # fewest changes first
 )
 """In the order in which they are tried: the first leaves the row as it is written."""
 
@@ -72,6 +71,7 @@ def kinds_of_parts(content: Any) -> list[str]:
     """The types of a list of parts that are text or think text; empty for anything else."""
     parts = content if isinstance(content, list) else []
     kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
+    # `{"type": "text", "text": …}`, and `{"type": "thinking", "thinking": …}` with the text under the type's own name
     plain = all(
         kind in ("text", "thinking", "reasoning") and isinstance(part.get("text" if kind == "text" else kind), str)
         for kind, part in zip(kinds, parts, strict=True)
@@ -132,6 +132,7 @@ def in_form(messages: Sequence[Message], form: CallForm) -> list[Message]:
                     call["type"] = "function"
                 if form.short_ids:
                     call["id"] = _short_id(str(call.get("id") or call["function"]["name"]))
+            # some templates refuse null, others write it as "None", and some test whether the key is there
             if form.content != "own" and not copy.get("content"):
                 copy["content"] = "" if form.content == "empty" else None
         for key in ("tool_call_id", "call_id") if form.short_ids else ():
@@ -178,5 +179,6 @@ def with_notes(before: Sequence[Message], after: Sequence[Message]) -> Fitted:
 
 def _short_id(given: str) -> str:
     """Nine letters and digits, the same for the same id."""
+    # Mistral's templates refuse any other id: "Tool call IDs should be alphanumeric strings with length 9!"
     plain = given if given.isalnum() and given.isascii() else ""
     return plain if len(plain) == 9 else hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]

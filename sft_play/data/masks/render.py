@@ -17,15 +17,15 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder, Masked, masked_of
+from sft_play.data.masks.inexact import OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.special_tokens import Specials, texts_of
-from sft_play.data.masks.template import ChatTemplate, Message, RenderError
-from sft_play.data.masks.template_limits import Span
-from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, TokenRow, trained_tokens
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, Span, TokenRow, trained_tokens
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.masks.turns import OTHER_PROMPT, REFUSED, Inexact, LocatedTurns, Turns
-from sft_play.data.sources.files import BadRow
+from sft_play.data.masks.turns import LocatedTurns, Turns
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.messages import GIVEN, merge_turns
+from sft_play.data.sources.messages import GIVEN, Message, merge_turns
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -43,8 +43,8 @@ ROWS_HELPED = 20
 class Renderer:
     """Renders examples with one tokenizer and the data section of a run.
 
-    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is an existing one
-    of this tokenizer.
+    `today` is the day for templates that write the date; data.template_date overrides it. `encoder` is one that this
+    tokenizer has already.
 
     Raises:
         TokenizerError: the tokenizer cannot say which characters a token stands for, or its chat template cannot
@@ -76,20 +76,21 @@ class Renderer:
     # What the template does.
 
     def turns(self, *, with_tools: bool | None = None) -> Turns:
-        """The turns of the tokenizer's template, which may have another one for rows with tools; without
-        `with_tools` those of the template that most rows have.
+        """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
+        None, of the one that most rows use.
 
         Raises:
             TokenizerError: there is no such template, or it cannot render a question and an answer.
         """
         if with_tools is None:
+            # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
             with_tools = "tool_use" in names and "default" not in names
         if with_tools not in self._turns:
             try:
                 source = self.parts.template(with_tools=with_tools)
                 other = self._turns.get(not with_tools)
-                if isinstance(other, Turns) and other.template.source == source:
+                if isinstance(other, Turns) and other.template.jinja.source == source:
                     self._turns[with_tools] = other
                 else:
                     has_several = len(self.parts.templates) > 1
@@ -118,12 +119,12 @@ class Renderer:
     @property
     def end_of_turn(self) -> str:
         """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
-        return self.turns().end_of_turn
+        return self.turns().ends.end_of_turn
 
     @property
     def writes_date(self) -> bool:
         """Whether the chat template writes the day."""
-        return any("strftime_now" in source for _, source in self.parts.templates)
+        return self.parts.writes_date
 
     @functools.cached_property
     def specials(self) -> Specials:
@@ -131,7 +132,7 @@ class Renderer:
         ends: list[str] = []
         for with_tools in (False, True) if self.parts.templates else ():
             with contextlib.suppress(TokenizerError):
-                ends += self.turns(with_tools=with_tools).end_tokens
+                ends += self.turns(with_tools=with_tools).ends.tokens
         return Specials(self.parts, ends)
 
     # Rows.
@@ -143,6 +144,7 @@ class Renderer:
         turns = [index for index, message in enumerate(example.messages) if is_trained_turn(message)]
         if len(turns) < 2:
             return [example]
+        # Each row ends with the turn that it trains: templates write the last turn as it is generated (think text).
         history = [{**message, "train": False} if message["role"] == "assistant" else message
                    for message in example.messages]  # fmt: skip
         return [
@@ -161,6 +163,7 @@ class Renderer:
 
     def render_all(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
         """Many examples at once: the tokenizer takes them as one batch."""
+        # `build.py` runs the second step of one batch in a thread beside the first of the next
         drafts = self.drafts(examples)
         return self.tokenised(drafts, self.encodings(drafts))
 
@@ -173,6 +176,7 @@ class Renderer:
 
         Each is an `Encoding`, or `Masked` where every word of the text is known.
         """
+        # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
         plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
         by_words = [self._encoder.masked(draft.text, draft.spans) for draft in plain]
         others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
@@ -196,7 +200,7 @@ class Renderer:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, example.tools)
             turns = self._turns_for(example.tools)
-            fitted = turns.fitted(messages, example.tools)
+            fitted = turns.template.fitted(messages, example.tools)
             messages = fitted.messages
             special = sum(map(self.specials.count, texts_of(messages)))
             if special and self.data.special_tokens_in_text == "fail":
@@ -205,8 +209,10 @@ class Renderer:
             shown = self.specials.hidden(messages) if hide else messages
             located = turns.locate(shown, example.tools)
             if hide:
+                # without the end that was added, which the template's own rendering does not have
                 self._check_hidden(located.text.removesuffix(located.added), messages, example.tools)
             spans, untrained, method = self._trained_spans(located, messages)
+            # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
         except Inexact as error:
@@ -227,11 +233,11 @@ class Renderer:
             return
         with_tools = bool(tools)
         if with_tools not in self._stops:  # special tokens, and the template's own ends that are one token
-            ends = self.turns(with_tools=with_tools).end_tokens
+            ends = self.turns(with_tools=with_tools).ends.tokens
             added = (token for _, token, is_special in self.parts.added if is_special or token in ends)
             self._stops[with_tools] = tuple(token for token in (*added, self.parts.eos) if token)
         for start, end in spans:
-            trained = text[start:end].rstrip()
+            trained = text[start:end].rstrip()  # a line break after the end token may be trained with it
             if not trained.endswith(self._stops[with_tools]):
                 shown = one_line(repr(trained[-40:]), limit=60)
                 raise Inexact(NO_END_TOKEN, f"{shown}: {WAYS_TO_AN_END}")
@@ -240,7 +246,7 @@ class Renderer:
         """Raise Inexact where the template does not treat a special token in a text as plain text: it may split there,
         escape it, or refuse it."""
         try:
-            real = self._turns_for(tools).rendered(messages, tools)
+            real = self._turns_for(tools).template.rendered(messages, tools)
         except RenderError as error:
             raise Inexact(REFUSED, str(error)) from error
         if self.specials.revealed(text) != real:
@@ -261,7 +267,7 @@ class Renderer:
             )
         if messages[0]["role"] == "system" and not self.data.system_into_user:
             system = "data.system_into_user=true puts the system prompt before the first user turn"
-        for tried in ((merge,), (system,), (merge, system)):
+        for tried in ((merge,), (system,), (merge, system)):  # one option if it is enough
             if all(tried) and self._takes(messages, tools, merged=merge in tried, moved=system in tried):
                 return " and ".join(tried)
         return ""
@@ -272,19 +278,17 @@ class Renderer:
             return ""
         self._helped += 1
         usual = self._turns_for(tools)
-        template = usual.template
-        for name in sorted(name for name in template.asks if "think" in name):
+        jinja = usual.template.jinja
+        for name in sorted(name for name in jinja.asks if "think" in name):
             for value in (False, True):
                 if self.data.chat_template_kwargs.get(name) is value:
                     continue
-                key = (template.source, name, value)
+                key = (jinja.source, name, value)
                 with contextlib.suppress(Inexact, TokenizerError):
                     if key not in self._switched:
-                        self._switched[key] = self._turns_of(
-                            template.source, with_tools=usual.with_tools, **{name: value}
-                        )
+                        self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, **{name: value})
                     turns = self._switched[key]
-                    located = turns.locate(turns.fitted(messages, tools).messages, tools)
+                    located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
                     _, untrained, _ = self._trained_spans(located, messages)
                     if not untrained:
                         return f"data.chat_template_kwargs={{{name}: {str(value).lower()}}} makes it exact"
@@ -296,20 +300,20 @@ class Renderer:
             tried = merge_turns(messages) if merged else messages
             turns = self._turns_for(tools)
             tried = self._system_into_user(tried, tools) if moved else tried
-            turns.rendered(turns.fitted(tried, tools).messages, tools)
+            turns.template.rendered(turns.template.fitted(tried, tools).messages, tools)
             return True
         return False
 
     def _system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""
-        if messages[0]["role"] != "system" or self._turns_for(tools).habits.system == "written":
+        if messages[0]["role"] != "system" or self._turns_for(tools).template.habits.system == "written":
             return messages
         system, rest = messages[0]["content"], [dict(message) for message in messages[1:]]
         first = next((message for message in rest if message["role"] == "user"), None)
         if first is None:
             raise Inexact("there is no user turn to put the system prompt before")
         first["content"] = f"{system}\n\n{first['content']}"
-        first.pop(GIVEN, None)
+        first.pop(GIVEN, None)  # its author's own message no longer says the same
         return rest
 
     def _trained_spans(self, located: LocatedTurns, messages: Sequence[Message]) -> tuple[list[Span], int, str]:
@@ -345,6 +349,7 @@ class Renderer:
         if draft.special:
             encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
         else:
+            # one encoding for each plain draft, in their order
             encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         merged = masked.inside
@@ -353,8 +358,9 @@ class Renderer:
             split = splitting.masked(encoded, spans)
             if split is None and self.data.on_inexact_mask == "fail":
                 return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.at])
-            masked = split or masked
+            masked = split or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
         ids, labels = masked.ids, masked.labels
+        # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             return BadRow(draft.where, "two BOS tokens", "the row's text begins with the template's own BOS")
         if trained_tokens(labels) == 0:
@@ -370,12 +376,12 @@ class Renderer:
         ids, labels, limit = row.input_ids, row.labels, self.max_seq_len
         over = len(ids) - limit
         if over <= 0:
-            return row
+            return row  # the same object: most rows fit
         if self.data.truncate == "drop":
             return BadRow(row.where, TOO_LONG, f"{len(ids)} tokens")
         if self.data.truncate == "end":
             ids, labels = ids[:limit], labels[:limit]
-        else:  # the last tokens, a BOS at the beginning kept
+        else:  # truncate=prompt: the last tokens, a BOS at the beginning kept
             kept = 1 if self._bos is not None and ids[0] == self._bos else 0
             ids, labels = [*ids[:kept], *ids[kept + over :]], [*labels[:kept], *labels[kept + over :]]
         left = trained_tokens(labels)
@@ -404,6 +410,7 @@ class Renderer:
     def _document(self, encoding: Any) -> list[int]:
         ids = list(encoding.ids)
         end = self.parts.end_of_text
+        # some tokenizers put it there themselves, by their post-processor
         return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
 
     def encoded(self, text: str) -> Any:
@@ -418,7 +425,7 @@ class Renderer:
         """
         turns = self.turns(with_tools=bool(chat.tools))
         try:
-            return turns.rendered(turns.fitted(chat.messages, chat.tools).messages, chat.tools)
+            return turns.template.rendered(turns.template.fitted(chat.messages, chat.tools).messages, chat.tools)
         except Inexact as error:
             raise RenderError(error.detail) from error
 
@@ -435,11 +442,17 @@ class Renderer:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)
             turns = self._turns_for(chat.tools)
-            fitted = turns.fitted(messages, chat.tools).messages
-            text = turns.rendered(fitted[:-1], chat.tools, prompt=True)
+            asked = turns.template.fitted(messages, chat.tools).messages[:-1]
+            hide = self.hides(asked)
+            text = turns.template.rendered(self.specials.hidden(asked) if hide else asked, chat.tools, prompt=True)
         except (RenderError, Inexact):
             return None
-        return list(self._backend.encode(text, add_special_tokens=False).ids), str(last["content"])
+        encoding = self.specials.encode(text, [])[0] if hide else self._backend.encode(text, add_special_tokens=False)
+        return list(encoding.ids), str(last["content"])
+
+    def hides(self, messages: Sequence[Message]) -> bool:
+        """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
+        return self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts_of(messages)))
 
 
 @dataclass

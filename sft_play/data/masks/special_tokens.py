@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sft_play.data.masks.encode import Splitting
-from sft_play.data.masks.template import Message
-from sft_play.data.masks.template_limits import Span
+from sft_play.data.masks.inexact import Inexact
+from sft_play.data.masks.token_row import Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.masks.turns import Inexact
-from sft_play.data.sources.messages import TEXT_KEYS
+from sft_play.data.sources.messages import TEXT_KEYS, Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -73,13 +72,14 @@ class Specials:
         text and spans as a person reads them."""
         encoded, shown = _Spliced(), _Spliced()
         at = 0
+        # A token found by its name was written by the template; one found by its private-use character, by the data.
         for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
             between, token = text[at : match.start()], match.group()
             written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
             encoded.add(between, self._name(token) if token in self._number else written, len(token))
             shown.add(between, written, len(token))
             at = match.end()
-        for spliced in (encoded, shown):
+        for spliced in (encoded, shown):  # the text after the last one
             spliced.add(text[at:], "", 0)
         encoding = self.plain.encode(encoded.text, add_special_tokens=False)
         shown_spans = [shown.moved(span) for span in spans]
@@ -102,6 +102,7 @@ class Specials:
         """
         from tokenizers import Tokenizer
 
+        # Renamed wherever tokenizer.json spells them, so that the ids stay and no text has a special token's name.
         state = json.loads(self._parts.state)
         names = {token: self._name(token) for token in self.tokens}
         for token in state["added_tokens"]:
@@ -132,6 +133,7 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
         for key in TEXT_KEYS:
             if isinstance(message.get(key), str):
                 yield message[key]
+        # most messages are a role and a text: nothing else has to be looked through
         if len(message) > 2 or not isinstance(message.get("content"), str):
             for key, value in message.items():
                 if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):

@@ -15,19 +15,19 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, Span, TooMuch
+from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, TooMuch
 from sft_play.data.masks.template_watch import WatchingEnvironment
+from sft_play.data.masks.token_row import Span
+from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
-
-Message = dict[str, Any]
 
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_REASONING = frozenset(REASONING_KEYS)
-"""Names under which templates look for a turn's think text (transformers fills them from one another)."""
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
+the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
 
 
 class RenderError(ValueError):
@@ -35,7 +35,7 @@ class RenderError(ValueError):
 
 
 class Endless(RenderError):
-    """A template that passes the limits; rendering it again takes as long again."""
+    """A template that exceeds the limits; rendering it once more would take as long."""
 
 
 class ChatTemplate:
@@ -52,7 +52,6 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise TokenizerError(f"the chat template has {len(source):,} characters; the limit is 1,000,000")
         self.source = source
-        self.writes_date = "strftime_now" in source
         self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         self._variables = dict(variables)
         self._environment = LimitedEnvironment(today)
@@ -96,11 +95,11 @@ class ChatTemplate:
         """Whether the rendering depends on more of the texts that hold the mark than where `tested` stands in them,
         such as their length, their first letter, or whether they are equal."""
         watching = self._watching
-        if self._watched is None:
+        if self._watched is None:  # compiled when it is first needed
             self._watched = watching.compiled(self.source)
         watching.watch(mark, messages)
         try:
-            for _ in self._pieces(messages, tools, prompt, {}, watched=True):
+            for _ in self._pieces(messages, tools, prompt, {}, watched=True):  # for what is seen meanwhile
                 pass
         except RenderError:
             return True
@@ -117,12 +116,12 @@ class ChatTemplate:
     ) -> Iterator[str]:
         environment = self._watching if watched else self._environment
         template = self._watched if watched and self._watched else self._template
-        environment.budget = Budget()
+        environment.budget = Budget()  # a new one for each rendering
         written = 0
         with _as_render_error():
             for piece in template.generate(
                 messages=[_as_transformers_gives(message) for message in messages],
-                tools=list(tools) or None,
+                tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
                 documents=None,
                 add_generation_prompt=prompt,
                 **{**self._variables, **more},
@@ -144,7 +143,7 @@ def _as_render_error() -> Iterator[None]:
         raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
     except MemoryError:
         raise Endless("the chat template takes more memory than there is") from None
-    except GeneratorExit:
+    except GeneratorExit:  # the reader of the pieces has stopped reading
         raise
     except Exception as error:
         raise RenderError(one_line(str(error) or type(error).__name__)) from error
@@ -154,9 +153,9 @@ def _as_transformers_gives(message: Message) -> Message:
     """A copy of the message as transformers gives it to a template: without keys that hold nothing (content, beside
     calls), its think text under every name that templates know."""
     copy = {key: value for key, value in message.items() if value is not None}
-    if _REASONING.isdisjoint(copy):
+    reasoning = next((copy[key] for key in _REASONING_KEYS if key in copy), None)
+    if reasoning is None:
         return copy
-    reasoning = next(copy[key] for key in REASONING_KEYS if key in copy)
     return {"thinking": reasoning, **copy, "reasoning_content": reasoning}
 
 

@@ -19,8 +19,7 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-Span = tuple[int, int]
-"""Characters [start, end) of a text."""
+from sft_play.data.masks.token_row import Span
 
 MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
@@ -37,7 +36,7 @@ MAX_BITS = 1_000_000
 
 
 class TooMuch(Exception):
-    """A limit was passed."""
+    """A limit was exceeded."""
 
 
 _OF_LISTS = frozenset(
@@ -105,15 +104,15 @@ class _Generation(jinja2.ext.Extension):
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """transformers' environment with limits."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "*", "**", "%"})  # Jinja's sandbox gives `call_binop` these operators alone
 
     def __init__(self, today: date) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.budget = Budget()
         self.pieces: list[str] | None = None
         self.marked: list[Span] = []
-        self.finalize = flat
-        self.concat = _joined  # type: ignore[method-assign]
+        self.finalize = flat  # every value that `{{ }}` writes passes through it
+        self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
         for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
             self.filters[name] = _narrow(name, self.filters[name])
@@ -131,6 +130,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def refuse_chance(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
 
+        # A mask is found by rendering the same conversation several times: all renderings must be alike.
         self.filters["random"] = self.globals["lipsum"] = refuse_chance
         now = datetime.combine(today, clock())
         self.globals["raise_exception"] = refuse
@@ -140,11 +140,12 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _bounded(self, items: Any) -> Any:
         """What a loop goes over, counted before it begins."""
-        if not isinstance(items, Sized):
+        if not isinstance(items, Sized):  # a generator, which Jinja's `map` and `select` return
             items = list(items)
         self.budget.take(1 + len(items))
         return _Timed(items, self.budget)
 
+    # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the template's, counted, its result short."""
         __self.budget.take(1)
@@ -173,6 +174,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def compiled(self, source: str) -> jinja2.Template:
         """The template with its loops and joins counted."""
         tree = self.parse(source)
+        # Jinja calls no hook for loops, comparisons and `~`: the syntax tree is given filters in their places.
         _rewrite(tree, self._rewritten)
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
@@ -182,6 +184,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             node.iter = filter_node(node.iter, "bounded")
         elif isinstance(node, nodes.Compare):
             sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
+            # comparing two nested lists takes as many steps as they have values; with a constant it ends at once
             if not any(isinstance(side.expr, nodes.Const) for side in sides):
                 for side in sides:
                     side.expr = filter_node(side.expr, "flat")
@@ -233,7 +236,7 @@ class _Timed:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._items:
-            self._budget.take(0)
+            self._budget.take(0)  # the steps were taken at once; the time was not
             yield item
 
 
@@ -247,6 +250,7 @@ def _count(value: Any) -> int:
     """Values inside a list or an object, itself counted; raises TooMuch."""
     if not isinstance(value, (list, tuple, dict)):
         return 1
+    # with a list of what is left, since recursion could go deeper than Python allows
     counted, waiting = 1, [value]
     while waiting:
         held = waiting.pop()
@@ -283,6 +287,7 @@ def _check_product(operator: str, left: Any, right: Any) -> None:
             # a list takes a pointer of 8 bytes for each value
             _check_chars(times * len(side) * (1 if isinstance(side, (str, bytes)) else 8))
     if isinstance(left, int) and isinstance(right, int):
+        # the length of the result before it is computed, which is what would take the time
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
             raise TooMuch("a number without end")
@@ -333,6 +338,7 @@ def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         text = str(given[0]) if given else ""
         if name == "format":
             _check_format(text, _PERCENT_WIDTH)
+        # how often the padding or separator may be written
         places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
         sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
         if name in ("wordwrap", "format", "indent"):

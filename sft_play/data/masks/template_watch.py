@@ -65,7 +65,7 @@ class WatchingEnvironment(LimitedEnvironment):
         self._tested, self._mark, self._texts = tested, "", ""
         tests: Any = self.tests
         for name, test in tests.items():
-            if name not in _TYPE_TESTS:
+            if name not in _TYPE_TESTS:  # a marked text is of the same type as the row's own
                 tests[name] = self._watched(test, deep=True)
         for name, plain in self.filters.items():
             if name not in (*_WRITING, "trim", "replace"):
@@ -86,7 +86,7 @@ class WatchingEnvironment(LimitedEnvironment):
         self.filters["trim"], self.filters["replace"] = trim, passing_as(plain_replace, replace)
         self.filters["looked_into"] = self._looked_into
         self.filters["compared"] = self._compared
-        self.filters["size"] = len
+        self.filters["size"] = len  # `length` without the watch, where only emptiness is asked for
 
     def watch(self, mark: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """Start again: from now on a text that holds the mark is one of these messages'."""
@@ -98,7 +98,7 @@ class WatchingEnvironment(LimitedEnvironment):
             if _is_emptiness(node):
                 node.expr.name = "size"  # type: ignore[attr-defined]
                 return node
-            if len(node.ops) == 1:
+            if len(node.ops) == 1:  # both sides go to one filter, which sees how they are compared
                 pair = nodes.List([node.expr, node.ops[0].expr]).set_lineno(node.lineno)
                 return filter_node(pair, "compared", nodes.Const(node.ops[0].op))
             node.expr = filter_node(node.expr, "looked_into")
@@ -156,11 +156,12 @@ class WatchingEnvironment(LimitedEnvironment):
                 return False
             if isinstance(right, dict):
                 return isinstance(left, str)
+            # `"</think>" in content`: the copy has such texts outside of its marks, where the row has them
             return self._is_tested(left) and (not isinstance(right, str) or self._is_whole(right))
         if name not in ("eq", "ne"):
             return False
         text, other = (left, right) if self._is_marked(left, deep=True) else (right, left)
-        if not isinstance(text, str):
+        if not isinstance(text, str):  # a list or an object equals none of another type, whatever texts it holds
             return not isinstance(other, (dict, list, tuple))
         if isinstance(other, str) and other.strip():
             return self._is_tested(other) and self._is_whole(text)
@@ -180,6 +181,7 @@ class WatchingEnvironment(LimitedEnvironment):
             return not (name in _SEEKING and args and self._is_tested(args[0]) and self._is_whole(owner))
         if isinstance(owner, str) and name in ("join", "format", "format_map"):
             return False
+        # a macro's body is watched itself; `loop(…)` and `dict(…)` only pass values on
         if isinstance(function, (jinja2.runtime.Macro, jinja2.runtime.LoopContext, MakeDict)):
             return False
         if function in (refuse, PlainNamespace):
@@ -188,7 +190,7 @@ class WatchingEnvironment(LimitedEnvironment):
         return any(self._is_marked(value, deep=True) for value in given)
 
     def _bounded(self, items: Any) -> Any:
-        return super()._bounded(self._looked_into(items))
+        return super()._bounded(self._looked_into(items))  # a loop over a text goes through its letters
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """As without watching; a marked text that is used as a format is looked into."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.template_limits import Span
-
+Span = tuple[int, int]
+"""Characters [start, end) of a text."""
 IGNORED = -100
 """The label of a token that is not trained (torch's and transformers' convention)."""
 METHODS = {
@@ -66,6 +66,7 @@ class TokenRow:
 
 def trained_tokens(labels: list[int]) -> int:
     """Labels of shape [T] that count: the first token of a row is never predicted."""
+    # the model's logits at position t are compared with label t + 1, so label 0 is compared with nothing
     counted = len(labels) - labels.count(IGNORED)
     return counted - (1 if labels and labels[0] != IGNORED else 0)
 

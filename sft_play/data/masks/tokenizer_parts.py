@@ -30,11 +30,11 @@ class TokenizerParts:
     """The backend itself, where it is in this process: parsing `state` again takes time and memory."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "live": None}
+        return {**self.__dict__, "live": None}  # the other process reads `state`
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenizerParts:
-        """Those of a transformers tokenizer.
+        """The parts of a transformers tokenizer.
 
         Raises:
             TokenizerError: it cannot say which characters a token stands for.
@@ -46,6 +46,7 @@ class TokenizerParts:
                 f"the tokenizer is {type(tokenizer).__name__}, which cannot say which characters a token stands for; "
                 "a loss mask needs a fast one (a tokenizer.json in the model's folder)"
             )
+        # transformers: one template as a text, or several as {name: text}
         given = tokenizer.chat_template
         templates = given if isinstance(given, dict) else {"default": given} if given else {}
         special_map = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
@@ -77,6 +78,11 @@ class TokenizerParts:
             raise TokenizerError("the tokenizer has no chat template; set data.chat_template")
         return source
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether a chat template writes the day."""
+        return any("strftime_now" in source for _, source in self.templates)
+
     def with_template(self, source: str) -> TokenizerParts:
         """The same tokenizer with another template."""
         return replace(self, templates=(("default", source),))
@@ -92,6 +98,7 @@ def _with_shared_vocabulary(backend: Any) -> Any:
         if (part := getattr(backend, name)) is not None:
             setattr(copy, name, part)
     added = backend.get_added_tokens_decoder()
+    # by id: a token whose text is not in the vocabulary gets the next free id
     copy.add_tokens([token for _, token in sorted(added.items())])
     copy.encode_special_tokens = backend.encode_special_tokens
     is_same = copy.get_added_tokens_decoder() == added and copy.get_vocab_size() == backend.get_vocab_size()

@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-Span = tuple[int, int]
+from sft_play.data.masks.token_row import Span
 
 MAX_WORDS = 200_000
-"""Words that are remembered; then all are forgotten. Some 60 MB."""
+"""Words that are remembered, some 60 MB; at the limit all are forgotten."""
 MAX_PIECES, MAX_PIECE_CHARS = 4_096, 256
-"""What stands between added tokens, such as a system prompt: so many and so long ones are remembered whole."""
+"""Limits on texts between added tokens that are remembered whole, such as a system prompt."""
 MAX_WORD_CHARS = 40
 """Longer words are rarely seen again."""
 PROBES = 300
@@ -39,8 +39,9 @@ _KEEP_KNOWN, _KEEP_ASCII = frozenset({"NFC"}), frozenset({"NFC", "NFD", "NFKC", 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What ByteLevel cuts by where it has no pattern of its own (tokenizers' ByteLevel, after GPT-2)."""
 _UNSEEN = [*range(33), *range(127, 161), 173]
-_BYTES = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
-"""How byte-level tokenizers write bytes: those that are not visible characters of Latin-1 as characters beyond it."""
+BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
+"""The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
+Latin-1 as they are, the others as characters from U+0100."""
 _NOWHERE = r"\ue000"
 """A character that no known text holds, for classes without any character."""
 
@@ -71,7 +72,7 @@ class Words:
 
         None where the tokenizer has to be asked: for other characters, or where an edge stands inside a word.
         """
-        if not text.isascii() and self._unknown(text):
+        if not text.isascii() and self._unknown(text):  # isascii() is a flag of the text, read at once
             return None
         edges = [edge for span in spans for edge in span]
         ids: list[int] = []
@@ -96,6 +97,7 @@ class Words:
 
     def _piece_ids(self, piece: str) -> Sequence[int] | None:
         """The ids of a text without added tokens; None where the pattern leaves characters of it out."""
+        # system prompts and the template's own words between tokens come again in every row
         remembered = self._pieces.get(piece)
         if remembered is not None:
             return remembered
@@ -141,7 +143,7 @@ class _Remembered(dict[str, tuple[int, ...]]):
         self._model = model
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ids = tuple(token.id for token in self._model.tokenize("".join(map(_BYTES.__getitem__, word.encode()))))
+        ids = tuple(token.id for token in self._model.tokenize("".join(map(BYTE_LETTERS.__getitem__, word.encode()))))
         if len(word) <= MAX_WORD_CHARS:
             if len(self) >= MAX_WORDS:
                 self.clear()
@@ -168,8 +170,10 @@ def words_of(backend: Any) -> Words | None:
     stages = _stages(_state(backend.pre_tokenizer))
     normalizer = _state(backend.normalizer)
     is_plain_bpe = type(backend.model).__name__ == "BPE" and not backend.model.dropout
+    # dropout makes the tokens of a word random; other models (Unigram, WordPiece) are not asked word by word
     if stages is None or not _keeps(_KEEP_ASCII, normalizer) or not is_plain_bpe:
         return None
+    # such a token takes white space along, or stands only between words: a plain search for its text is not enough
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None
     if len({token.normalized for token in added.values()}) > 1:  # the tokenizer cuts at one kind, then at the other
@@ -246,7 +250,7 @@ def ascii_pattern(pattern: str) -> str:
         match = _PROPERTY.match(pattern, at)
         char = pattern[at]
         if match:
-            name, is_not = match[3], (match[1] == "P") != bool(match[2])
+            name, is_not = match[3], (match[1] == "P") != bool(match[2])  # \P{^L} is \p{L}
             members = _ranges([code for code in _KNOWN if unicodedata.category(chr(code)).startswith(name) != is_not])
             parts.append(members if in_class else f"[{members}]")
             at = match.end()
@@ -255,6 +259,7 @@ def ascii_pattern(pattern: str) -> str:
             parts.append(pattern[at : at + 2])
             at += 2
             continue
+        # `$`, `.` and `^` may differ over line ends, and Python has no nested classes
         if (char == "[" and in_class) or (char in "$.^" and not in_class):
             raise ValueError(pattern)
         parts.append(char)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.files import AnySource, BadRow, RawRow, data_files, read_part
+from sft_play.data.sources.files import AnySource, data_files, read_part
 from sft_play.data.sources.formats import (
     Example,
     Format,
@@ -16,6 +16,7 @@ from sft_play.data.sources.formats import (
     rename_columns,
     to_example,
 )
+from sft_play.data.sources.raw import BadRow, RawRow
 
 
 class ExampleReader:

@@ -11,7 +11,6 @@ import dataclasses
 import glob
 import hashlib
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,33 +19,20 @@ from pathlib import Path, PurePath
 
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
+from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
 from sft_play.data.sources.raw import (
-    BOM,
-    GZIP_MARK,
     BadRow,
     RawRow,
     blocks,
-    head,
     is_gzipped,
     is_long,
     pieces_of,
     require_file,
     text_pieces,
-    wide_encoding,
 )
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
-__all__ = ["BadRow", "DataPaths", "Part", "RawRow", "Source", "data_files", "data_paths", "file_parts", "read_rows"]
-
-TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
-"""Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
-JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
-TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
-ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
-DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
-PART_BYTES = 8 << 20
-"""Size of the pieces that a file of lines is split into."""
 NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})
 """Names in folders of data that hold none."""
 
@@ -59,11 +45,6 @@ class Source:
 
     def __str__(self) -> str:
         return self.given
-
-    @property
-    def is_hub(self) -> bool:
-        """Whether it is a data set of the hub."""
-        return self.given.startswith(tables.HUB)
 
 
 AnySource = Source | Path | str
@@ -148,6 +129,7 @@ def data_paths(data: DataConfig) -> DataPaths:
             unwritten.append(f"data.{key}={value}")
         return None
 
+    # every path is looked for before the first error is raised, so that one message names all that is missing
     train = find("train_path", data.train_path)
     sources, lacking = _source_paths(data)
     missing += lacking
@@ -183,7 +165,7 @@ def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
-    """Whether a path is where a command writes by default, beside the training rows that it writes."""
+    """Whether a path option has its default, beside training rows that a command of this project writes."""
     if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
     default = getattr(DataConfig(train_path=data.train_path), key)
@@ -250,6 +232,7 @@ def _absent(value: str) -> str:
         return f"no file matches {shown}"
     first, _, last = value.partition("/")
     is_data_name = Path(last.removesuffix(".gz")).suffix.lower() in DATA_SUFFIXES | TEXT_SUFFIXES
+    # owner/name without hub: is the usual slip; data/train.jsonl looks the same but for its suffix
     if _HUB_LIKE.fullmatch(value) and not is_data_name and _existing(first) is None:
         return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
     parent = Path(value).parent
@@ -296,7 +279,7 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
     parts = [part for match in matches for part in _files_at(match, split, text_wanted, is_one_of=True)]
     if not parts:
         raise DataError(_absent(given) if not matches else f"what matches {one_line(given)} holds no data files")
-    return list(dict.fromkeys(parts))
+    return list(dict.fromkeys(parts))  # with `**` a folder and the files in it may both match
 
 
 def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
@@ -330,7 +313,7 @@ def walk(folder: Path) -> list[Path]:
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_DATA]
         items += [here / name for name in names if not name.startswith(".") and name not in NOT_DATA]
-    return sorted(item for item in items if item.is_file() or is_saved(item))
+    return sorted(item for item in items if item.is_file() or is_saved(item))  # the order of os.walk is the disk's
 
 
 def is_saved(path: Path) -> bool:
@@ -338,11 +321,6 @@ def is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (
         (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
     )
-
-
-def suffix_of(path: Path) -> str:
-    """What a file's name ends in, `.gz` left out, in lower case."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def read_part(part: Part) -> Iterator[RawRow | BadRow]:
@@ -358,6 +336,7 @@ def read_part(part: Part) -> Iterator[RawRow | BadRow]:
 def _in_pieces(row: RawRow | BadRow) -> Iterator[RawRow | BadRow]:
     """The row, or as many as its one long text has pieces, which tokenised whole would take gigabytes."""
     long = [] if isinstance(row, BadRow) else [key for key, value in row.data.items() if is_long(value)]
+    # with two long texts a row is no document with columns beside it, and there is no one text to cut
     if isinstance(row, BadRow) or len(long) != 1:
         yield row
         return
@@ -389,7 +368,7 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         assert kind == "text", kind
         pieces = text_pieces(path)
         first = list(itertools.islice(pieces, 2))
-        is_whole = len(first) == 1
+        is_whole = len(first) == 1  # a second piece is read ahead to know it: whole files are named without a line
         for line, text in itertools.chain(first, pieces):
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, is_piece=not is_whole)
 
@@ -401,23 +380,14 @@ def split_names(part: Part) -> list[str]:
     return tables.hub_splits(part.name) if part.kind == "hub" else []
 
 
-def file_parts(source: AnySource, *, split: str, text_wanted: bool = False, part_bytes: int = PART_BYTES) -> list[Part]:
-    """Parts of a source that can be read by different processes; their rows in order are those of `read_rows`.
+def split_part(part: Part, *, part_bytes: int) -> list[Part]:
+    """A file's part as smaller ones that different processes can read; their rows in order are those of the part.
 
     Files of lines are split at line ends into about `part_bytes`, Parquet by row groups, others not at all.
 
     Raises:
-        DataError: a file that is empty, missing or of no known kind.
+        DataError: the file is empty, missing or of no known kind.
     """
-    return [
-        piece
-        for part in data_files(source, split=split, text_wanted=text_wanted)
-        for piece in split_part(part, part_bytes=part_bytes)
-    ]
-
-
-def split_part(part: Part, *, part_bytes: int = PART_BYTES) -> list[Part]:
-    """A file's part as smaller ones."""
     if part.kind != "auto":
         return [part]
     path = part.path
@@ -440,7 +410,7 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
     start, first, line, at = 0, 1, 1, 0
     for block in blocks(part.path):
         done = 0
-        while at + len(block) - start > part_bytes:
+        while at + len(block) - start > part_bytes:  # a part may end in this block: at the next line end
             cut = block.find(b"\n", max(done, start + part_bytes - at)) + 1
             if cut == 0:
                 break
@@ -449,105 +419,9 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
             start, first, done = at + cut, line, cut
         line += block.count(b"\n", done)
         at += len(block)
-    if start < at:
+    if start < at:  # the rest, which may lack a line end
         ranges.append(dataclasses.replace(part, start=start, end=at, first=first))
     return ranges
-
-
-_MARKS = {
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
-    b"\xff\xff\xff\xff": "arrow stream",
-}
-_FOREIGN = {
-    b"PK\x03\x04": "a zip archive or an Office file: unpack it, or save the sheet as CSV (UTF-8)",
-    b"BZh": "compressed with bzip2: bunzip2",
-    b"\xfd7zXZ": "compressed with xz: unxz",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unzstd",
-    b"7z\xbc\xaf": "a 7z archive: unpack it",
-    b"FEA1": "Feather 1, which nothing reads any more: write it with pyarrow.feather.write_feather(version=2)",
-    b"%PDF": "a PDF document: make dapt-docx turns documents into text",
-    b"SQLite format 3": "an SQLite database: write the table as CSV or JSONL",
-    b"\x89HDF": "HDF5: write it as Parquet (pandas: to_parquet)",
-    b"\x80\x04\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
-    b"\x80\x05\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
-    b"version https://git-lfs": "a Git LFS pointer, not the file itself: git lfs pull",
-    GZIP_MARK: "gzipped twice: gunzip it once",
-}
-
-
-def kind_of(path: Path, *, text_wanted: bool = False) -> str:
-    """What a file is, by its content: lines, array, objects, csv, parquet, arrow, arrow stream or text.
-
-    Its name decides only between kinds that the content could be.
-
-    Raises:
-        DataError: it is empty, not UTF-8 or UTF-16, or of no kind that can be read.
-    """
-    start = head(path)
-    binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
-    if binary is not None:
-        if is_gzipped(path):
-            raise DataError(f"{path} is gzipped {binary.title()}, which is read from its end: gunzip it")
-        return binary
-    foreign = next((advice for mark, advice in _FOREIGN.items() if start.startswith(mark)), None)
-    if foreign is not None:
-        raise DataError(f"{path} is {foreign}")
-    wide = wide_encoding(path, start)
-    if wide is not None:
-        raise wide
-    text = start.removeprefix(BOM).decode("utf-8", "ignore")
-    if not text.strip():
-        _refuse_blank(path)
-    return _text_kind(path, text.lstrip(), text_wanted)
-
-
-def _refuse_blank(path: Path) -> None:
-    """Raise DataError unless something follows the white space that a file begins with."""
-    size = 0
-    for block in blocks(path):
-        size += len(block)
-        if block.removeprefix(BOM).strip():
-            return
-    raise DataError(f"{path} has no rows: the file is {'blank' if size else 'empty'}")
-
-
-def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
-    suffix = suffix_of(path)
-    may_be_text = suffix in TEXT_SUFFIXES or (text_wanted and suffix not in DATA_SUFFIXES)
-    if not start:
-        return "text" if may_be_text else "lines"
-    if may_be_text:  # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
-        line = start.partition("\n")[0]
-        is_list = not text_wanted and re.match(r"\[\s*\{\s*\"", start) is not None
-        is_rows = is_list or (_is_object(line) and ('"text"' in line or not text_wanted))
-        return _json_kind(path, start) if is_rows else "text"
-    if start[0] in "[{":
-        return _json_kind(path, start)
-    if suffix in TABLE_SUFFIXES or tables.looks_like_table(start):
-        return "csv"
-    advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
-    if re.match(r"<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
-        advice = "a web page saved in place of the file? Fetch the file itself"
-    elif start[0] in "'(":
-        advice = "written by Python's print or str()? Write it with json.dumps"
-    raise DataError(f'{path} is not JSON: it begins with "{one_line(start[:40])}"; {advice}')
-
-
-def _json_kind(path: Path, start: str) -> str:
-    if start[0] == "[":
-        return "array"
-    first, ended, _ = start.partition("\n")
-    if ended and _is_object(first):
-        return "lines"
-    return "objects" if json_rows.is_spread_out(path) else "lines"
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def source_digest(source: AnySource) -> str:

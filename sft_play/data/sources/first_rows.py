@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.sources.files import BadRow, DataPaths, Part, RawRow, data_files, read_part
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
+from sft_play.data.sources.files import DataPaths, Part, data_files, read_part
 from sft_play.data.sources.formats import check_columns, first_format
+from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -22,7 +24,7 @@ _SHOWN = 3
 
 
 class _Enough(Exception):
-    """So many rows say nothing yet."""
+    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
@@ -59,8 +61,6 @@ def _look(part: Part, data: DataConfig, *, named: str) -> None:
     bad = [row for row in read if isinstance(row, BadRow)]
     if len(bad) < len(read) or not bad or data.on_bad_row != "fail":
         return
-    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in Counter(row.reason for row in bad).most_common(6))
-    count = f"{len(bad):,}"
-    lines = [f"{count} of {among}{count} rows of {named}={one_line(part.name)} cannot be used: {reasons}"]
-    lines += [f"  {one_line(str(row), limit=600)}" for row in bad[:_SHOWN]]
-    raise DataError("\n".join([*lines, "fix them, or leave them out, counted, with data.on_bad_row=skip"]))
+    reasons = Counter(row.reason for row in bad)
+    lines = bad_row_lines(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", reasons, bad[:_SHOWN])
+    raise DataError("\n".join([*lines, FIX_OR_SKIP]))

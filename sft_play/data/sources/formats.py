@@ -83,6 +83,7 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",
 
 def content_digest(example: Example) -> bytes:
     """32 bytes of the example's content alone: the same row has the same wherever it stands."""
+    # without the authors' own notation (roles by another name, content in parts), which changes nothing of the content
     content: Any = example.text if isinstance(example, Text) else [without_given(example.messages), example.tools]
     return hashlib.sha256(_CANONICAL.encode(content).encode("utf-8", "replace")).digest()
 
@@ -140,6 +141,7 @@ def _chat(row: RawRow, messages: list[Message]) -> Chat:
         _check_turns(messages)
         return Chat(row.where, tuple(messages))
     for key in _MEDIA_KEYS:
+        # a flag or a count of that name (`image: false`) is no picture
         if row.data.get(key) not in (None, "", [], {}) and not isinstance(row.data[key], (bool, int, float)):
             raise Unusable(f"the row has {key}, and only text is trained", shown(row.data[key]))
     messages = [*_system(row, messages), *messages]
@@ -196,7 +198,8 @@ def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Messag
     prompt, reply = _text_at(row, question), _text_at(row, answer)
     for key in _EXTRAS if question == "instruction" else ():
         extra = _text_at(row, key, needed=False)
-        prompt = f"{prompt}\n{extra}" if extra.strip() else prompt
+        prompt = f"{prompt}\n{extra}" if extra.strip() else prompt  # as LLaMA-Factory joins alpaca's columns
+    # LLaMA-Factory's alpaca rows have earlier exchanges here: [[question, answer], …]
     history = unpacked(row.data.get("history"), "[")
     if history in (None, ""):
         history = []
@@ -228,7 +231,7 @@ def _listed(value: Any) -> Any:
 def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[Message]:
     """Turns of a prompt and a reply of which at least one is a list; a reply with user turns is the whole chat."""
     answers = turns_of(reply, answer) if _is_turns(reply) else [{"role": "assistant", "content": reply}]
-    if any(message["role"] == "user" for message in answers):
+    if any(message["role"] == "user" for message in answers):  # the reply repeats the prompt, as `chosen` often does
         return answers
     asked = turns_of(prompt, question) if _is_turns(prompt) else [{"role": "user", "content": prompt}]
     for name, turns in ((question, asked), (answer, answers)):
@@ -312,6 +315,7 @@ def recognise(keys: Collection[str], columns: Mapping[str, str] | None = None) -
     A format whose needed keys the user mapped (`data.columns`) goes before all others.
     """
     mapped = columns or {}
+    # so that data.columns={prompt: q, completion: a} is not overruled by a `messages` column of another meaning
     fitting = formats_of(keys)
     return next((shape for shape in fitting if all(key in mapped for key in shape.needs)), next(iter(fitting), None))
 
@@ -326,6 +330,7 @@ def rename_columns(row: RawRow, columns: Mapping[str, str]) -> RawRow:
     if not columns or is_processed(row.data):
         return row
     known_names = {given: known for known, given in columns.items()}
+    # the user's column takes the known name; a column that had this name already gives way to it
     kept = {key: value for key, value in row.data.items() if key not in columns or key in known_names}
     return replace(row, data={known_names.get(key, key): value for key, value in kept.items()})
 
@@ -379,6 +384,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     `data` says whether turns are merged (`merge_consecutive`) and rows with empty answers left out (`drop_empty`);
     such a row comes back as a BadRow with `is_asked`.
     """
+    # the format is that of the file's first rows; a later row may lack a column, or have null in it
     missing = [key for key in shape.needs if key not in row.data]
     if missing:
         keys = one_line(", ".join(map(str, row.data)) or "none")
@@ -396,7 +402,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     except Unusable as error:
         is_asked = error.reason == EMPTY_TEXT and data is not None and data.drop_empty
         return BadRow(row.where, error.reason, error.detail, is_asked=is_asked)
-    except RecursionError:
+    except RecursionError:  # tables have no limit of depth as JSON lines do
         return BadRow(row.where, "nested too deeply")
     if isinstance(example, Text):
         has_control = not row.is_clean and _CONTROL.search(example.text) is not None
@@ -417,7 +423,7 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         role = message["role"]
         if role != "system":
             first_speaker = first_speaker or role
-        if role == previous and role != "tool":
+        if role == previous and role != "tool":  # the results of parallel calls stand in a row
             notes.append(NOTE_TWO_IN_A_ROW)
         previous = role
         if role == "assistant":
@@ -433,6 +439,7 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         notes.append(NOTE_STARTS_WITH_ASSISTANT)
     if previous == "tool":
         notes.append(NOTE_ENDS_WITH_TOOL)
+    # most rows were scanned by their reader, which sees control characters in the line's escapes
     texts = () if row.is_clean else (value for message in messages for value in message.values())
     if any(isinstance(text, str) and _CONTROL.search(text) for text in texts):
         notes.append(NOTE_CONTROL)

@@ -41,7 +41,7 @@ class RefusedJson(ValueError):
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
-    if len(value) == len(pairs):
+    if len(value) == len(pairs):  # called for every object of every row: the usual case is one comparison
         return value
     keys = [key for key, _ in pairs]
     twice = next(key for key in keys if keys.count(key) > 1)
@@ -128,7 +128,7 @@ def read_lines(
             text = block[: block.rfind(b"\n", 0, broken) + 1].decode("utf-8")
         lines = text.split("\n")
         if broken is None and block.endswith(b"\n"):
-            lines.pop()
+            lines.pop()  # the empty text behind the last line end is no line
         for line in lines:
             number += 1
             row = _row_of_line(line, name, number)
@@ -147,8 +147,10 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
         value, end = _scan(line, 0)
     except (ValueError, RecursionError, StopIteration):
         return parse_line(line, f"{name}:{number}")
+    # brackets bound the depth from above; those inside strings make it a guess, which `parse_line` settles
     if end != len(line) or type(value) is not dict or line.count("[") + line.count("{") > MAX_DEPTH:
         return parse_line(line, f"{name}:{number}")
+    # JSON has control characters and surrogates as escapes only, DEL aside; tabs and line breaks do not count as such
     if "\\u" in line or "\\b" in line or "\x7f" in line:
         return _as_row(value, f"{name}:{number}", line)
     return RawRow(f"{name}:{number}", value, True)
@@ -156,7 +158,7 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
 
 def parse_line(line: str, where: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
-    line = line.strip().removeprefix("\ufeff")
+    line = line.strip().removeprefix("\ufeff")  # files that were joined have byte order marks inside
     try:
         return _as_row(_DECODER.decode(line), where, line)
     except json.JSONDecodeError as error:
@@ -207,7 +209,7 @@ class Window:
 
     def more(self, wanted: int = 1) -> bool:
         """Drop what the position has passed and read `wanted` characters or more; False at the end of the file."""
-        self.place()  # counts the lines that are dropped
+        self.place()  # counts the line ends that are dropped
         self.text, self.position, self._counted = self.text[self.position :], 0, 0
         pieces, count = [self.text], 0
         while count < wanted and not self.is_last:
@@ -275,9 +277,10 @@ class Window:
             value, end = _DECODER.raw_decode(self.text, self.position)
         except RecursionError:
             raise self._fault("nested too deeply") from None
-        except RefusedJson as error:
+        except RefusedJson as error:  # raised inside the decoder, which does not tell where the value ends
             refused = error
             try:
+                # where the row ends, so that it is one bad row and those after it are read
                 value, end = _LENIENT.raw_decode(self.text, self.position)
             except json.JSONDecodeError as fault:
                 self._raise_if_final(fault)
@@ -287,18 +290,21 @@ class Window:
             return None
         except ValueError:  # Python reads no whole number of more than 4,300 digits
             raise self._fault("a number has too many digits") from None
+        # objects, lists and strings end with their own mark; a number or a literal may go on
         may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
         return None if may_go_on and not self.is_last else (value, end, refused)
 
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
         """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
         near the window's end."""
+        # 64 characters: more than a literal, an escape or a number that the window's end may have cut
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:
             return
         line, column = self.place(error.pos - self.position)
         begin = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
         shown = one_line(self.text[begin : begin + 200].split("\n")[0], limit=_SHOWN_CHARS)
+        # its column is that of the window; the file's is what the reader of the message looks for
         placed = json.JSONDecodeError(error.msg, error.doc, error.pos)
         placed.colno = column
         raise DataError(f"{self._path}:{line}: not valid JSON: {_why(placed)}. Line: {shown}") from None
@@ -311,7 +317,7 @@ def read_array(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """Rows of a JSON list; each knows the line on which it begins (and the column, if it is not the first on it)."""
     window = Window(path)
     window.peek()
-    window.position += 1
+    window.position += 1  # past the bracket
     if window.peek() == "]":
         raise DataError(f"{path} has no rows: the list is empty")
     last_line = 0

@@ -119,7 +119,7 @@ def turns_of(value: Any, key: str) -> list[Message]:
         raise Unusable(f"{key} is text that is not a JSON list", "written by str()? write it with json.dumps")
     if not isinstance(value, list) or not value:
         raise Unusable(f"{key} is empty" if value == [] else f"{key} is {kind(value)}, expected a list")
-    if type(value[0]) is dict:
+    if type(value[0]) is dict:  # nearly all rows: the checks below look for JSON text in every item
         return [message for index, item in enumerate(value) for message in _messages(item, index)]
     value = [unpacked(item, "{") for item in value]
     if all(isinstance(item, str) for item in value):
@@ -158,6 +158,7 @@ def _plain(item: Any) -> Message | None:
         return None
     given, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
     role = _PLAIN_ROLES.get(given) if type(given) is str else None
+    # under `role` another name than a template's is kept as its author's own (GIVEN), which `_message` does
     if role is None or type(content) is not str or (role != given and "role" in item):
         return None
     return {"role": role, "content": content}
@@ -187,10 +188,11 @@ def _messages(item: Any, index: int) -> list[Message]:
 def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     given = item[role_key]
     role = _role(given, where, is_result=isinstance(item.get("name"), str))
+    # an empty `content` beside a `value` counts: the first key that is there, whatever it holds
     content_key = next((key for key in _CONTENT_KEYS if key in item and key != role_key), "content")
     content = item.get(content_key)
     message: Message = {"role": role}
-    if str(given).strip().lower() in _CALL_ROLES:
+    if str(given).strip().lower() in _CALL_ROLES:  # ShareGPT's form: the turn's text is the call as JSON
         message |= {"content": "", "tool_calls": _calls_in_text(content, where)}
     else:
         calls = _calls_of(item, content, where)
@@ -210,8 +212,10 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     is_trained = _is_trained(item, where)
     if is_trained is False:
         message["train"] = False
+    # `weight: 1` on every message is common and asks for nothing; `train: true` on a user's turn does
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
+    # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
     if role_key == "role" and "content" in item:
         own = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
         if any(value != message.get(key) for key, value in own.items()):
@@ -261,7 +265,7 @@ def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise Unusable("a loss weight other than 0 and 1", f"{where}.{key} is {shown(value)}; it is not rounded")
         weights[key] = bool(value)
-    if len(set(weights.values())) > 1:
+    if len(set(weights.values())) > 1:  # such as train: true beside weight: 0
         raise Unusable("a message is both trained and not", f"{where}: {shown(weights)}")
     return next(iter(weights.values()), None)
 
@@ -269,7 +273,7 @@ def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
 def _role(given: Any, where: str, *, is_result: bool = False) -> str:
     if not isinstance(given, str):
         raise Unusable("a message has no role", f"{where}: {shown(given)}")
-    name = given.strip().lower()
+    name = given.strip().lower()  # "Human", "USER "
     if name in ROLES:
         return ROLES[name]
     if name == "function" and is_result:
@@ -300,6 +304,7 @@ def content_text(value: Any, where: str, *, role: str = "") -> str:
         return _join_parts([value], where)
     if isinstance(value, dict) and isinstance(value.get("parts"), list):
         return _join_parts(value["parts"], where)
+    # a tool's result may be an object: templates write text, and its JSON is what an API would send
     if isinstance(value, dict) and role == "tool":
         return json.dumps(value, ensure_ascii=False, default=str)
     raise Unusable("content is not text", f"{where} is {kind(value)}, expected a string")
@@ -318,7 +323,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = _first(part, "text", "value") if isinstance(part, dict) else part
         if isinstance(kind, str) and kind in _SKIPPED_PARTS:
-            continue
+            continue  # read by _reasoning_of and _calls_of
         if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
             raise Unusable("a content part is not text", f"{where} has a part {shown(part)}")
         texts.append(text)
@@ -447,6 +452,7 @@ def merge_turns(messages: Iterable[Message]) -> tuple[Message, ...]:
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else {}
+        # a `train` of its own must stay with its turn; names are speakers of one role
         alike = all(last.get(key) == message.get(key) for key in ("role", "train", "name"))
         if not alike or message["role"] == "tool":
             merged.append(dict(message))

@@ -22,7 +22,7 @@ REJECTED = (
 NEGATIVES = ("negative", "negatives", "neg", "hard_negatives")
 CHOICES = ("choices", "options")
 TELLTALES = frozenset({*TAGS, *REJECTED, *NEGATIVES, *CHOICES})
-"""Keys of which one at least stands in every row that `refuse_other_kind` refuses."""
+"""Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look."""
 
 UNWANTED = "is false: an answer that is not wanted (KTO)"
 PREFERENCE = "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples"
@@ -38,6 +38,7 @@ def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text:
 
     `is_text`: the format is plain text, which may have any label beside it.
     """
+    # a text that says false counts too, as CSV has it
     tag = next((key for key in TAGS if key in data and str(data[key]).strip().lower() == "false"), None)
     if tag is not None and not is_text:
         raise Unusable(

@@ -94,7 +94,7 @@ class _Unpacked:
             block = self._file.read(size)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{self._path} cannot be read: {error}") from None
-        self._read += len(block)
+        self._read += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
         if self._read > self._limit:
             raise DataError(
                 f"{self._path} unpacks to more than {self._limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: "
@@ -119,6 +119,7 @@ def is_gzipped(path: Path) -> bool:
 
 def require_file(path: Path) -> None:
     """Raises DataError for anything but a regular file: a pipe would wait for ever, a device may never end."""
+    # is_file() follows links: one to a regular file is one
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a pipe or a device?); data is read more than once")
     if not os.access(path, os.R_OK):
@@ -135,7 +136,7 @@ def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BL
     try:
         file: BinaryIO | _Unpacked = path.open("rb") if unpacked is None else unpacked
         try:
-            if start and not isinstance(file, _Unpacked):
+            if start and not isinstance(file, _Unpacked):  # gzipped files are read whole, never in ranges
                 file.seek(start)
             left = None if end is None else end - start
             while left is None or left > 0:
@@ -172,6 +173,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         block = read
         if start == 0 and number == 0 and block.startswith(BOM):
             block, at = block[len(BOM) :], len(BOM)
+        # The line that was open before this block ends in it. If it was too long, its rest is skipped.
         first = block.find(b"\n") + 1
         if first and waiting + first - 1 > MAX_ROW_BYTES:
             yield at, LongLine(waiting + first - 1)
@@ -186,7 +188,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         pending.append(block[cut:])
         waiting += len(block) - cut
         if waiting > MAX_ROW_BYTES:
-            pending = []
+            pending = []  # only its size is needed from here on
     if waiting > MAX_ROW_BYTES:
         yield at, LongLine(waiting)
     elif waiting:
@@ -216,6 +218,7 @@ def _decode(data: bytes) -> tuple[str, int]:
     try:
         return data.decode("utf-8"), len(data)
     except UnicodeDecodeError as error:
+        # the block's end cut a character: its bytes are the beginning of the next block
         if error.end == len(data) and error.reason == "unexpected end of data":
             return data[: error.start].decode("utf-8"), error.start
         raise
@@ -230,7 +233,7 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
     """
     line, buffer, is_whole = 1, "", True
     for block in text_blocks(path):
-        if block.count("\0") > len(block) // 100:
+        if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
         buffer += block
         while len(buffer) > 2 * TEXT_CHARS:
@@ -270,7 +273,7 @@ def piece_end(text: str, most: int) -> int:
     of them, the last such place; at `most` where there is none."""
     for pattern in (_PARAGRAPH_END, _LINE_END, _WORD_END):
         end = 0
-        for match in pattern.finditer(text, most // 2, most + 1):
+        for match in pattern.finditer(text, most // 2, most + 1):  # + 1 for what a lookahead has to see
             end = match.end()
         if end:
             return end
@@ -279,6 +282,7 @@ def piece_end(text: str, most: int) -> int:
 
 def not_utf8(path: Path, offset: int) -> DataError:
     """The error for the byte at `offset`: its line and column, what the file looks like, and what to run."""
+    # The file is read again from its beginning: readers count lines only where they need them.
     line, line_start, at = 1, 0, 0
     sample = b""
     for block in blocks(path):
@@ -304,10 +308,11 @@ def not_utf8(path: Path, offset: int) -> DataError:
 
 def _convert(path: Path, encoding: str) -> str:
     name = one_line(path.name.removesuffix(".gz"), limit=200)
+    # the command is meant to be pasted: names with spaces or quotes must not become other words
     quoted, target = shlex.quote(one_line(str(path), limit=4_000)), shlex.quote(f"utf8-{name}")
     source = f"gunzip -c {quoted} | iconv" if is_gzipped(path) else "iconv"
     given = "" if is_gzipped(path) else f" {quoted}"
-    if encoding == "utf-8":
+    if encoding == "utf-8":  # -c drops what cannot be converted
         return f"Leave the broken bytes out: {source} -c -f utf-8 -t utf-8{given} > {target}"
     return f"Convert it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
 
@@ -322,6 +327,7 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     else:  # without a mark: ASCII characters have zeros in all other bytes
         sample = start[:400]
         evens, odds = sample[::2].count(0), sample[1::2].count(0)
+        # shares, not all: text in other scripts has few zeros, and a line break has one in any case
         if len(sample) >= 8 and max(evens, odds) > 0.3 * len(sample) and min(evens, odds) <= 0.02 * len(sample):
             encoding = "utf-16le" if odds > evens else "utf-16be"
         elif len(sample) >= 16 and evens + odds > 0.7 * len(sample) and sample.strip(b"\0"):
@@ -340,6 +346,8 @@ def guess_encoding(sample: bytes) -> tuple[str, str]:
     runs = _high_runs(sample)
     high = sum(map(len, runs))
     if high and sum(len(run) for run in runs if len(run) > 1) >= 0.7 * high:
+        # These encodings share their bytes, so nearly all of them decode: each test asks whether what comes out is
+        # what text of its language consists of.
         for test in (_korean, _japanese, _chinese, _cyrillic, _traditional):
             guess = test(sample)
             if guess:
@@ -370,6 +378,7 @@ def _share(text: str, test: Callable[[str], bool]) -> float:
 
 def _korean(sample: bytes) -> tuple[str, str] | None:
     is_hangul = _share(_text_of(sample, "euc_kr"), lambda char: "\uac00" <= char <= "\ud7a3") > 0.8
+    # in EUC-KR hangul have the lead bytes 0xB0 to 0xC8; Chinese text soon goes beyond
     pairs = [run[at] for run in _high_runs(sample) for at in range(0, len(run) - 1, 2)]
     return ("euc-kr", "EUC-KR") if is_hangul and max(pairs, default=0xFF) <= 0xC8 else None
 

@@ -60,11 +60,10 @@ def split_of_name(name: str) -> str | None:
     return SPLIT_WORDS[word.lower()] if word else None
 
 
-def find_delimiter(path: Path, *, start: str | None = None) -> str:
+def find_delimiter(text: str) -> str:
     """The character between the fields of a table's first line: the one that gives the most fields."""
-    text = head(path).decode("utf-8", "ignore") if start is None else start
     first = next((line for line in text.lstrip("\ufeff").splitlines() if line.strip()), "")
-    return max(DELIMITERS, key=lambda char: _field_count(first, char))
+    return max(DELIMITERS, key=lambda char: _field_count(first, char))  # of equal counts the first: a comma
 
 
 def _field_count(line: str, delimiter: str) -> int:
@@ -83,7 +82,7 @@ def looks_like_table(start: str) -> bool:
     lines = [line for line in start.lstrip("\ufeff").splitlines() if line.strip()][:2]
     if len(lines) < 2:
         return False
-    delimiter = find_delimiter(Path(), start=lines[0])
+    delimiter = find_delimiter(lines[0])
     names = next(csv.reader([lines[0]], delimiter=delimiter), [])
     is_header = len(names) > 1 and len(set(names)) == len(names) and all(map(_COLUMN_NAME.fullmatch, names))
     return is_header and _field_count(lines[1], delimiter) == len(names)
@@ -95,9 +94,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     Raises:
         DataError: there is no header, it names a column twice, a quote is not closed, or a byte is not UTF-8.
     """
-    csv.field_size_limit(MAX_ROW_BYTES)
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    reader = csv.reader(lines, delimiter=find_delimiter(path), strict=True)
+    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
         line = reader.line_num + 1
@@ -111,6 +111,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
                 raise _never_closed(f"{name}:{line}") from None
             yield BadRow(f"{name}:{line}", "not valid CSV", str(error))
             continue
+        # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
         if names is None:
@@ -161,7 +162,7 @@ class _TextLines:
     def __next__(self) -> str:
         line = next(self._lines)
         self._taken += len(line)
-        if self._taken > MAX_ROW_BYTES:
+        if self._taken > MAX_ROW_BYTES:  # characters, which are never more than bytes
             raise _never_closed(self._where)
         return line
 
@@ -173,7 +174,7 @@ class _TextLines:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise not_utf8(path, at + error.start) from None
-            lines = text.split("\n")
+            lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
             yield from (line + "\n" for line in lines[:-1])
             if lines[-1]:
                 yield lines[-1]
@@ -241,7 +242,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
     plain: bool | None = None
     iterator = iter(batches)
     while True:
-        with _reading(path, kind):
+        with _reading(path, kind):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(iterator, None)
         if batch is None:
             return
@@ -250,6 +251,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
             twice = next((name for name in names if names.count(name) > 1), None)
             if twice is not None:
                 raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
+            # asked of the schema once, so that plain values are not copied one by one
             plain = _is_plain(str(batch.schema.remove_metadata()))
         for piece in _slices(batch):
             with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
@@ -257,7 +259,7 @@ def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, firs
             is_large = piece.nbytes > MAX_ROW_BYTES
             for row in rows:
                 number += 1
-                size = _text_bytes(row) if is_large else 0
+                size = _text_bytes(row) if is_large else 0  # a piece below the limit holds no row above it
                 if size > MAX_ROW_BYTES:
                     yield too_large(f"{name}:row {number}", size)
                 else:
@@ -301,6 +303,7 @@ class _NotText(ValueError):
 def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
     """The row without its nulls, as values that JSON has."""
     try:
+        # null cells are left out: Arrow gives every row every column, and a key says that something is there
         data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
     except _NotText:
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
@@ -348,6 +351,7 @@ def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
             yield from _from_dicts(loaded, name)
         return
     rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
+    # as Arrow, since datasets would decode every row by its features (images, audio)
     batches = loaded.with_format("arrow").iter(batch_size=rows)
     yield from _from_batches(batches, path, name, "a saved dataset", 1)
 
@@ -368,7 +372,7 @@ def choose_split(names: list[str], split: str, path: Path | str) -> str:
         DataError: none of them, or several without one that has the plain name.
     """
     wanted = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}.get(split, ())
-    exact = next((name for name in (split, *wanted) if name in names), None)
+    exact = next((name for name in (split, *wanted) if name in names), None)  # plain names before likenesses
     if exact is not None:
         return exact
     like = [  # `gsm8k_test`, or a name that begins with a split's, as `train_sft`
@@ -395,6 +399,7 @@ def hub_parts(given: str) -> tuple[str, str | None]:
     ident, _, config = given.removeprefix(HUB).partition(":")
     if not _HUB_ID.fullmatch(ident):
         raise DataError(f"{one_line(given)}: a data set of the hub is written hub:owner/name or hub:owner/name:config")
+    # datasets.load_dataset takes a local folder of that name before the hub's
     if Path(ident).exists():
         raise DataError(f"{one_line(given)}: {ident} exists here too, and datasets would read it; write the path")
     return ident, config or None
@@ -439,6 +444,7 @@ def _hub_advice(ident: str, error: Exception) -> str:
     import datasets
 
     text = one_line(str(error), limit=300)
+    # by name: importing the hub's exception classes would tie this to the module that they live in
     kinds = {kind.__name__ for kind in type(error).__mro__}
     fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
     if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:

@@ -1,0 +1,123 @@
+"""Token rows in Arrow files: written in batches without a Python object for each token, and cut into blocks.
+
+Columns: `input_ids` and `labels` (lists of int32), `source` (0: chat, 1: text), and where it is kept `chat` (JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+
+from sft_play.data.masks.token_row import CHAT, TokenRow
+from sft_play.data.sources.formats import Chat, Example
+
+_SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+_SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
+
+
+class RowWriter:
+    """An Arrow stream file of token rows; with `keeps_chats` their conversations are beside them."""
+
+    def __init__(self, path: Path, *, keeps_chats: bool) -> None:
+        self.path = path
+        self.digests = bytearray()
+        """Eight bytes for the tokens of each row."""
+        self._keeps_chats = keeps_chats
+        self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
+
+    def __enter__(self) -> RowWriter:
+        self._file = pa.OSFile(str(self.path), "wb")
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self._file.close()
+
+    def write(self, rows: Sequence[TokenRow], examples: Sequence[Example]) -> None:
+        """A batch of rows with the examples they are made of."""
+        if not rows:
+            return
+        offsets, ids = _joined([row.input_ids for row in rows])
+        label_offsets, labels = _joined([row.labels for row in rows])
+        sources = np.array([row.source != CHAT for row in rows], np.int8)
+        tokens = memoryview(ids).cast("B")
+        for begin, end in itertools.pairwise((offsets * ids.itemsize).tolist()):
+            self.digests += hashlib.blake2b(tokens[begin:end], digest_size=8).digest()
+        columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
+        if self._keeps_chats:
+            columns.append(pa.array([_as_json(example) for example in examples], pa.string()))
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+
+
+def row_digest(input_ids: Sequence[int]) -> int:
+    """The eight bytes that stand for a row's tokens in `RowWriter.digests`."""
+    return int(
+        np.frombuffer(hashlib.blake2b(np.array(input_ids, np.int32).tobytes(), digest_size=8).digest(), np.uint64)[0]
+    )
+
+
+def _as_json(example: Example) -> str | None:
+    if not isinstance(example, Chat):
+        return None
+    return json.dumps([example.where, example.messages, example.tools], ensure_ascii=False)
+
+
+def chat_of(text: str) -> Chat:
+    """A conversation as it was kept beside its tokens."""
+    where, messages, tools = json.loads(text)
+    return Chat(where, tuple(messages), tuple(tools))
+
+
+def write_blocks(path: Path, files: Sequence[Path], size: int, *, keeps_short: bool) -> None:
+    """Documents joined and cut into blocks of exactly `size` tokens; their own files are removed.
+
+    The rest that fills no block is left over; with `keeps_short` a text shorter than one block is a block by itself.
+    """
+    carry = np.zeros(0, np.int32)
+    wrote = False
+    with pa.OSFile(str(path), "wb") as target, pa.ipc.new_stream(target, _SCHEMA) as stream:
+        for file in files:
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as documents:
+                for batch in documents:
+                    ids = batch.column(0)
+                    carry = np.concatenate([carry, ids.flatten().to_numpy()])
+                    whole = len(carry) // size * size
+                    if whole:  # written at once: a corpus of any size is never held in memory
+                        stream.write_batch(_block_batch(carry[:whole], size))
+                        carry, wrote = carry[whole:].copy(), True
+            file.unlink()
+        if not wrote and len(carry) and keeps_short:
+            stream.write_batch(_block_batch(carry, len(carry)))
+
+
+def _block_batch(tokens: Any, size: int) -> Any:
+    """Full blocks as a batch: every token is trained."""
+    column = _lists(np.arange(0, len(tokens) + 1, size, dtype=np.int32), np.ascontiguousarray(tokens, np.int32))
+    sources = _arrow(np.ones(len(tokens) // size, np.int8))
+    return pa.record_batch([column, column, sources], schema=_SCHEMA)
+
+
+def _joined(values: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """Lists of tokens joined: int32 of shape [lists + 1], where each begins, and of shape [tokens]."""
+    lengths = np.fromiter(map(len, values), np.int32, len(values))
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets, np.fromiter(itertools.chain.from_iterable(values), np.int32, int(offsets[-1]))
+
+
+def _arrow(values: Any) -> Any:
+    """A numpy array of integers as an Arrow one; `pyarrow.array` would import pandas first, which takes 0.5 s."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _lists(offsets: Any, tokens: Any) -> Any:
+    """Joined lists as an Arrow column, without an object for each token."""
+    return pa.ListArray.from_arrays(_arrow(offsets), _arrow(tokens))

@@ -1,0 +1,199 @@
+"""A chat template with the form of messages that it takes: content, roles, tool calls.
+
+`message_forms.py` has the forms. Which of them a template writes correctly is seen by trying them: on probe
+conversations (`probes.py`), and for tool calls on the row itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.data.masks.control_tokens import first_difference
+from sft_play.data.masks.inexact import REFUSED, Inexact
+from sft_play.data.masks.marked_copy import SALT
+from sft_play.data.masks.message_forms import (
+    CALL_FORMS,
+    CALL_KEYS,
+    KNOWN_KEYS,
+    NOTE_PARTS,
+    NOTE_ROLE,
+    ArgumentForm,
+    Fitted,
+    Kind,
+    adapted,
+    in_form,
+    kinds_of_parts,
+    mapped,
+    with_arguments_as,
+    with_notes,
+)
+from sft_play.data.masks.probe_conversations import CALLING, PART_KEY, PLAIN
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, Message, without_given
+
+_ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
+_NOT_ITS_OWN = "the row is not rendered as apply_chat_template renders its messages"
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a template was seen to do with probe conversations."""
+
+    parts: bool = False
+    """It takes content only as a list of parts."""
+    tools: bool = False
+    """It has to be given tools: a template for rows with tools may loop over them without a check."""
+    arguments: ArgumentForm | Literal["own"] = "own"
+    """The one form of a call's arguments that it writes correctly; `own` where it writes both or neither."""
+    system: Literal["written", "dropped", "refused"] = "written"
+    calls: bool = False
+    """It writes tool calls."""
+
+
+class FittedTemplate:
+    """A template that is given messages in the form that it takes, as its `habits` say."""
+
+    def __init__(self, jinja: ChatTemplate, habits: Habits) -> None:
+        self.jinja, self.habits = jinja, habits
+        # Keys that a template may ask a message for by name.
+        self._names = frozenset(re.findall(r"\w+", jinja.source))
+        self._taken: dict[tuple[str, ...], bool] = {}
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
+        """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
+        return self.jinja.render(adapted(messages, parts=self.habits.parts), tools=tools, prompt=prompt)
+
+    def rendered_or_nothing(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The conversation as the model sees it; empty where the template refuses it."""
+        try:
+            return self.rendered(messages, tools)
+        except RenderError:
+            return ""
+
+    def fitted(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Fitted:
+        """The conversation as its author wrote it where the template writes its calls so; else as near to that as the
+        template allows.
+
+        A template may write arguments correctly only as objects (text is encoded a second time) or only as text
+        (objects are refused or escaped). Then it is given them in that form, which is the same JSON.
+
+        Raises:
+            Inexact: the template refuses the conversation in every form.
+        """
+        if any(GIVEN in message for message in messages):
+            authored = self._as_authored(messages, tools)
+            fitted = self.fitted(authored.messages, tools)
+            fitted = Fitted(fitted.messages, (*authored.notes, *fitted.notes))
+            if not fitted.notes:
+                self._check_as_authored(messages, fitted.messages, tools)
+            return fitted
+        if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
+            return Fitted(messages)
+        arguments = self.habits.arguments
+        given = messages if arguments == "own" else with_arguments_as(messages, arguments)
+        accepted: list[Sequence[Message]] = []
+        refusal = ""
+        # The first form whose calls are all written; a template may take a form and drop the calls without a word.
+        for form in CALL_FORMS:
+            candidate = in_form(given, form)
+            if candidate in accepted:
+                continue
+            try:
+                writes = self._writes_names(candidate, tools)
+            except RenderError as error:
+                refusal = str(error)
+                if isinstance(error, Endless):
+                    break  # each further form would take as long
+                continue
+            if writes:
+                return with_notes(messages, candidate)
+            accepted.append(candidate)
+        if not accepted:
+            raise Inexact(REFUSED, refusal)
+        return with_notes(messages, accepted[0])
+
+    def _writes_names(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether the names of all calls are written, seen by marks on them; raises RenderError."""
+        count = itertools.count()
+
+        def mark(text: str, index: int, kind: Kind) -> str:
+            return f"{text}{SALT}{next(count)}q" if kind == "name" else text
+
+        text = self.rendered([mapped(message, 0, mark) for message in messages], tools)
+        return all(f"{SALT}{number}q" in text for number in range(next(count)))
+
+    def _as_authored(self, messages: Sequence[Message], tools: Sequence[Any]) -> Fitted:
+        """The messages with what their author wrote, as far as the template takes it: roles, parts, further keys.
+
+        Keys that the template has no name for are left out where the text is the same without them.
+        """
+        notes: dict[str, None] = {}
+        whole = [self._authored(message, notes) if GIVEN in message else message for message in messages]
+        slim = [
+            {key: value for key, value in message.items() if key in KNOWN_KEYS or key in self._names}
+            for message in whole
+        ]
+        if slim != whole and self.rendered_or_nothing(slim, tools) != self.rendered_or_nothing(whole, tools):
+            return Fitted(whole, tuple(notes))
+        return Fitted(slim, tuple(notes))
+
+    def _check_as_authored(self, messages: Sequence[Message], fitted: Sequence[Message], tools: Sequence[Any]) -> None:
+        """Raise Inexact where a row without notes is not rendered as its author's own messages are."""
+        own = [message.get(GIVEN, message) for message in messages]
+        if any((given.get("tool_calls") or None) != message.get("tool_calls")
+               for given, message in zip(own, messages, strict=True)):  # fmt: skip
+            return  # calls in a form of their own are noted where rows are read
+        wanted, text = self.rendered_or_nothing(own, tools), self.rendered_or_nothing(fitted, tools)
+        if wanted and wanted != text:
+            raise Inexact(_NOT_ITS_OWN, first_difference(wanted, text))
+
+    def _authored(self, message: Message, notes: dict[str, None]) -> Message:
+        """A message with its author's role, content and keys; what cannot be kept is noted."""
+        given = message[GIVEN]
+        authored = without_given([message])[0]
+        if given["role"] != authored["role"]:
+            if authored["role"] == "system" and self._takes(given["role"]):
+                authored["role"] = given["role"]
+            else:
+                notes[NOTE_ROLE] = None
+        if not isinstance(given["content"], (str, type(None))):
+            kinds = kinds_of_parts(given["content"])
+            if kinds and self._takes(authored["role"], *kinds):
+                authored["content"] = given["content"]
+                if not any(given.get(key) for key in REASONING_KEYS):
+                    authored.pop("reasoning_content", None)
+            else:
+                notes[NOTE_PARTS] = None
+        # the same think text or calls under another of their names must not be given twice
+        covered = {*authored, *(REASONING_KEYS if "reasoning_content" in authored else ())}
+        covered |= {*(CALL_KEYS if authored.get("tool_calls") else ())}
+        return authored | {key: value for key, value in given.items() if key not in covered and value is not None}
+
+    def _takes(self, role: str, *kinds: str) -> bool:
+        """Whether the template writes a message of this role, with content in parts of these types."""
+        asked = (role, *kinds)
+        if asked not in self._taken:
+            words = [f"part{number}q" for number in range(len(kinds))] or ["part0q"]
+            parts = [{"type": kind, kind: word} for kind, word in zip(kinds, words, strict=False)]
+            message = {"role": role, "content": parts or words[0]}
+            question, reply = PLAIN
+            before: list[Message] = {"assistant": [question], "tool": [*CALLING[:2]]}.get(role, [])
+            after: list[Message] = {"assistant": [], "tool": [], "user": [reply]}.get(role, [*PLAIN])
+            turns = [*before, {**CALLING[2], **message} if role == "tool" else message, *after]
+            with contextlib.suppress(RenderError, Inexact):
+                text = self.rendered(self.fitted(turns).messages)
+                self._taken[asked] = all(word in text for word in words) and not PART_KEY.search(text)
+        return self._taken.setdefault(asked, False)
+
+    def entity(self, text: str, row: Any = ()) -> str:
+        """The first HTML entity of a text that comes from neither the template's source nor the row; else empty."""
+        for entity in dict.fromkeys(_ENTITY.findall(text)):
+            if entity not in self.jinja.source and entity not in json.dumps(row, ensure_ascii=False, default=str):
+                return str(entity)
+        return ""

@@ -1,0 +1,201 @@
+"""What a template does, seen by rendering probe conversations once for each template.
+
+A template is never recognised by its name: forks change templates and keep the names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from sft_play.data.masks.control_tokens import control_tokens
+from sft_play.data.masks.fitted_template import FittedTemplate, Habits
+from sft_play.data.masks.inexact import Inexact
+from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
+from sft_play.data.masks.probe_conversations import (
+    CALLING,
+    NEXT_TURNS,
+    ODD_ARGUMENTS,
+    PART_KEY,
+    PLAIN,
+    PROBE_TOOLS,
+    SYSTEM,
+)
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.sources.messages import Message
+from sft_play.errors import TokenizerError
+
+
+def probed(
+    jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
+) -> tuple[FittedTemplate, TurnEnds]:
+    """The template with the habits that were seen, and what ends its assistant turns.
+
+    Raises:
+        TokenizerError: it cannot render a question and an answer, or drops the answer.
+    """
+    # Each step renders with the habits that the steps before it have seen.
+    habits = _content(jinja, with_tools=with_tools)
+    calls, arguments = _calls(FittedTemplate(jinja, habits))
+    habits = replace(habits, calls=calls, arguments=arguments)
+    habits = replace(habits, system=_system(FittedTemplate(jinja, habits)))
+    template = FittedTemplate(jinja, habits)
+    return template, _ends(template, TurnEnds(tuple(token for token in special_tokens if token), eos_token))
+
+
+def _render(template: FittedTemplate, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    """A probe conversation, with tools where the template has to be given some."""
+    return template.rendered(messages, PROBE_TOOLS if template.habits.tools else (), prompt=prompt)
+
+
+def _content(jinja: ChatTemplate, *, with_tools: bool) -> Habits:
+    """Whether it takes content as text or in parts, with tools or without: the first that writes an answer."""
+    problem, does = "", "drops"
+    for tools, parts in itertools.product((with_tools, not with_tools), (False, True)):
+        habits = Habits(parts=parts, tools=tools)
+        try:
+            text = _render(FittedTemplate(jinja, habits), PLAIN)
+        except Endless as error:
+            raise TokenizerError(f"the chat template cannot render a question and an answer: {error}") from error
+        except RenderError as error:
+            problem = problem or str(error)
+            continue
+        if "answer1q" in text and not (parts and PART_KEY.search(text)):
+            return habits
+        if not parts and "answer1q" in text.casefold():
+            does = "rewrites"
+    if problem:
+        raise TokenizerError(f"the chat template cannot render a question and an answer: {problem}")
+    raise TokenizerError(f"the chat template {does} an assistant's answer; set data.chat_template to another one")
+
+
+# Tool calls
+
+
+def _calls(template: FittedTemplate) -> tuple[bool, ArgumentForm | Literal["own"]]:
+    """Whether it writes tool calls, and the one form of arguments that it writes correctly."""
+    # The whole exchange first; some templates refuse a tool's result, or to be given tools.
+    with contextlib.suppress(Endless):
+        for turns, tools in ((CALLING, PROBE_TOOLS), (CALLING[:2], PROBE_TOOLS), (CALLING[:2], ())):
+            written = {kind: _written_calls(template, turns, tools, kind) for kind in ARGUMENT_FORMS}
+            if any(written.values()):
+                right = [kind for kind, text in written.items() if _are_right(template, text, kind)]
+                return turns is CALLING, right[0] if len(right) == 1 else "own"
+    return False, "own"
+
+
+def _written_calls(template: FittedTemplate, turns: Sequence[Message], tools: Sequence[Any], kind: ArgumentForm) -> str:
+    """What the template writes for a probe's calls, in the first form in which it writes them; else empty."""
+    given = with_arguments_as(turns, kind)
+    for form in CALL_FORMS:
+        try:
+            text = template.rendered(in_form(given, form), tools)
+        except Endless:
+            raise
+        except RenderError:
+            continue
+        written = text.split("question1q")[-1]  # the tools before it hold words of the calls too
+        words = ("look1q", "where1q", *(str(message["content"]) for message in turns[2:]))
+        if all(word in written for word in words):
+            return written
+    return ""
+
+
+def _are_right(template: FittedTemplate, written: str, kind: ArgumentForm) -> bool:
+    """Whether the probe's arguments are encoded once and not escaped: written as their JSON, or with `object` each
+    value as it is, for templates that do not write calls as JSON."""
+    if template.entity(written):
+        return False
+    if kind == "text":
+        return json.dumps(ODD_ARGUMENTS, ensure_ascii=False) in written
+    if all(value in written for value in ODD_ARGUMENTS.values()):
+        return True
+    for brace in re.finditer(r"\{", written):
+        with contextlib.suppress(ValueError):
+            if json.JSONDecoder().raw_decode(written, brace.start())[0] == ODD_ARGUMENTS:
+                return True
+    return False
+
+
+def _system(template: FittedTemplate) -> Literal["written", "dropped", "refused"]:
+    try:
+        return "written" if "system1q" in _render(template, [SYSTEM, *PLAIN]) else "dropped"
+    except RenderError:
+        return "refused"
+
+
+# Ends of turns
+
+
+def _ends(template: FittedTemplate, ends: TurnEnds) -> TurnEnds:
+    """What ends a last turn, a turn that is history, and a turn that calls."""
+    last = _render(template, PLAIN)
+    own = last.rpartition("answer1q")[2]
+    try:
+        whole = _render(template, [*PLAIN, *NEXT_TURNS])
+        after = whole.partition("answer1q")[2]
+        following = after.partition("question2q")[0] if "question2q" in after else None
+    except RenderError:  # a template for a single exchange
+        following = None
+    # What closes the question may close an answer too, once it is history.
+    behind_question = last.partition("question1q")[2].partition("answer1q")[0]
+    user_end = next(iter(control_tokens(behind_question, ends.special)), "")
+    history_ends = frozenset({user_end, ends.eos or ""} - {""})
+    ends = replace(ends, openers=_openers(template, ends), history_ends=history_ends)
+    found: list[tuple[str, bool]] = []
+    for is_last in (True, False):
+        end = ends.end_of(own, following, is_last=is_last, is_text=True)
+        if end is not None:
+            found.append((end.text.strip(), end.by_next))
+    # An end of calls counts only where it is none of these.
+    ends = replace(ends, markers=tuple(dict.fromkeys(text for text, _ in found if text)))
+    if template.habits.calls:
+        found += _call_ends(template, ends)
+    return replace(
+        ends,
+        markers=tuple(dict.fromkeys(text for text, _ in found if text)),
+        next_openers=tuple(dict.fromkeys(text for text, by_next in found if by_next)),
+    )
+
+
+def _call_ends(template: FittedTemplate, ends: TurnEnds) -> Iterator[tuple[str, bool]]:
+    """The last token of a calling turn's end, where it is none of the known ends, and whether it opens the next turn.
+
+    gpt-oss ends a call with `<|call|>` and an answer with `<|return|>`.
+    """
+    try:
+        last, whole = (
+            template.rendered(template.fitted(turns, PROBE_TOOLS).messages, PROBE_TOOLS)
+            for turns in (CALLING[:2], CALLING)
+        )
+    except (RenderError, Inexact):
+        return
+    own = last.rpartition("where1q")[2]
+    before, result, _ = whole.rpartition("result1q")
+    following = before.rpartition("where1q")[2] if result else None
+    for is_last in (True, False):
+        end = ends.end_of(own, following, is_last=is_last, is_text=False)
+        if end is not None and not end.is_words:
+            # The last token alone: what stands before it closes the call (`</tool_call>`), not the turn.
+            token = control_tokens(end.text, ends.special)[-1]
+            if not any(marker.endswith(token) for marker in ends.markers):
+                yield token, end.by_next
+
+
+def _openers(template: FittedTemplate, ends: TurnEnds) -> frozenset[str]:
+    """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+    try:
+        question = _render(template, PLAIN[:1])
+        if question != _render(template, PLAIN[:1], prompt=True):
+            return frozenset()  # it waits for add_generation_prompt, as nearly all do
+        first = _render(template, [SYSTEM, *PLAIN])
+    except RenderError:
+        first = _render(template, PLAIN)
+    place = first.find("system1q") if "system1q" in first else first.find("question1q")
+    return frozenset(control_tokens(first[: max(0, place)], ends.special)) - {ends.eos or ""}

@@ -1,0 +1,291 @@
+"""The skeleton of a row: what a template writes around its texts, and where its assistant turns are, measured on a
+marked copy.
+
+`turns.py` says why the copy is marked so; `marked_copy.py` has the sentinels and what is read from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.masks.control_tokens import common_length, control_tokens, first_difference
+from sft_play.data.masks.fitted_template import FittedTemplate
+from sft_play.data.masks.inexact import NO_END, OTHER_PROMPT, Inexact
+from sft_play.data.masks.marked_copy import (
+    NOWHERE,
+    OTHER_SALT,
+    SALT,
+    SENTINEL_CHARS,
+    Piece,
+    Place,
+    Places,
+    Skeleton,
+    Turn,
+    pieces_of_text,
+    splitter,
+    take_apart,
+    text_after,
+    with_first_sentinels,
+    with_other_sentinels,
+)
+from sft_play.data.masks.message_forms import Kind, adapted, mapped
+from sft_play.data.masks.probe_conversations import NEXT_QUESTION
+from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.sources.messages import Message
+from sft_play.log import one_line
+
+_MAX_PIECES = 90_000
+"""A sentinel numbers its piece with five digits."""
+_WHOSE = {
+    **dict.fromkeys(("system", "developer"), "a system prompt's"),
+    "user": "a user turn's",
+    "assistant": "an assistant's",
+    "tool": "a tool's",
+}
+_DROPPED_SYSTEM = (
+    "the chat template drops the system prompt (data.system_into_user=true puts it before the first user turn)"
+)
+_ENTITIES = "the chat template writes HTML entities in an assistant's turn"
+
+
+class Skeletons:
+    """Makes marked copies and measures turns on them, for one template."""
+
+    def __init__(self, template: FittedTemplate, ends: TurnEnds) -> None:
+        self._template, self._ends = template, ends
+        self._split = splitter(template.jinja.tested)
+
+    def of(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[Piece]]:
+        """What the template writes around this row's pieces, and the pieces.
+
+        Raises:
+            Inexact: the template refuses a marked copy, or drops, rewrites or takes apart a text.
+        """
+        copy, pieces = self.marked_copy(messages)
+        try:
+            text = self._template.rendered(copy, tools)
+        except RenderError as error:
+            raise Inexact("the chat template refuses a copy of the row with marks in it", str(error)) from error
+        # A template that takes letters out of a text (`content[0]`) takes them out of its sentinel. The second copy has
+        # other letters there, so that the two renderings differ.
+        other = [mapped(message, index, with_other_sentinels) for index, message in enumerate(copy)]
+        again = with_first_sentinels(self._template.rendered_or_nothing(other, tools))
+        if again != text:
+            raise Inexact("the chat template rewrites a text or takes it apart", first_difference(text, again))
+        gaps, order, broken = take_apart(text, pieces)
+        written = {number for number, _ in order}
+        stripped = self._judge_pieces(messages, pieces, written, broken, text)
+        places = Places(text, gaps, order, pieces)
+        turns = tuple(
+            self._turn(places, copy, index, tools)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        )
+        agree = self._template.jinja.has_generation and self._marks_agree(places, turns, copy, tools)
+        return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
+
+    def _marks_agree(
+        self, places: Places, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
+    ) -> bool:
+        """Whether `{% generation %}` marks begin where the turns begin and end with them, white space aside."""
+        text, marks = self._template.jinja.render_marked(adapted(copy, parts=self._template.habits.parts), tools=tools)
+        exact = [(turn.start, turn.end) for turn in turns if turn.start is not None and turn.end is not None]
+        spans = [(places.position(start), places.position(end)) for start, end in exact]
+        return len(marks) == len(spans) == len(turns) and all(
+            mark[0] == span[0] and mark[1] >= span[1] and not text[span[1] : mark[1]].strip()
+            for mark, span in zip(marks, spans, strict=True)
+        )
+
+    def marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[Piece]]:
+        """The row with sentinels around its pieces, and the pieces by number."""
+        pieces: list[Piece] = []
+
+        def mark(text: str, index: int, kind: Kind) -> str:
+            for salt in (SALT, OTHER_SALT):
+                if salt in text:
+                    raise Inexact("a text holds the mark that is used to find turns", f"messages[{index}]: {salt}")
+            marked: list[str] = []
+            at = 0
+            for begin, end, is_think in pieces_of_text(
+                text, self._split if kind in ("content", "reasoning") else NOWHERE
+            ):
+                number = len(pieces)
+                pieces.append(Piece(index, kind, text[begin:end], is_think or kind == "reasoning"))
+                self._check_between(text[at:begin], index)
+                marked += (text[at:begin], f"{SALT}{number:05d}b", text[begin:end], f"{SALT}{number:05d}e")
+                at = end
+            self._check_between(text[at:], index)
+            return "".join((*marked, text[at:]))
+
+        copy = [mapped(message, index, mark) for index, message in enumerate(messages)]
+        if len(pieces) > _MAX_PIECES:
+            raise Inexact("a row has too many texts", f"{len(pieces):,}")
+        return copy, pieces
+
+    def _check_between(self, text: str, index: int) -> None:
+        """Raise Inexact where a text between pieces, for which the template looks, is an end of turn."""
+        ends = sorted(self._ends.tokens | {*self._ends.markers})
+        marker = next((marker for marker in ends if marker in text), None)
+        if marker is not None:
+            raise Inexact(
+                "a text holds the end of turn, which the chat template looks for in texts",
+                f"messages[{index}]: {one_line(marker)}",
+            )
+
+    def _judge_pieces(
+        self, messages: Sequence[Message], pieces: Sequence[Piece], written: set[int], broken: set[int], text: str
+    ) -> tuple[int, ...]:
+        """Numbers of think pieces that are not written; raises Inexact where anything else is missing or rewritten."""
+        last = {piece.message: number for number, piece in enumerate(pieces) if piece.kind == "content"}
+        stripped = []
+        for number, piece in enumerate(pieces):
+            role = messages[piece.message]["role"]
+            where = f"messages[{piece.message}]"
+            if number in broken and piece.kind == "arguments":
+                raise Inexact("the chat template encodes the JSON text of a tool call's arguments a second time", where)
+            if number in broken:
+                raise Inexact(f"the chat template rewrites {_WHOSE[role]} text", where)
+            if number in written:
+                continue
+            if piece.kind == "name":  # Kimi writes the id, `functions.get_weather:0`, and no name beside it
+                calls = messages[piece.message]["tool_calls"]
+                ids = [str(call.get("id") or "") for call in calls if call["function"]["name"] == piece.text]
+                if all(piece.text in ident and ident in text for ident in ids):
+                    continue
+            if piece.kind in ("name", "argument", "arguments"):
+                raise Inexact("the chat template drops a tool call", f"{where}: {one_line(piece.text, limit=60)}")
+            if role in ("system", "developer"):
+                raise Inexact(_DROPPED_SYSTEM, where)
+            if role != "assistant" or not piece.is_think or number == last.get(piece.message):
+                raise Inexact(f"the chat template drops {_WHOSE[role]} text", where)
+            stripped.append(number)
+        return tuple(stripped)
+
+    def _turn(self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
+        """One assistant turn of the marked copy."""
+        try:
+            prompt = self._template.rendered(copy[:index], tools, prompt=True)
+        except RenderError as error:
+            if index:
+                return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
+            prompt = ""  # many templates read the first message, which an empty prompt does not have
+        # Generation writes what follows the prompt, so the trained span begins where the prompt ends.
+        common = common_length(prompt, places.text)
+        is_prefix = common == len(prompt)
+        first, last, kind = places.extent(index, common)
+        begin: int | None = common
+        # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
+        if is_prefix and not (index and copy[index - 1]["role"] in ("user", "tool")):
+            begin = self._unasked_start(places, copy, index, tools, after=common, first=first)
+        start = None if begin is None else places.place(begin)
+        after = common if last is None else last
+        # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
+        if entity := self._template.entity(places.text[common : places.next_piece(after)], copy):
+            raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
+        end = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
+        if begin is None or start is None or end.place is None:
+            why = NO_END if end.place is None else OTHER_PROMPT
+            return Turn(index, reason=why, detail=f"messages[{index}]")
+        if not is_prefix:
+            # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
+            nearest = (start, end.place) if first is None or common <= first else None
+            detail = f"messages[{index}]: the prompt continues with {one_line(repr(prompt[common:][:40]))}"
+            return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest, added=end.added)
+        problem = places.problem(index, begin, places.position(end.place))
+        if problem:
+            return Turn(index, reason=problem, detail=f"messages[{index}]")
+        header = places.text[common:begin]
+        return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header)
+
+    def _unasked_start(
+        self,
+        places: Places,
+        copy: Sequence[Message],
+        index: int,
+        tools: Sequence[Any],
+        *,
+        after: int,
+        first: int | None,
+    ) -> int | None:
+        """Where a turn begins that follows neither a question nor a tool's result; None where that is not certain.
+
+        Templates may write a generation prompt after a question only, and the turn's header in any case. So the header
+        is measured after a question, and the turn begins that much before its first piece.
+        """
+        if first is None:
+            return None
+        asked = [*copy[:index], NEXT_QUESTION]
+        try:
+            prompt = self._template.rendered(asked, tools, prompt=True)
+            whole = self._template.rendered([*asked, *copy[index:]], tools)
+        except RenderError:
+            return None
+        at = whole.find(places.text[first : first + SENTINEL_CHARS], len(prompt))
+        gap = whole[len(prompt) : at]
+        begin = first - len(gap)
+        known = whole.startswith(prompt) and at >= 0 and SALT not in gap
+        return begin if known and begin >= after and places.text[begin:first] == gap else None
+
+    def _turn_end(
+        self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, after: int, is_text: bool
+    ) -> _EndPlace:
+        """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
+        limit = places.next_piece(after)
+        own = self._template.rendered_or_nothing(copy[: index + 1], tools)
+        # Where the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
+        until = len(own) if own and places.text.startswith(own) and after <= len(own) <= limit else None
+        is_last = index + 1 == len(copy)
+        written = places.text[after:limit]
+        own_tail = own[after:] if until is not None else text_after(own, places.text, after)
+        following = self._continued(places, copy, tools, after=after) if is_last else written
+        end = self._ends.end_of(own_tail, following, is_last=is_last, is_text=is_text)
+        # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
+        if end is not None and end.by_next and not is_last:
+            opener = next(reversed(control_tokens(end.text, self._ends.special)), "")
+            end = end if opener in self._ends.next_openers else None
+        if end is not None:
+            # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
+            is_own = own_tail is not None and own_tail.startswith(end.text)
+            if not (is_own or end.by_next or places.tells_end(index, len(copy))):
+                return _EndPlace()
+            size = len(end.text)
+            # The last turn may be written without its end, which a next turn would bring: it is added to the text.
+            added = end.text[len(written) :] if is_last else ""
+            if added and not (end.text.startswith(written) and limit == len(places.text)):
+                return _EndPlace()
+            place = places.place(after + size - len(added))
+            if place is not None and added:
+                place = Place(place.gap, place.offset + len(added))
+            return _EndPlace(place, until is not None, end.by_next, added)
+        if self._ends.markers:
+            return _EndPlace()  # this template ends turns, and this one has no end
+        if until is not None:
+            return _EndPlace(places.place(until), True)
+        return _EndPlace(places.place(after)) if is_text else _EndPlace()
+
+    def _continued(self, places: Places, copy: Sequence[Message], tools: Sequence[Any], *, after: int) -> str | None:
+        """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
+        calls = copy[-1].get("tool_calls") or []
+        # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
+        result = {"role": "tool", "content": NEXT_QUESTION["content"]}
+        if calls:
+            result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
+        for following in (result, NEXT_QUESTION) if calls else (NEXT_QUESTION,):
+            whole = self._template.rendered_or_nothing([*copy, following], tools)
+            tail = text_after(whole, places.text, after) if whole else None
+            if tail is not None and following["content"] in tail:
+                return tail.partition(following["content"])[0]
+        return None
+
+
+@dataclass(frozen=True)
+class _EndPlace:
+    """Where a turn ends; `added` is the end of it that the template does not write."""
+
+    place: Place | None = None
+    by_prefix: bool = False
+    by_next: bool = False
+    added: str = ""

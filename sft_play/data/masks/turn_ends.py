@@ -1,0 +1,126 @@
+"""Where an assistant's turn ends, told from texts alone: what follows it where it is the last turn, and where the
+conversation goes on.
+
+`probes.py` learns what ends the turns of a template; `skeletons.py` asks for the end of each turn of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sft_play.data.masks.control_tokens import (
+    NO_TAG,
+    SAYS_END,
+    TAG,
+    control_token_places,
+    control_tokens,
+    shared_beginning,
+)
+
+_LONGEST_WORDS = 40
+"""Characters that may end a turn without a control token, such as `\\n\\n### End`: more is text of the template."""
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What ends a turn: `text` is what stands after its last piece, through its end."""
+
+    text: str
+    by_next: bool = False
+    """It is the token that opens the next turn."""
+    is_words: bool = False
+    """It holds no control token."""
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """What ends an assistant's turn in one template, and the rules that find it; `special` and `eos` are the
+    tokenizer's."""
+
+    special: tuple[str, ...]
+    eos: str | None
+    openers: frozenset[str] = frozenset()
+    """Tokens that open a turn, where the template writes the next one's header whether or not it is asked to."""
+    history_ends: frozenset[str] = frozenset()
+    """Tokens that may close a turn once it is history, where another one closes the last turn."""
+    markers: tuple[str, ...] = ()
+    """Texts that end an assistant turn, the usual one first; empty where the template writes nothing."""
+    next_openers: tuple[str, ...] = ()
+    """Those of them that open the next turn, where the template closes none."""
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
+        return self.markers[0] if self.markers else ""
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The control tokens of all ends of turns."""
+        return frozenset(token for marker in self.markers for token in control_tokens(marker, self.special))
+
+    def end_of(self, own: str | None, following: str | None, *, is_last: bool, is_text: bool) -> TurnEnd | None:
+        """The end of a turn: the text after its last piece, through its end; None where it has no end.
+
+        `own` is what follows the piece in the conversation that stops with the turn (None: not found there),
+        `following` in the one that continues (None: it cannot be rendered). `is_last`: the turn is the last one of the
+        row; `is_text`: its last piece is an answer's text, not think text or a call.
+        """
+        if own is None:  # rendered otherwise as a last turn, so there is nothing to compare: only known ends count
+            text = following or ""
+            known = [(text.find(marker), -len(marker)) for marker in self.markers if marker in text]
+            # the first that follows; of those that begin together the longest
+            return TurnEnd(text[: min(known)[0] - min(known)[1]]) if known else None
+        # Where the two renderings part, the turn is over: the one goes on with the next turn's header.
+        shared = own if following is None else shared_beginning(own, following, self.special)
+        ends = self._possible_ends(shared, is_text=is_text)
+        # A header that is written in any case stands in both, and is the next turn's all the same.
+        while ends and ends[-1][1] in self.openers:
+            shared = shared[: ends[-1][0]]
+            ends = self._possible_ends(shared, is_text=is_text)
+        if ends:
+            return TurnEnd(shared[: self._through(ends)])
+        own_ends = self._possible_ends(own, is_text=is_text)
+        if not own_ends and following is not None:
+            opener = self._opener_end(own, following)
+            if opener:
+                return TurnEnd(following[:opener], by_next=True)
+        if own_ends and is_last:
+            return TurnEnd(own[: self._through(own_ends)])
+        if own_ends and following is not None:
+            # as history the turn may be closed by another token than where it is the last one
+            at, token = next(iter(control_token_places(following, self.special)), (0, ""))
+            if token and (token in self.history_ends or SAYS_END.search(token)):
+                return TurnEnd(following[: at + len(token)])
+        words = shared.rstrip()
+        is_end = 0 < len(words) <= _LONGEST_WORDS or words.endswith(self.markers or ("\0",))
+        return TurnEnd(words, is_words=True) if is_end else None
+
+    def _possible_ends(self, text: str, *, is_text: bool) -> list[tuple[int, str]]:
+        """Places of control tokens that may end a turn. Tags such as `</tool_call>` open or close a part of one, unless
+        they are tokens that end an answer."""
+        known = "".join(self.markers) if not is_text else ""
+
+        def may_end(token: str) -> bool:
+            if token == self.eos or not TAG.fullmatch(token):
+                return True
+            is_opening_end = token[1] != "/" and bool(SAYS_END.search(token))  # such as Gemma's <end_of_turn>
+            return is_opening_end or (token in self.special and (is_text or token in known))
+
+        return [(at, token) for at, token in control_token_places(text, self.special) if may_end(token)]
+
+    def _through(self, ends: Sequence[tuple[int, str]]) -> int:
+        """Where an end ends: with the first eos, at which generation stops, else where its last token first stands."""
+        tokens = [token for _, token in ends]
+        at, token = ends[tokens.index(self.eos if self.eos in tokens else tokens[-1])]
+        return at + len(token)
+
+    def _opener_end(self, own: str, following: str) -> int:
+        """Where the special token ends that opens the next turn right after this one; 0 where there is none."""
+        closed = own.rstrip()
+        places = [place for place in control_token_places(following, self.special) if place[0] >= len(closed)]
+        if not following.startswith(closed) or not places:
+            return 0
+        at, token = places[0]
+        is_token = token in self.special or NO_TAG.fullmatch(token) or (not closed and token[1] != "/")
+        return at + len(token) if is_token and not following[len(closed) : at].strip() else 0

@@ -1,0 +1,142 @@
+"""The preview as an HTML page without network, script or anything outside itself."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from sft_play.data.preview import Gap, Shown, shortened
+from sft_play.data.token_pieces import Piece
+from sft_play.data.visible_text import NEWLINE, SPACE, TAB, Kind, signs, visible
+
+PAGE_PIECES = 20_000
+"""Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2129; --soft: #5b6472; --page: #fbfbfa; --line: #d9dce1; --a: #eceef1;
+  --b: #dde1e7; --ta: #c2ecc4; --tb: #9fdda4; --special: #2557a7; --bad: #a3262a; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ec; --soft: #9aa4b2; --page: #15181d; --line: #363c46;
+  --a: #262b33; --b: #343b46; --ta: #1c5130; --tb: #28713f; --special: #8fb8f6; --bad: #ff8f8f; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem clamp(.75rem, 3vw, 2.5rem) 4rem; max-width: 78rem; background: var(--page);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.3rem; margin: 0 0 .25rem; }
+h2 { font-size: 1.05rem; margin: 0 0 .25rem; }
+p { margin: .25rem 0; }
+.soft { color: var(--soft); }
+.bad { color: var(--bad); font-weight: 600; }
+section { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+ul.facts, ul.legend { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; list-style: none; margin: .25rem 0 .75rem;
+  padding: 0; }
+ul.facts { color: var(--soft); }
+.tokens { font: 14px/1.75 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+.t { background: var(--a); border-radius: 3px; padding: .08em 0; unicode-bidi: isolate; }
+.t.b { background: var(--b); }
+.t.y { background: var(--ta); }
+.t.y.b { background: var(--tb); }
+.t.s { color: var(--special); font-weight: 600; box-shadow: inset 0 0 0 1px currentColor; padding: .08em .2em; }
+.t.x { text-decoration: line-through; opacity: .6; }
+.t i { font-style: normal; color: var(--soft); }
+.t i.m { font-size: .85em; color: var(--bad); }
+.cut { display: block; margin: .4rem 0; padding: .1rem .5rem; border-left: 4px solid var(--bad); color: var(--bad);
+  font: 600 14px/1.5 system-ui, sans-serif; }
+.gap { color: var(--soft); font-style: italic; }
+pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 4px; padding: .5rem; font-size: 13px; }
+""".strip()
+
+
+def html_page(examples: Sequence[Shown], *, title: str, about: Iterable[str], most: int = PAGE_PIECES) -> str:
+    """One HTML page without network, script or anything outside itself; `about` are lines below the title."""
+    # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    out = io.StringIO()
+    out.write('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n')
+    out.write(f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n')
+    out.write('<meta name="viewport" content="width=device-width, initial-scale=1">\n')
+    out.write('<meta name="referrer" content="no-referrer">\n')
+    out.write(f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n")
+    out.write(f"<h1>{_escaped(title)}</h1>\n")
+    for line in about:
+        out.write(f'<p class="soft">{_escaped(line)}</p>\n')
+    out.write(_legend(examples))
+    for shown in examples:
+        out.write(_section(shown, most))
+    out.write("</main>\n</body>\n</html>\n")
+    return out.getvalue()
+
+
+def _escaped(text: str) -> str:
+    return html.escape(visible(text), quote=True)
+
+
+def _legend(examples: Sequence[Shown]) -> str:
+    every = [piece for shown in examples for piece in shown.pieces]
+
+    def tokens(want: Callable[[Piece], bool]) -> str:
+        return f"{sum(len(piece.ids) for piece in every if want(piece)):,}"
+
+    items = [
+        ('<span class="t">not</span><span class="t b"> trained</span>', tokens(lambda p: not p.trained)),
+        ('<span class="t y">tra</span><span class="t y b">ined</span>', tokens(lambda p: p.trained)),
+        ('<span class="t s">special token</span>', tokens(lambda p: p.special)),
+        ('<span class="t x">cut by max_seq_len</span>', tokens(lambda p: not p.kept)),
+    ]
+    shown = "".join(f"<li>{sample} {count}</li>" for sample, count in items)
+    hint = (
+        f'<li class="soft">{SPACE} space, {NEWLINE} line break, {TAB} tab, ⟨U+200B⟩ a character that is not seen, '
+        "⟨0xF0⟩ a byte that is no character; point at a token for its id</li>"
+    )
+    return f'<ul class="legend">{shown}{hint}</ul>\n'
+
+
+def _section(shown: Shown, most: int) -> str:
+    head = f"<h2>Row {shown.number:,}</h2>\n"
+    out = [f'<section>\n{head}<p class="soft">{_escaped(shown.where)}</p>\n']
+    if shown.reason:
+        out.append(f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n')
+    facts = "".join(f"<li>{_escaped(fact)}</li>" for fact in shown.facts())
+    if facts:
+        out.append(f'<ul class="facts">{facts}</ul>\n')
+    if shown.pieces:
+        out.append(f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n')
+    if shown.raw:
+        out.append(f"<pre>{_escaped(shown.raw)}</pre>\n")
+    return "".join([*out, "</section>\n"])
+
+
+def _spans(shown: Shown, most: int) -> Iterator[str]:
+    position, kept = 0, True
+    for number, item in enumerate(shortened(shown.pieces, most)):
+        if isinstance(item, Gap):
+            position += item.tokens
+            yield f'<span class="gap">{html.escape(str(item))}</span>'
+            continue
+        if kept and not item.kept:
+            yield f'<span class="cut">{shown.cut_text}</span>'
+        elif item.kept and not kept:
+            yield '<span class="cut">kept from here</span>'
+        kept = item.kept
+        yield _span(item, position, odd=bool(number % 2))
+        position += len(item.ids)
+
+
+def _span(piece: Piece, position: int, *, odd: bool) -> str:
+    marks = [("t", True), ("b", odd), ("y", piece.trained), ("s", piece.special), ("x", not piece.kept)]
+    classes = " ".join(name for name, wanted in marks if wanted)
+    word = "id" if len(piece.ids) == 1 else "ids"
+    title = f"{word} {', '.join(map(str, piece.ids))} at {position}{', trained' if piece.trained else ''}"
+    return f'<span class="{classes}" title="{title}">{"".join(map(_html_sign, signs(piece.text)))}</span>'
+
+
+def _html_sign(run: tuple[Kind, str]) -> str:
+    kind, sign = run
+    if kind == "text":
+        return html.escape(sign, quote=True)
+    if kind == "mark":
+        return f'<i class="m">{html.escape(sign, quote=True)}</i>'
+    return f"<i>{sign}</i>\n" if kind == "newline" else f"<i>{sign}</i><wbr>"

@@ -1,0 +1,121 @@
+"""What a data file is: its content decides; its name only between kinds that the content could be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from sft_play.data.sources import json_rows, tables
+from sft_play.data.sources.raw import BOM, GZIP_MARK, blocks, head, is_gzipped, wide_encoding
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".text"})
+"""Names of plain text; any other file whose content does not begin like JSON is text only where text is asked."""
+JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
+TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
+ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
+DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
+
+_MARKS = {
+    b"PAR1": "parquet",
+    b"ARROW1": "arrow",
+    b"\xff\xff\xff\xff": "arrow stream",
+}
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive or an Office file: unpack it, or save the sheet as CSV (UTF-8)",
+    b"BZh": "compressed with bzip2: bunzip2",
+    b"\xfd7zXZ": "compressed with xz: unxz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unzstd",
+    b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"FEA1": "Feather 1, which nothing reads any more: write it with pyarrow.feather.write_feather(version=2)",
+    b"%PDF": "a PDF document: make dapt-docx turns documents into text",
+    b"SQLite format 3": "an SQLite database: write the table as CSV or JSONL",
+    b"\x89HDF": "HDF5: write it as Parquet (pandas: to_parquet)",
+    b"\x80\x04\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"\x80\x05\x95": "a Python pickle, which is not read: it could run code; write it as JSONL",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself: git lfs pull",
+    GZIP_MARK: "gzipped twice: gunzip it once",
+}
+
+
+def kind_of(path: Path, *, text_wanted: bool = False) -> str:
+    """What a file is, by its content: lines, array, objects, csv, parquet, arrow, arrow stream or text.
+
+    Its name decides only between kinds that the content could be.
+
+    Raises:
+        DataError: it is empty, not UTF-8 or UTF-16, or of no kind that can be read.
+    """
+    start = head(path)
+    binary = next((kind for mark, kind in _MARKS.items() if start.startswith(mark)), None)
+    if binary is not None:
+        if is_gzipped(path):  # pyarrow seeks in the file
+            raise DataError(f"{path} is gzipped {binary.title()}, which is read from its end: gunzip it")
+        return binary
+    foreign = next((advice for mark, advice in _FOREIGN.items() if start.startswith(mark)), None)
+    if foreign is not None:
+        raise DataError(f"{path} is {foreign}")
+    wide = wide_encoding(path, start)
+    if wide is not None:
+        raise wide
+    # "ignore": the head may end inside a character; bytes that are not UTF-8 are named, with line, while rows are read
+    text = start.removeprefix(BOM).decode("utf-8", "ignore")
+    if not text.strip():  # the rows may begin after a head of white space
+        _refuse_blank(path)
+    return _text_kind(path, text.lstrip(), text_wanted)
+
+
+def _refuse_blank(path: Path) -> None:
+    """Raise DataError unless something follows the white space that a file begins with."""
+    size = 0
+    for block in blocks(path):
+        size += len(block)
+        if block.removeprefix(BOM).strip():
+            return
+    raise DataError(f"{path} has no rows: the file is {'blank' if size else 'empty'}")
+
+
+def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
+    suffix = suffix_of(path)
+    may_be_text = suffix in TEXT_SUFFIXES or (text_wanted and suffix not in DATA_SUFFIXES)
+    if not start:
+        return "text" if may_be_text else "lines"
+    if may_be_text:  # a text may begin with a bracket: rows only where they are objects, with a text where it is wanted
+        line = start.partition("\n")[0]
+        is_list = not text_wanted and re.match(r"\[\s*\{\s*\"", start) is not None
+        is_rows = is_list or (_is_object(line) and ('"text"' in line or not text_wanted))
+        return _json_kind(path, start) if is_rows else "text"
+    if start[0] in "[{":
+        return _json_kind(path, start)
+    if suffix in TABLE_SUFFIXES or tables.looks_like_table(start):
+        return "csv"
+    advice = "rows are JSON objects, one per line, or a list; or a table with a header line (.csv)"
+    if re.match(r"<(!doctype|html|\?xml|head|body)", start, re.IGNORECASE):
+        advice = "a web page saved in place of the file? Fetch the file itself"
+    elif start[0] in "'(":
+        advice = "written by Python's print or str()? Write it with json.dumps"
+    raise DataError(f'{path} is not JSON: it begins with "{one_line(start[:40])}"; {advice}')
+
+
+def _json_kind(path: Path, start: str) -> str:
+    if start[0] == "[":
+        return "array"
+    first, ended, _ = start.partition("\n")
+    if ended and _is_object(first):
+        return "lines"
+    # a first line that is no object may be broken JSON, which is named as such, or the beginning of an indented object
+    return "objects" if json_rows.is_spread_out(path) else "lines"
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def suffix_of(path: Path) -> str:
+    """What a file's name ends in, `.gz` left out, in lower case."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
